@@ -1,0 +1,38 @@
+"""Every error a user can cause. Each says what is wrong, where, what was expected, what came, and what to do."""
+
+
+class PatchcertError(Exception):
+    """The base of all errors that a user can cause and mend; `hint` says how."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(f"{message}\nhint: {hint}" if hint else message)
+        self.message = message
+        self.hint = hint
+
+
+class UnsupportedLayer(PatchcertError):
+    """The model holds an operation for which no sound bound is known."""
+
+
+class InvalidInput(PatchcertError, ValueError):
+    """Images, labels or settings that do not fit together or are out of range."""
+
+
+class InvalidThreat(PatchcertError, ValueError):
+    """A threat that is empty, malformed or does not fit the images."""
+
+
+class ModelError(PatchcertError):
+    """A model that is unknown, in the wrong mode, or whose weights do not fit."""
+
+
+class DataError(PatchcertError):
+    """A data set that is missing, damaged or unknown."""
+
+
+class SpecError(PatchcertError):
+    """A specification file with an unknown key, a wrong type or a bad value."""
+
+
+class RunError(PatchcertError):
+    """A run folder that is missing, incomplete or belongs to something else."""
