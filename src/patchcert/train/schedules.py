@@ -1,0 +1,130 @@
+"""How the perturbation size and the learning rate change over a training run, counted in epochs from 0."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from patchcert.errors import InvalidInput
+
+Ramp = Literal["linear", "smooth"]
+NATURAL_BELOW = 1e-6
+
+
+def scale(epochs: int, factor: float) -> int:
+    """A count of epochs times the factor, rounded, and at least 1 where there was any."""
+    return max(1, round(epochs * factor)) if epochs > 0 else 0
+
+
+def _at_least(least: int, name: str, value: int) -> None:
+    if value < least:
+        raise InvalidInput(f"{name} is {value}; expected at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class EpsilonSchedule:
+    """Epsilon is 0 for the natural epochs, grows over the ramp epochs, and is 1 from then on.
+
+    Within an epoch it moves evenly from the epoch's first batch to its last. A linear ramp of r epochs grows by 1/r
+    in each; a smooth one bends the same line by 3t^2 - 2t^3, so that it starts and ends gently.
+    """
+
+    natural_epochs: int = 1
+    ramp_epochs: int = 60
+    ramp: Ramp = "linear"
+
+    def __post_init__(self) -> None:
+        _at_least(0, "natural_epochs", self.natural_epochs)
+        _at_least(0, "ramp_epochs", self.ramp_epochs)
+        if self.ramp not in get_args(Ramp):
+            raise InvalidInput(f"ramp is {self.ramp!r}; expected one of {', '.join(get_args(Ramp))}")
+
+    @property
+    def full_from(self) -> int:
+        """The first epoch whose every batch has epsilon 1."""
+        return self.natural_epochs + self.ramp_epochs
+
+    def at(self, epoch: int) -> float:
+        """Epsilon at the start of an epoch, which is where the epoch before it ended."""
+        return self._bend(self._line(epoch))
+
+    def for_batch(self, epoch: int, batch: int, batches: int) -> float:
+        """Epsilon of one batch of an epoch: its first batch has the epoch's start, its last the epoch's end."""
+        start, end = self._line(epoch), self._line(epoch + 1)
+        share = batch / (batches - 1) if batches > 1 else 1.0
+        return self._bend(start + (end - start) * share)
+
+    def is_natural(self, epoch: int) -> bool:
+        """Epsilon stays at 0 throughout the epoch, so that it trains by plain cross entropy."""
+        return self.at(epoch + 1) < NATURAL_BELOW
+
+    def scaled(self, factor: float) -> "EpsilonSchedule":
+        """The same schedule with each part shrunk in proportion; no part that was there vanishes."""
+        return replace(
+            self,
+            natural_epochs=scale(self.natural_epochs, factor),
+            ramp_epochs=scale(self.ramp_epochs, factor),
+        )
+
+    def _line(self, epoch: int) -> float:
+        into_ramp = epoch - self.natural_epochs
+        if into_ramp < 0:
+            return 0.0
+        return into_ramp / self.ramp_epochs if into_ramp < self.ramp_epochs else 1.0
+
+    def _bend(self, value: float) -> float:
+        return value * value * (3 - 2 * value) if self.ramp == "smooth" else value
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRateSchedule:
+    """The initial rate, multiplied by `decay_factor` after every `decay_every` epochs counted from a given epoch."""
+
+    initial: float = 5e-4
+    decay_factor: float = 0.5
+    decay_every: int = 10
+
+    def __post_init__(self) -> None:
+        if not self.initial > 0:
+            raise InvalidInput(f"the initial learning rate is {self.initial}; expected a number above 0")
+        if not 0 < self.decay_factor <= 1:
+            raise InvalidInput(f"decay_factor is {self.decay_factor}; expected above 0 and at most 1")
+        _at_least(1, "decay_every", self.decay_every)
+
+    def at(self, epoch: int, decay_from: int) -> float:
+        """The rate of a whole epoch; the first decay comes `decay_every` epochs after `decay_from`."""
+        return self.initial * self.decay_factor ** (max(epoch - decay_from, 0) // self.decay_every)
+
+    def scaled(self, factor: float) -> "LearningRateSchedule":
+        """The same rates with the decays closer together, in proportion."""
+        return replace(self, decay_every=scale(self.decay_every, factor))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A whole training run: its length, epsilon in each batch and the learning rate in each epoch.
+
+    The learning rate starts to decay one epoch after epsilon has first been 1 for a whole epoch, the paper's count of
+    S + K epochs with S natural ones and a grid of K values for epsilon (here K = ramp_epochs + 1).
+    """
+
+    epochs: int = 100
+    epsilon: EpsilonSchedule = EpsilonSchedule()
+    learning_rate: LearningRateSchedule = LearningRateSchedule()
+
+    def __post_init__(self) -> None:
+        _at_least(1, "epochs", self.epochs)
+
+    @property
+    def decay_from(self) -> int:
+        """The epoch from which the decays of the learning rate are counted."""
+        return self.epsilon.full_from + 1
+
+    def rate(self, epoch: int) -> float:
+        """The learning rate of an epoch."""
+        return self.learning_rate.at(epoch, self.decay_from)
+
+    def scaled(self, factor: float) -> "Schedule":
+        """Every part shrunk (or stretched) in proportion, each at least 1 epoch where it was above 0."""
+        if not factor > 0:
+            hint = "0.1 runs a tenth of the epochs"
+            raise InvalidInput(f"the scale is {factor}; expected a number above 0", hint=hint)
+        return Schedule(scale(self.epochs, factor), self.epsilon.scaled(factor), self.learning_rate.scaled(factor))

@@ -1,0 +1,93 @@
+"""The small U-net that guesses, for every placement of a patch, the margins that a classifier would be left with."""
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from patchcert.models import Normalize
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions around a shortcut, which is projected where the stride or the width changes."""
+
+    def __init__(self, channels: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.residual = nn.Sequential(
+            nn.Conv2d(channels, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        projects = stride != 1 or channels != width
+        self.shortcut = (
+            nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+            if projects
+            else nn.Identity()
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features of the block's width, at the block's stride."""
+        return F.relu(self.residual(features) + self.shortcut(features))
+
+
+class MarginUNet(nn.Module):
+    """Maps images in [0, 1] to a guess (n, classes, H, W) of each class's margin at each top-left corner.
+
+    A patch of h x w pixels fits only at the first H-h+1 rows and W-w+1 columns of corners; the rest means nothing.
+    """
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], classes: int, width: int) -> None:
+        super().__init__()
+        channels = len(mean)
+        self.normalise = Normalize(mean, std)
+        self.stem = nn.Sequential(nn.Conv2d(channels, width, 7, 2, 3), nn.BatchNorm2d(width), nn.ReLU())
+        self.down = nn.ModuleList(
+            [
+                nn.Sequential(nn.MaxPool2d(3, 2, 1), BasicBlock(width, width), BasicBlock(width, width)),
+                nn.Sequential(BasicBlock(width, 2 * width, 2), BasicBlock(2 * width, 2 * width)),
+                nn.Sequential(BasicBlock(2 * width, 4 * width, 2), BasicBlock(4 * width, 4 * width)),
+            ]
+        )
+        self.full = nn.Sequential(_convolution(channels, width), _convolution(width, width))
+        self.laterals = nn.ModuleList(_convolution(size, size, 1) for size in _widths(width))
+        self.up = nn.ModuleList(
+            [
+                _convolution(6 * width, 4 * width),
+                _convolution(5 * width, 2 * width),
+                _convolution(3 * width, width),
+                _convolution(2 * width, width),
+            ]
+        )
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The guessed margins; each up-sampled map is joined with the encoder's map of that size."""
+        normal = self.normalise(images)
+        maps = [self.stem(normal)]
+        for stage in self.down:
+            maps.append(stage(maps[-1]))
+        sides = [lateral(features) for lateral, features in zip(self.laterals, maps, strict=True)]
+        features = sides.pop()
+        for convolution, side in zip(self.up, [*reversed(sides), self.full(normal)], strict=True):
+            larger = F.interpolate(features, side.shape[2:], mode="bilinear", align_corners=True)
+            features = convolution(torch.cat([larger, side], dim=1))
+        return self.head(features)
+
+
+def build_unet(
+    mean: tuple[float, ...], std: tuple[float, ...], classes: int, width: int, generator: Generator
+) -> MarginUNet:
+    """A U-net whose weights depend on the generator alone (PyTorch's default initialisation)."""
+    seed = int(torch.randint(2**62, (), generator=generator))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return MarginUNet(mean, std, classes, width)
+
+
+def _widths(width: int) -> tuple[int, int, int, int]:
+    return width, width, 2 * width, 4 * width
+
+
+def _convolution(channels: int, width: int, kernel: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(channels, width, kernel, padding=kernel // 2), nn.ReLU())

@@ -1,0 +1,99 @@
+"""The schedule tables of the paper's runs hold value by value; scaling keeps the proportions."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patchcert.errors import InvalidInput
+from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
+
+MNIST_PATCH = Schedule(100, EpsilonSchedule(1, 60), LearningRateSchedule(5e-4))
+CIFAR_PATCH = Schedule(200, EpsilonSchedule(10, 120), LearningRateSchedule(1e-3))
+MNIST_SPARSE = Schedule(100, EpsilonSchedule(1, 10), LearningRateSchedule(5e-4))
+
+PAPER = [
+    # schedule, zeros S, grid K, natural epochs, epochs with growth, first full epoch, epochs where the rate halves
+    (MNIST_PATCH, 1, 61, [0], range(1, 61), 61, [72, 82, 92]),
+    (CIFAR_PATCH, 10, 121, list(range(10)), range(10, 130), 130, [141, 151, 161, 171, 181, 191]),
+    (MNIST_SPARSE, 1, 11, [0], range(1, 11), 11, [22, 32, 42, 52, 62, 72, 82, 92]),
+]
+
+
+def list_of_the_paper(zeros: int, grid: int) -> list[float]:
+    return [0.0] * zeros + [step / (grid - 1) for step in range(grid)]
+
+
+@pytest.mark.parametrize(("schedule", "zeros", "grid", "natural", "growing", "full", "halvings"), PAPER)
+def test_the_paper_tables_hold_in_every_epoch(schedule, zeros, grid, natural, growing, full, halvings):
+    values, batches = list_of_the_paper(zeros, grid), 235
+    epsilon = schedule.epsilon
+    assert [t for t in range(schedule.epochs) if epsilon.is_natural(t)] == natural
+    assert [t for t in range(schedule.epochs) if 0 <= epsilon.at(t) < epsilon.at(t + 1)] == list(growing)
+    assert epsilon.full_from == full
+    for epoch in range(schedule.epochs):
+        start = values[epoch] if epoch < len(values) else 1.0
+        end = values[min(epoch + 1, len(values) - 1)] if epoch < len(values) else 1.0
+        assert epsilon.for_batch(epoch, 0, batches) == pytest.approx(start, abs=1e-12)
+        assert epsilon.for_batch(epoch, batches - 1, batches) == pytest.approx(end, abs=1e-12)
+        middle = start + (end - start) * 100 / (batches - 1)
+        assert epsilon.for_batch(epoch, 100, batches) == pytest.approx(middle, abs=1e-12)
+    rates = [schedule.rate(t) for t in range(schedule.epochs)]
+    assert [t for t in range(1, schedule.epochs) if rates[t] != rates[t - 1]] == halvings
+    assert all(rates[t] == rates[t - 1] / 2 for t in halvings)
+    assert rates[0] == schedule.learning_rate.initial
+
+
+def test_mnist_grows_by_a_sixtieth_in_each_epoch():
+    assert MNIST_PATCH.epsilon.at(2) == pytest.approx(1 / 60)
+    assert MNIST_PATCH.epsilon.at(31) == pytest.approx(0.5)
+    assert CIFAR_PATCH.epsilon.at(70) == pytest.approx(0.5)
+
+
+def test_scaling_shrinks_every_part_and_drops_none():
+    assert MNIST_PATCH.scaled(0.1) == Schedule(10, EpsilonSchedule(1, 6), LearningRateSchedule(5e-4, decay_every=1))
+    assert CIFAR_PATCH.scaled(0.1) == Schedule(20, EpsilonSchedule(1, 12), LearningRateSchedule(1e-3, decay_every=1))
+    none = Schedule(100, EpsilonSchedule(0, 0)).scaled(0.01)
+    assert (none.epochs, none.epsilon.natural_epochs, none.epsilon.ramp_epochs) == (1, 0, 0)
+    assert MNIST_PATCH.scaled(1.0) == MNIST_PATCH
+
+
+def test_without_a_ramp_epsilon_jumps_to_one():
+    schedule = EpsilonSchedule(natural_epochs=2, ramp_epochs=0)
+    assert [schedule.at(t) for t in range(4)] == [0.0, 0.0, 1.0, 1.0]
+    assert schedule.is_natural(0)
+    assert EpsilonSchedule(0, 0).for_batch(0, 0, 5) == 1.0
+
+
+def test_one_batch_per_epoch_ends_at_the_epochs_end():
+    assert EpsilonSchedule(0, 4).for_batch(0, 0, 1) == 0.25
+
+
+@given(st.integers(0, 5), st.integers(0, 20), st.integers(1, 9), st.sampled_from(["linear", "smooth"]))
+def test_epsilon_never_falls_and_stays_between_zero_and_one(natural, ramp, batches, shape):
+    schedule = EpsilonSchedule(natural, ramp, shape)
+    values = [schedule.for_batch(t, b, batches) for t in range(natural + ramp + 3) for b in range(batches)]
+    assert values == sorted(values)
+    assert all(0 <= value <= 1 for value in values)
+    assert values[-1] == 1
+
+
+def test_a_smooth_ramp_starts_slowly_and_meets_the_line_half_way():
+    smooth, line = EpsilonSchedule(0, 10, "smooth"), EpsilonSchedule(0, 10)
+    assert smooth.at(1) < line.at(1) / 3
+    assert smooth.at(5) == pytest.approx(line.at(5))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EpsilonSchedule(-1), "natural_epochs is -1; expected at least 0"),
+        (lambda: EpsilonSchedule(1, 2, "steep"), "ramp is 'steep'; expected one of linear, smooth"),
+        (lambda: LearningRateSchedule(0.0), "learning rate is 0.0; expected a number above 0"),
+        (lambda: LearningRateSchedule(decay_every=0), "decay_every is 0; expected at least 1"),
+        (lambda: Schedule(0), "epochs is 0; expected at least 1"),
+        (lambda: Schedule().scaled(0), "the scale is 0; expected a number above 0"),
+    ],
+)
+def test_impossible_schedules_are_refused_by_name(make, message):
+    with pytest.raises(InvalidInput, match=message):
+        make()
