@@ -1,0 +1,309 @@
+"""What a layer does to a value and to an interval: one small class per kind of operation.
+
+A model is lowered to these operations (see `lowering`); each states its forward map and its interval rule. Weights
+are read from the layer at every call, so bounds can be differentiated and trained through.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from patchcert.bounds.interval import Interval
+from patchcert.bounds.rounding import Rounding
+
+Source = Callable[[], Tensor]
+"""Reads a weight where it lives, so that a trained layer is seen as it is now."""
+
+
+class Operation(ABC):
+    """One step of a network."""
+
+    @abstractmethod
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The ordinary value of the step."""
+
+    @abstractmethod
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        """Contains every output of the step for inputs in the given intervals, and for one input is the tightest."""
+
+
+class Affine(Operation):
+    """A map x -> W x + b: the centre of an interval moves through W, its radius through |W|."""
+
+    @abstractmethod
+    def map(self, value: Tensor, precise: bool) -> Tensor:
+        """W x, without the offset; `precise` asks for plain sums of products (see `rounding`)."""
+
+    @abstractmethod
+    def absolute_map(self, value: Tensor, precise: bool) -> Tensor:
+        """|W| x."""
+
+    @abstractmethod
+    def offset(self, like: Tensor) -> Tensor | None:
+        """b, shaped to be added to an output like the given one."""
+
+    @abstractmethod
+    def terms(self, value: Tensor) -> int:
+        """At most this many products are summed in one output."""
+
+    def offset_magnitude(self, like: Tensor) -> Tensor | None:
+        """Bounds the absolute values whose rounding the offset carries."""
+        offset = self.offset(like)
+        return None if offset is None else offset.abs()
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        output = self.map(inputs[0], precise=False)
+        offset = self.offset(output)
+        return output if offset is None else output + offset
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        (box,) = inputs
+        if rounding.is_outward:
+            return self._outward_interval(box, rounding)
+        centre = self.forward(box.centre)
+        return Interval.around(centre, self.absolute_map(box.radius, precise=False))
+
+    def _outward_interval(self, box: Interval, rounding: Rounding) -> Interval:
+        """Each rounded operation adds its error bound to the radius, which is then widened for its own rounding.
+
+        centre: |fl(Wc + b) - (Wc + b)| <= gamma (|W||c| + |b|), so gamma |c| joins the radius before |W|;
+        the halving of lower and upper costs a unit of |c| and r, the final lower and upper two units more.
+        Fewer than 1/unit products are summed, so underflow costs less than tiny/unit.
+        """
+        gamma, unit = rounding.gamma(self.terms(box.lower) + 2), rounding.unit
+        centre, radius = box.centre, box.radius
+        output = self.map(centre, precise=True)
+        spread = self.absolute_map(radius * (1 + 8 * unit) + centre.abs() * (gamma + 4 * unit), precise=True)
+        offset = self.offset(output)
+        if offset is not None:
+            output = output + offset
+            spread = spread + 2 * gamma * self.offset_magnitude(output)
+        underflow = rounding.tiny / unit
+        spread = spread * (1 + 2 * gamma) + output.abs() * (4 * unit) + underflow
+        return Interval.around(output, spread * (1 + 8 * unit))
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(Affine):
+    """A fully connected layer."""
+
+    weight: Source
+    bias: Source | None
+
+    def map(self, value: Tensor, precise: bool) -> Tensor:
+        return F.linear(value, self.weight())
+
+    def absolute_map(self, value: Tensor, precise: bool) -> Tensor:
+        return F.linear(value, self.weight().abs())
+
+    def offset(self, like: Tensor) -> Tensor | None:
+        return None if self.bias is None else self.bias()
+
+    def terms(self, value: Tensor) -> int:
+        return self.weight().shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a sliding kernel walks over a feature map; padding is (top, bottom, left, right)."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int, int, int]
+    dilation: tuple[int, int]
+
+    @property
+    def symmetric_padding(self) -> tuple[int, int] | None:
+        top, bottom, left, right = self.padding
+        return (top, left) if top == bottom and left == right else None
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        """The size of the map that comes out of one of the given size."""
+        top, bottom, left, right = self.padding
+        sizes = (height + top + bottom, width + left + right)
+        spans = [spacing * (size - 1) + 1 for size, spacing in zip(self.kernel, self.dilation, strict=True)]
+        return tuple((sizes[axis] - spans[axis]) // self.stride[axis] + 1 for axis in (0, 1))  # type: ignore[return-value]
+
+    def pad(self, value: Tensor) -> Tensor:
+        """The value with the padding made explicit, in zeros."""
+        top, bottom, left, right = self.padding
+        return F.pad(value, (left, right, top, bottom)) if any(self.padding) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution(Affine):
+    """A two-dimensional convolution with zero padding."""
+
+    weight: Source
+    bias: Source | None
+    geometry: Geometry
+    groups: int
+
+    def map(self, value: Tensor, precise: bool) -> Tensor:
+        return convolve(value, self.weight(), self.geometry, self.groups, precise)
+
+    def absolute_map(self, value: Tensor, precise: bool) -> Tensor:
+        return convolve(value, self.weight().abs(), self.geometry, self.groups, precise)
+
+    def offset(self, like: Tensor) -> Tensor | None:
+        return None if self.bias is None else self.bias()[:, None, None]
+
+    def terms(self, value: Tensor) -> int:
+        return math.prod(self.weight().shape[1:])
+
+
+def convolve(value: Tensor, weight: Tensor, geometry: Geometry, groups: int, precise: bool) -> Tensor:
+    """The convolution without offset; `precise` writes it as one matrix product, whatever library is underneath."""
+    if precise:
+        return _convolve_by_product(value, weight, geometry, groups)
+    padding = geometry.symmetric_padding
+    if padding is None:
+        value, padding = geometry.pad(value), (0, 0)
+    return F.conv2d(value, weight, None, geometry.stride, padding, geometry.dilation, groups)
+
+
+def _convolve_by_product(value: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> Tensor:
+    size = geometry.output_size(value.shape[-2], value.shape[-1])
+    columns = F.unfold(geometry.pad(value), geometry.kernel, geometry.dilation, 0, geometry.stride)
+    product = weight.reshape(groups, weight.shape[0] // groups, -1) @ columns.unflatten(1, (groups, -1))
+    return product.flatten(1, 2).unflatten(2, size)
+
+
+@dataclass(frozen=True, slots=True)
+class AveragePool(Affine):
+    """A mean over windows; `pool` is the ordinary pooling function, `window` the most values one mean can hold.
+
+    `geometry` is set where the pooling is a convolution with equal weights 1/area, padding included.
+    """
+
+    pool: Callable[[Tensor], Tensor]
+    window: Callable[[Tensor], int]
+    geometry: Callable[[Tensor], Geometry | None]
+
+    def map(self, value: Tensor, precise: bool) -> Tensor:
+        return self.pool(value)
+
+    def absolute_map(self, value: Tensor, precise: bool) -> Tensor:
+        return self.pool(value)
+
+    def offset(self, like: Tensor) -> Tensor | None:
+        return None
+
+    def terms(self, value: Tensor) -> int:
+        return self.window(value) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelScale(Affine):
+    """y = (x - mean) / deviation * gain + shift, one value per channel: batch norm in eval mode, normalisation."""
+
+    mean: Source
+    deviation: Source
+    gain: Source | None
+    shift: Source | None
+
+    def scale(self) -> Tensor:
+        """gain / deviation, computed in float64."""
+        gain = 1.0 if self.gain is None else self.gain().double()
+        return gain / self.deviation().double()
+
+    def map(self, value: Tensor, precise: bool) -> Tensor:
+        return value * _per_channel(self.scale(), value)
+
+    def absolute_map(self, value: Tensor, precise: bool) -> Tensor:
+        return value * _per_channel(self.scale().abs(), value)
+
+    def offset(self, like: Tensor) -> Tensor | None:
+        offset = -self.mean().double() * self.scale()
+        return _per_channel(offset if self.shift is None else offset + self.shift().double(), like)
+
+    def offset_magnitude(self, like: Tensor) -> Tensor | None:
+        magnitude = (self.mean().double() * self.scale()).abs()
+        return _per_channel(magnitude if self.shift is None else magnitude + self.shift().double().abs(), like)
+
+    def terms(self, value: Tensor) -> int:
+        return 8
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.to(like.dtype).reshape(-1, *[1] * (like.dim() - 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Monotone(Operation):
+    """A non-decreasing function of each element, whose computed value is within `units` unit roundoffs of the true."""
+
+    function: Callable[[Tensor], Tensor]
+    units: int
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(inputs[0])
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        (box,) = inputs
+        lower, upper = self.function(box.lower), self.function(box.upper)
+        slack = self.units * rounding.unit
+        if slack:
+            lower = lower - (lower.abs() * slack + rounding.tiny)
+            upper = upper + (upper.abs() * slack + rounding.tiny)
+        return Interval(lower, upper)
+
+
+@dataclass(frozen=True, slots=True)
+class MaxPool(Operation):
+    """The largest value of each window: non-decreasing in every input."""
+
+    pool: Callable[[Tensor], Tensor]
+    geometry: Geometry
+    ceil_mode: bool
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.pool(inputs[0])
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        (box,) = inputs
+        return Interval(self.pool(box.lower), self.pool(box.upper))
+
+
+@dataclass(frozen=True, slots=True)
+class Add(Operation):
+    """The sum of two branches, as at the end of a skip connection."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return inputs[0] + inputs[1]
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        first, second = inputs
+        lower, upper = first.lower + second.lower, first.upper + second.upper
+        if rounding.is_outward:
+            lower, upper = lower - lower.abs() * (4 * rounding.unit), upper + upper.abs() * (4 * rounding.unit)
+        return Interval(lower, upper)
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape(Operation):
+    """The same values in another shape; the first dimension, the batch, stays."""
+
+    reshape: Callable[[Tensor], Tensor]
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.reshape(inputs[0])
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        (box,) = inputs
+        return Interval(self.reshape(box.lower), self.reshape(box.upper))
+
+
+def plain_average_pool(kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]) -> Geometry:
+    """The geometry of an average pooling that counts its padding."""
+    return Geometry(kernel, stride, (padding[0], padding[0], padding[1], padding[1]), (1, 1))
+
+
+def dtype_holds(target: torch.dtype, source: torch.dtype) -> bool:
+    """Every number of the source type is a number of the target type."""
+    return torch.promote_types(target, source) == target

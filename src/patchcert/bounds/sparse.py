@@ -1,0 +1,119 @@
+"""Bounds of the first layer when any k pixels may change: each neuron gets the k pixels that move it most.
+
+Three bounds of the same shape (specification: weights W[neuron, channel, pixel] in units of raw pixels):
+`tight` uses how far each pixel can move up and down from its present value and is exact for a single neuron;
+`per-pixel` forgets the present value and lets a pixel move by epsilon both ways; `per-value` counts single channel
+values instead of pixels: on images with several channels it covers k channel values, not k pixels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from patchcert.bounds.interval import Interval
+from patchcert.bounds.operations import ChannelScale, Convolution, Geometry, Linear, Reshape
+from patchcert.bounds.rounding import Rounding
+from patchcert.errors import InvalidInput, UnsupportedLayer
+
+if TYPE_CHECKING:
+    from patchcert.bounds.network import Step
+
+BOUNDS = ("tight", "per-pixel", "per-value")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLayer:
+    """The first layer with weights, with what lies before it: channel scales and reshapes of the image."""
+
+    position: int
+    operation: Linear | Convolution
+    scales: tuple[ChannelScale, ...]
+
+    @staticmethod
+    def of(steps: Sequence["Step"]) -> "FirstLayer":
+        """Found by walking the chain of steps from the image on."""
+        scales: list[ChannelScale] = []
+        for position, step in enumerate(steps):
+            if step.inputs != (position,):
+                break
+            if isinstance(step.operation, Linear | Convolution):
+                return FirstLayer(position, step.operation, tuple(scales))
+            if isinstance(step.operation, ChannelScale):
+                scales.append(step.operation)
+            elif not isinstance(step.operation, Reshape):
+                break
+        raise UnsupportedLayer("a sparse bound needs a Linear or Conv2d layer first, after normalisation at most")
+
+    def pixel_weight(self, channels: int) -> Tensor:
+        """Weights (neurons, channels, positions) per unit of raw pixel value."""
+        weight = self.operation.weight()
+        shaped = weight.reshape(weight.shape[0], channels, -1)
+        for scale in self.scales:
+            shaped = shaped * scale.scale().to(weight.dtype).reshape(1, -1, 1)
+        return shaped
+
+
+def sparse_first_layer(
+    layer: FirstLayer, clean: Interval, images: Tensor, pixels: int, bound: str, epsilon: float | Tensor, rounding: Rounding
+) -> Interval:
+    """Contains the results of the first layer for every image that differs in at most `pixels` pixels.
+
+    `clean` holds the layer's results on the unchanged images.
+    """
+    if bound not in BOUNDS:
+        raise InvalidInput(f"unknown sparse bound {bound!r}; expected one of {', '.join(BOUNDS)}")
+    if isinstance(layer.operation, Convolution) and layer.operation.groups != 1:
+        raise UnsupportedLayer("a sparse bound of a grouped convolution is not known", hint="use groups=1 in the first layer")
+    weight = layer.pixel_weight(images.shape[1])
+    if bound == "tight":
+        up, down = _tight_moves(layer, weight, images, epsilon, pixels)
+    else:
+        up = down = _free_moves(layer, weight, bound, pixels, clean.lower) * epsilon
+    if not rounding.is_outward:
+        return Interval(clean.lower - down, clean.upper + up)
+    widen = 1 + 4 * rounding.gamma(2 * images.shape[1] + pixels + 16)
+    lower, upper = clean.lower - down * widen, clean.upper + up * widen
+    unit, tiny = 4 * rounding.unit, rounding.tiny / rounding.unit
+    return Interval(lower - (lower.abs() * unit + tiny), upper + (upper.abs() * unit + tiny))
+
+
+def _tight_moves(
+    layer: FirstLayer, weight: Tensor, images: Tensor, epsilon: float | Tensor, pixels: int
+) -> tuple[Tensor, Tensor]:
+    """The most each neuron can rise and fall: per pixel, the sum over channels of the better of both directions."""
+    rise, fall = (1 - images).clamp(max=epsilon), images.clamp(max=epsilon)
+    if isinstance(layer.operation, Convolution):
+        geometry = layer.operation.geometry
+        size = (weight.shape[0], *geometry.output_size(images.shape[-2], images.shape[-1]))
+        equation = "fcp,ncpl->nflp"
+        rise, fall = (_footprints(room, geometry) for room in (rise, fall))
+    else:
+        size, equation = (weight.shape[0],), "fcp,ncp->nfp"
+        rise, fall = rise.flatten(2), fall.flatten(2)
+    positive, negative = weight.clamp(min=0), (-weight).clamp(min=0)
+    up = torch.einsum(equation, positive, rise) + torch.einsum(equation, negative, fall)
+    down = torch.einsum(equation, positive, fall) + torch.einsum(equation, negative, rise)
+    return top_sum(up, pixels).reshape(-1, *size), top_sum(down, pixels).reshape(-1, *size)
+
+
+def _footprints(room: Tensor, geometry: Geometry) -> Tensor:
+    """The values under the kernel at each of its places, (n, channels, kernel positions, places); 0 in the padding."""
+    columns = F.unfold(geometry.pad(room), geometry.kernel, geometry.dilation, 0, geometry.stride)
+    return columns.unflatten(1, (room.shape[1], -1))
+
+
+def _free_moves(layer: FirstLayer, weight: Tensor, bound: str, pixels: int, like: Tensor) -> Tensor:
+    """How far each neuron moves when the k strongest pixels (or channel values) move by one unit; (neurons, ...)."""
+    strength = weight.abs().sum(dim=1) if bound == "per-pixel" else weight.abs().flatten(1)
+    moves = top_sum(strength, pixels)
+    return moves.reshape(-1, *[1] * (like.dim() - 2))
+
+
+def top_sum(values: Tensor, count: int) -> Tensor:
+    """The sum of the `count` largest entries of the last dimension, of all of them where there are fewer."""
+    count = min(count, values.shape[-1])
+    return values.topk(count, dim=-1).values.sum(dim=-1) if count < values.shape[-1] else values.sum(dim=-1)
