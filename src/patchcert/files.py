@@ -1,0 +1,38 @@
+"""Files that are either wholly there or not at all, and their SHA-256 sums."""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """A binary file that takes its name only when the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(unfinished, 0o666 & ~_umask())
+        os.replace(unfinished, path)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 sum of a file's bytes, in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,32 @@
+"""What every test shares: one thread, reproducible examples, and the real data where there are any."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("deep", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def real_data():
+    """Where the official MNIST and CIFAR-10 files are: $PATCHCERT_DATA, or `data` beside the checkout."""
+    beside = Path(__file__).parents[2] / "data"
+    folder = Path(os.environ.get("PATCHCERT_DATA", beside))
+    if not folder.is_dir():
+        pytest.skip("no official data files: set $PATCHCERT_DATA to their folder")
+    return folder

@@ -1,0 +1,106 @@
+import pytest
+import safetensors.torch
+import torch
+
+from patchcert.errors import ModelError
+from patchcert.models import ModelSpec, build, load, save
+
+SPEC = ModelSpec("cnn2", 3, 8, 8, classes=4, hidden=5, mean=(0.4, 0.5, 0.6), std=(0.2, 0.2, 0.2))
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path, generator):
+    model = build(SPEC, generator)
+    save(model, SPEC, tmp_path / "new folder" / "model.safetensors")
+    loaded, spec = load(tmp_path / "new folder" / "model.safetensors")
+    images = torch.rand(2, 3, 8, 8, generator=generator)
+    assert spec == SPEC
+    assert torch.equal(loaded(images), model(images))
+    assert not loaded.training
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    assert [path.name for path in (tmp_path / "new folder").iterdir()] == ["model.safetensors"]
+
+
+def test_double_precision_survives(tmp_path, generator):
+    save(build(SPEC, generator).double(), SPEC, tmp_path / "model.safetensors")
+    assert load(tmp_path / "model.safetensors")[0].logits.weight.dtype == torch.float64
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, generator):
+    path = tmp_path / "model.safetensors"
+    save(build(SPEC, generator), SPEC, path)
+    before = path.read_bytes()
+    with pytest.raises(ModelError, match=r"conv1.weight is missing"):
+        save(build(ModelSpec("mlp", 1, 8, 8)), SPEC, path)
+    assert path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"there is no model file .*absent.safetensors"):
+        load(tmp_path / "absent.safetensors")
+
+
+def test_a_file_without_description_is_refused_with_the_way_out(tmp_path, generator):
+    path = tmp_path / "bare.safetensors"
+    safetensors.torch.save_file(build(SPEC, generator).state_dict(), path)
+    with pytest.raises(ModelError, match="does not say which model") as caught:
+        load(path)
+    assert "patchcert.models.save" in caught.value.hint
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 something else", b"\xff" * 100])
+def test_a_file_of_another_format_is_refused(tmp_path, content):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match="no readable safetensors file"):
+        load(path)
+
+
+def test_a_file_cut_short_is_refused(tmp_path, generator):
+    path = tmp_path / "model.safetensors"
+    save(build(SPEC, generator), SPEC, path)
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ModelError, match="no readable safetensors file"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("logits.bias"), "logits.bias is missing"),
+        (lambda weights: weights.update(more=torch.zeros(1)), "more is not part of it"),
+        (
+            lambda weights: weights.update({"logits.bias": torch.zeros(9)}),
+            r"logits.bias has shape \(9,\) instead of \(4,\)",
+        ),
+        (
+            lambda weights: weights.update({"normalize.mean": torch.zeros(3, 1, 1)}),
+            "normalize.mean in .* is not what the description says",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(tmp_path, generator, change, message):
+    path = tmp_path / "model.safetensors"
+    save(build(SPEC, generator), SPEC, path)
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    weights = safetensors.torch.load_file(path)
+    change(weights)
+    safetensors.torch.save_file(weights, path, metadata=metadata)
+    with pytest.raises(ModelError, match=message):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ("not json", "cannot be read"),
+        ('{"name": "mlp"}', r"lacks \['channels', 'height', 'width'\]"),
+        ('{"name": "mlq", "channels": 1, "height": 8, "width": 8}', "no architecture named 'mlq'"),
+    ],
+)
+def test_a_bad_description_is_refused(tmp_path, description, message):
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"a": torch.zeros(1)}, path, metadata={"patchcert.model": description})
+    with pytest.raises(ModelError, match=message):
+        load(path)
