@@ -44,7 +44,7 @@ class SparsePixels:
             )
 
     def __repr__(self) -> str:
-        return f"SparsePixels({self.pixels} {self.unit}s, {self.bound} bound)"
+        return f"SparsePixels({self._count}, {self.bound} bound)"
 
     @property
     def unit(self) -> Literal["pixel", "channel value"]:
@@ -54,12 +54,14 @@ class SparsePixels:
     def contains(self, clean: Tensor, changed: Tensor) -> Tensor:
         """True (n,) where no more units differ than allowed and all pixels lie in [0, 1]; not with a NaN."""
         check_pair(clean, changed)
+        self._check_fit(clean)
         different = self._units((clean != changed).int())
         return ((different > 0).sum(dim=1) <= self.pixels) & is_valid(clean, changed)
 
     def sample(self, images: Tensor, generator: Generator) -> Tensor:
         """One random member per image: distinct places, filled with uniform noise or zeros and ones."""
         check_images(images)
+        self._check_fit(images)
         device = generator.device
         keys = self._units(torch.rand(images.shape, generator=generator, device=device))
         drawn = torch.rand(images.shape, generator=generator, device=device, dtype=images.dtype)
@@ -73,6 +75,7 @@ class SparsePixels:
         Members are returned as they are; NaN counts as unchanged.
         """
         check_pair(clean, changed)
+        self._check_fit(clean)
         changed = without_nan(clean, changed)
         chosen = self._largest(self._units(gains(clean, changed)), clean)
         nearest = torch.where(chosen, changed.clamp(0, 1), clean)
@@ -94,18 +97,24 @@ class SparsePixels:
             )
         return cls(plain["pixels"], plain.get("bound", "tight"))  # pyright: ignore[reportArgumentType]
 
+    @property
+    def _count(self) -> str:
+        return f"{self.pixels} {self.unit}{'s' if self.pixels > 1 else ''}"
+
+    def _check_fit(self, images: Tensor) -> None:
+        channels, height, width = images.shape[1:]
+        if self.pixels > height * width * (channels if self.unit == "channel value" else 1):
+            raise InvalidThreat(
+                f"{self._count} do not fit into images of {height}x{width} with {channels} channels",
+                hint="allow fewer",
+            )
+
     def _units(self, values: Tensor) -> Tensor:
         """The values (n, c, h, w) summed over each counted unit: (n, units)."""
         return values.flatten(1) if self.unit == "channel value" else values.sum(dim=1).flatten(1)
 
     def _largest(self, scores: Tensor, images: Tensor) -> Tensor:
         """True (n, c, h, w) or (n, 1, h, w) on the allowed number of units with the largest scores."""
-        if self.pixels > scores.shape[1]:
-            raise InvalidThreat(
-                f"{self.pixels} {self.unit}s do not fit into images of "
-                f"{images.shape[2]}x{images.shape[3]} with {images.shape[1]} channels",
-                hint="allow fewer",
-            )
         chosen = torch.zeros_like(scores, dtype=torch.bool)
         chosen.scatter_(1, scores.topk(self.pixels, dim=1).indices, True)
         return chosen.view(len(images), -1, *images.shape[2:])

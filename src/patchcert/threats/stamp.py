@@ -20,10 +20,10 @@ def as_boolean(value: object, what: str) -> Tensor | None:
     if not isinstance(value, Tensor | np.ndarray | list | tuple):
         return None
     try:
-        array = torch.as_tensor(np.asarray(value)) if not isinstance(value, Tensor) else value.detach().cpu()
-    except (TypeError, ValueError) as error:
-        raise InvalidThreat(f"{what} has rows of unequal length or unknown type: {value!r}") from error
-    return array.clone() if array.dtype == torch.bool and array.ndim == 2 else None
+        array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+    except ValueError as error:
+        raise InvalidThreat(f"{what} has rows of unequal length: {describe_value(value)}") from error
+    return torch.tensor(array) if array.dtype == np.bool_ and array.ndim == 2 else None
 
 
 def as_whole(value: object) -> int | None:
