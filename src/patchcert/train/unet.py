@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from patchcert.models import Normalize
 
 
 class BasicBlock(nn.Module):
@@ -37,10 +36,9 @@ class MarginUNet(nn.Module):
     A patch of h x w pixels fits only at the first H-h+1 rows and W-w+1 columns of corners; the rest means nothing.
     """
 
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], classes: int, width: int) -> None:
+    def __init__(self, channels: int, classes: int, width: int, normalise: nn.Module | None = None) -> None:
         super().__init__()
-        channels = len(mean)
-        self.normalise = Normalize(mean, std)
+        self.normalise = normalise or nn.Identity()
         self.stem = nn.Sequential(nn.Conv2d(channels, width, 7, 2, 3), nn.BatchNorm2d(width), nn.ReLU())
         self.down = nn.ModuleList(
             [
@@ -76,13 +74,13 @@ class MarginUNet(nn.Module):
 
 
 def build_unet(
-    mean: tuple[float, ...], std: tuple[float, ...], classes: int, width: int, generator: Generator
+    channels: int, classes: int, width: int, generator: Generator, normalise: nn.Module | None = None
 ) -> MarginUNet:
     """A U-net whose weights depend on the generator alone (PyTorch's default initialisation)."""
     seed = int(torch.randint(2**62, (), generator=generator))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return MarginUNet(mean, std, classes, width)
+        return MarginUNet(channels, classes, width, normalise)
 
 
 def _widths(width: int) -> tuple[int, int, int, int]:

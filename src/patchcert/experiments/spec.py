@@ -1,0 +1,181 @@
+"""The complete description of a training run: data, model, threat, strategy, schedule. Plain values, frozen."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from patchcert.errors import SpecError
+from patchcert.experiments.plain import to_plain
+from patchcert.threats import Patch, SparsePixels
+from patchcert.threats.sparse import SparseBound
+from patchcert.train.schedules import Schedule
+
+CudaGraph = Literal["auto", "on", "off"]
+
+
+def _at_least(least: int, name: str, value: int | None) -> None:
+    if value is not None and value < least:
+        raise SpecError(f"{name} is {value}; expected at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class DataChoice:
+    """Which images to learn from, and how they are varied."""
+
+    name: str = "mnist"
+    validation: int = 0
+    limit: int | None = None
+    flip: bool = False
+    crop_padding: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least(0, "validation", self.validation)
+        _at_least(1, "limit", self.limit)
+        _at_least(0, "crop_padding", self.crop_padding)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """An architecture by name; image size, classes and normalisation come from the data."""
+
+    name: str = "mlp"
+    hidden: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(1, "hidden", self.hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class NaturalTraining:
+    """Plain cross entropy: no threat is trained against."""
+
+    kind: Literal["natural"] = "natural"
+
+
+@dataclass(frozen=True, slots=True)
+class AllTraining:
+    """Every placement of the patch, for every image, in every step."""
+
+    kind: Literal["all"] = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class RandomTraining:
+    """A few random placements per image and step."""
+
+    kind: Literal["random"] = "random"
+    placements: int = 10
+
+    def __post_init__(self) -> None:
+        _at_least(1, "placements", self.placements)
+
+
+@dataclass(frozen=True, slots=True)
+class GuidedTraining:
+    """Placements drawn where a U-net expects small margins: so many for each class.
+
+    The width of the U-net is 6 for grey images and 10 for others unless it is given.
+    """
+
+    kind: Literal["guided"] = "guided"
+    per_class: int = 1
+    width: int | None = None
+    inverse_temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        _at_least(1, "per_class", self.per_class)
+        _at_least(1, "width", self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class PooledTraining:
+    """All placements, merged into blocks of so many by so many adjacent ones after each of the first layers."""
+
+    kind: Literal["pooled"] = "pooled"
+    blocks: tuple[int, ...] = (2,)
+
+    def __post_init__(self) -> None:
+        if not self.blocks or min(self.blocks) < 1:
+            raise SpecError(f"blocks are {list(self.blocks)}; expected at least one, each 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class SparseTraining:
+    """All choices of a few pixels at once, bounded in the first layer; `bound` overrides the threat's own."""
+
+    kind: Literal["sparse"] = "sparse"
+    bound: SparseBound | None = None
+
+
+Training = NaturalTraining | AllTraining | RandomTraining | GuidedTraining | PooledTraining | SparseTraining
+
+
+@dataclass(frozen=True, slots=True)
+class OptimiserChoice:
+    """Adam, its batches, and what is added to the worst-case loss."""
+
+    batch_size: int = 256
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    natural_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least(1, "batch_size", self.batch_size)
+        if not 0 <= self.natural_weight <= 1:
+            raise SpecError(f"natural_weight is {self.natural_weight}; expected between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """How a run is carried out; none of it is meant to change the weights that come out."""
+
+    cuda_graph: CudaGraph = "auto"
+    checkpoint_seconds: float = 20.0
+    check_every: int = 5
+    check_images: int = 200
+
+    def __post_init__(self) -> None:
+        _at_least(0, "check_every", self.check_every)
+        _at_least(1, "check_images", self.check_images)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One training run. Two specs with the same fingerprint ask for the same weights."""
+
+    data: DataChoice
+    model: ModelChoice
+    threat: Patch | SparsePixels
+    strategy: Training
+    schedule: Schedule = Schedule()
+    optimiser: OptimiserChoice = OptimiserChoice()
+    select: Literal["last", "best-validation"] = "last"
+    seed: int = 2019
+    run: RunSettings = RunSettings()
+
+    def __post_init__(self) -> None:
+        sparse = isinstance(self.threat, SparsePixels)
+        kind = self.strategy.kind
+        if kind != "natural" and sparse != (kind == "sparse"):
+            wanted = "kind = 'sparse'" if kind == "sparse" else "kind = 'patch'"
+            raise SpecError(
+                f"the strategy {kind!r} cannot train against {self.threat}",
+                hint=f"give the threat {wanted} or choose another strategy",
+            )
+        if self.select == "best-validation" and not self.data.validation:
+            raise SpecError(
+                "select is 'best-validation', but no training images are held out",
+                hint="set data.validation = 5000, or select = 'last'",
+            )
+
+    def scaled(self, factor: float) -> "Spec":
+        """The same run with every part of its schedule shrunk in proportion."""
+        return replace(self, schedule=self.schedule.scaled(factor))
+
+    def fingerprint(self, checksums: Mapping[str, str] | None = None) -> str:
+        """16 hexadecimal digits of all that decides the weights, and of the data's checksums where given."""
+        decisive = {key: value for key, value in to_plain(self).items() if key != "run"}
+        text = json.dumps([decisive, dict(checksums or {})], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,44 @@
+"""Every placement of the patch in every step, at the memory of a handful."""
+
+from typing import final
+
+import torch
+from torch import Generator, Tensor
+
+from patchcert.bounds import Network
+from patchcert.engine import worst_placements
+from patchcert.threats import Patch
+from patchcert.train.strategies.placed import PlacedPatch
+from patchcert.train.strategy import Batch, WorstCase
+
+
+@final
+class AllPlacements:
+    """Bounds all placements of every image, as all-patch training demands.
+
+    The gradient of a minimum flows only through the placements that attain it, at most one for each class. So all
+    placements are swept without a gradient, and only the weakest ones of each class are passed with one.
+    """
+
+    helper = None
+    is_capturable = True
+
+    def __init__(self, threat: Patch) -> None:
+        self.patch = PlacedPatch(threat)
+
+    def worst_case(
+        self, network: Network, batch: Batch, epsilon: Tensor, generator: Generator
+    ) -> WorstCase:
+        """The least margin per class over all placements."""
+        images, labels = batch.own_images, batch.own_labels
+        with torch.no_grad():
+            worst = worst_placements(network, images, labels, self.patch.threat, epsilon)
+        chosen = worst.gather(1, other_classes(labels, worst.shape[1]))
+        margins = self.patch.margins(network, images, labels, chosen, epsilon)
+        return WorstCase(margins.amin(dim=1))
+
+
+def other_classes(labels: Tensor, classes: int) -> Tensor:
+    """The classes (n, classes - 1) that are not the image's label."""
+    steps = torch.arange(1, classes, device=labels.device)
+    return (labels.unsqueeze(1) + steps) % classes

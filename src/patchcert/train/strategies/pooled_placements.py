@@ -1,0 +1,121 @@
+"""All placements, merged into blocks of neighbours after the first layers so that few boxes go through the rest."""
+
+from typing import final
+
+import torch
+from torch import Generator, Tensor
+from torch.utils.checkpoint import checkpoint
+
+from patchcert.bounds import Interval, Network
+from patchcert.bounds.operations import Convolution, Linear
+from patchcert.bounds.rounding import NEAREST
+from patchcert.errors import InvalidInput, InvalidThreat, UnsupportedLayer
+from patchcert.threats import Patch, Placements
+from patchcert.train.strategies.placed import PlacedPatch
+from patchcert.train.strategy import Batch, WorstCase
+
+
+@final
+class PooledPlacements:
+    """Merges the pre-activation bounds of the first layers over blocks of g x g adjacent placements.
+
+    `blocks` gives g for each of the first layers with weights: (2,) merges once, (2, 2) again after the second layer
+    on the grid of blocks. A merged box contains all boxes it stands for, so margins can only fall. The last block of
+    a row or column may be smaller.
+    """
+
+    helper = None
+    is_capturable = True
+
+    def __init__(self, threat: Patch, blocks: tuple[int, ...] = (2,), memory_budget: int = 4 * 2**30) -> None:
+        self.patch = PlacedPatch(threat)
+        self.blocks = blocks
+        self.memory_budget = memory_budget
+
+    def worst_case(
+        self, network: Network, batch: Batch, epsilon: Tensor, generator: Generator
+    ) -> WorstCase:
+        """The least margin per class over all merged boxes; each part of the batch is redone for its gradient."""
+        images, labels = batch.own_images, batch.own_labels
+        placements = self._grid(images)
+        size = self._images_at_once(images[0], len(placements))
+        parts = zip(images.split(size), labels.split(size), strict=True)
+        margins = [
+            checkpoint(
+                self._margins, network, *part, placements, epsilon, use_reentrant=False, preserve_rng_state=False
+            )
+            for part in parts
+        ]
+        return WorstCase(torch.cat(margins))
+
+    def _margins(
+        self, network: Network, images: Tensor, labels: Tensor, placements: Placements, epsilon: Tensor
+    ) -> Tensor:
+        """Margins (n, classes) of a few images."""
+        grid = (placements.rows, placements.columns)
+        box = self.patch.threat.boxes(images, self.patch.corners(images), epsilon).flatten(0, 1)
+        start = 0
+        for position, block in zip(first_layers(network, len(self.blocks)), self.blocks, strict=True):
+            box = _through(network, box, start, position + 1)
+            box, grid = _merged(box, grid, block)
+            start = position + 1
+        boxes = grid[0] * grid[1]
+        last = network.steps[start - 1].name
+        margins = network.margins(box, labels.repeat_interleave(boxes), after=last)
+        return margins.unflatten(0, (len(images), boxes)).amin(dim=1)
+
+    def _grid(self, images: Tensor) -> Placements:
+        placements = self.patch.threat.placements(images.shape[2], images.shape[3])
+        if not placements.complete:
+            raise InvalidThreat(
+                f"pooled training merges neighbours in a full grid of placements, but {self.patch.threat} allows only "
+                f"{len(placements)} of {placements.rows * placements.columns}",
+                hint="allow placements everywhere, or use the strategy 'all'",
+            )
+        return placements
+
+    def _images_at_once(self, image: Tensor, placements: int) -> int:
+        """So many that bounds and gradients of the first layers keep within the budget, roughly."""
+        each = 16 * placements * image.numel() * image.element_size()
+        return max(1, self.memory_budget // each)
+
+
+def first_layers(network: Network, count: int) -> list[int]:
+    """Positions of the first layers with weights of their own; normalisation and pooling layers have none."""
+    positions = [
+        position for position, step in enumerate(network.steps) if isinstance(step.operation, Linear | Convolution)
+    ]
+    if len(positions) <= count:
+        raise InvalidInput(
+            f"pooling after {count} layers needs a network with more than {count}; this one has {len(positions)}",
+            hint="give fewer blocks",
+        )
+    return positions[:count]
+
+
+def _through(network: Network, box: Interval, start: int, stop: int) -> Interval:
+    """The bounds of value `stop`, where the box bounds value `start`; the layers between must form a chain."""
+    for position in range(start, stop):
+        step = network.steps[position]
+        if step.inputs != (position,):
+            raise UnsupportedLayer(f"layer '{step.name}' joins two branches; pooled training needs a plain chain here")
+        box = step.operation.interval(box, rounding=NEAREST)
+    return box
+
+
+def _merged(box: Interval, grid: tuple[int, int], block: int) -> tuple[Interval, tuple[int, int]]:
+    """Bounds of whole blocks (n * blocks, ...) from bounds of single placements (n * rows * columns, ...)."""
+    rows, columns = (-(-size // block) for size in grid)
+    lower = _blocks(box.lower, grid, block).amin(dim=(2, 4))
+    upper = _blocks(box.upper, grid, block).amax(dim=(2, 4))
+    return Interval(lower.flatten(0, 2), upper.flatten(0, 2)), (rows, columns)
+
+
+def _blocks(values: Tensor, grid: tuple[int, int], block: int) -> Tensor:
+    """(n, block rows, g, block columns, g, ...); where the grid ends within a block its last line is repeated."""
+    values = values.unflatten(0, (-1, *grid))
+    for dimension, size in ((1, grid[0]), (2, grid[1])):
+        if size % block:
+            whole = torch.arange(-(-size // block) * block, device=values.device).clamp(max=size - 1)
+            values = values.index_select(dimension, whole)
+    return values.unflatten(2, (-1, block)).unflatten(1, (-1, block))

@@ -1,0 +1,33 @@
+"""A few random placements per image and step."""
+
+from typing import final
+
+import torch
+from torch import Generator, Tensor
+
+from patchcert.bounds import Network
+from patchcert.threats import Patch
+from patchcert.train.strategies.placed import PlacedPatch
+from patchcert.train.strategy import Batch, WorstCase
+
+
+@final
+class RandomPlacements:
+    """Bounds independent uniform placements, drawn with replacement, instead of all of them (Chiang et al. 2020)."""
+
+    helper = None
+    is_capturable = True
+
+    def __init__(self, threat: Patch, placements: int = 10) -> None:
+        self.patch = PlacedPatch(threat)
+        self.placements = placements
+
+    def worst_case(
+        self, network: Network, batch: Batch, epsilon: Tensor, generator: Generator
+    ) -> WorstCase:
+        """The least margin per class over the placements drawn for each image."""
+        allowed = len(self.patch.corners(batch.images))
+        shape = (len(batch), self.placements)
+        drawn = torch.randint(allowed, shape, generator=generator, device=generator.device)
+        margins = self.patch.margins(network, batch.own_images, batch.own_labels, drawn[batch.rows], epsilon)
+        return WorstCase(margins.amin(dim=1))
