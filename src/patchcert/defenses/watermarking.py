@@ -1,0 +1,155 @@
+"""Digital Watermarking (Hayes 2018): paint over the region that drives the prediction most."""
+
+import math
+from typing import Literal, final, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from patchcert.defenses.base import Defense, Surrogate, straight_through
+from patchcert.defenses.saliency import SaliencyKind, saliency
+from patchcert.errors import InvalidInput
+
+Fill = Literal["ring"] | tuple[float, ...]
+
+
+@final
+class DigitalWatermarking(Defense):
+    """Finds the window densest in salient pixels and paints over it; exactly one window in every image.
+
+    Salient are the pixels at or above a quantile of the model's saliency, less isolated ones (an opening of
+    side `opening`, skipped where it would leave nothing; 1 for none). Of equally dense windows the one with
+    the larger sum of saliency is taken. The fill is a colour (one value, or one per channel), or "ring": the
+    mean of the one-pixel ring around the window.
+    """
+
+    colour: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        window: int,
+        quantile: float = 0.95,
+        opening: int = 2,
+        saliency_kind: SaliencyKind = "guided",
+        fill: Fill = (0.0,),
+    ) -> None:
+        super().__init__()
+        _check_settings(window, quantile, opening, saliency_kind, fill)
+        self.model = model
+        self.window = window
+        self.quantile = quantile
+        self.opening = opening
+        self.saliency_kind: SaliencyKind = saliency_kind
+        self.fill: Fill = fill
+        colour = torch.tensor((0.0,) if fill == "ring" else fill).reshape(1, -1, 1, 1)
+        self.register_buffer("colour", colour, persistent=False)
+        self.train(model.training)
+
+    @classmethod
+    def imagenet(cls, model: nn.Module, patch: int = 42) -> "DigitalWatermarking":
+        """A window 1.2 times the patch's side, the mean colour of ImageNet as fill."""
+        return cls(model, window=round(1.2 * patch), opening=3, fill=(0.485, 0.456, 0.406))
+
+    def extra_repr(self) -> str:
+        """The settings as in the constructor."""
+        return (
+            f"window={self.window}, quantile={self.quantile}, opening={self.opening}, "
+            f"saliency_kind={self.saliency_kind!r}, fill={self.fill!r}"
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The images with one window painted over; no gradient through the choice of the window."""
+        region = self.region(images)
+        return torch.where(region, self._fill_for(images, region), images)
+
+    def surrogates(self) -> tuple[Surrogate, ...]:
+        """One: the painted image in value, the identity in gradient (known as BPDA)."""
+        return (self.forward_as_identity,)
+
+    def forward_as_identity(self, images: Tensor) -> Tensor:
+        """Equal to `forward`, with the gradient of the identity."""
+        return straight_through(self.forward(images.detach()), images)
+
+    def region(self, images: Tensor) -> Tensor:
+        """True (n, 1, h, w) on the window that is painted over."""
+        if self.window > min(images.shape[-2:]):
+            raise InvalidInput(
+                f"the watermarking window of {self.window} does not fit into images of "
+                f"{images.shape[-2]}x{images.shape[-1]}",
+                hint="use a window a little larger than the patch",
+            )
+        strength = saliency(self.model, images, self.saliency_kind)
+        salient = opened(at_least_quantile(strength, self.quantile), self.opening)
+        top, left = densest_window(salient, strength, self.window)
+        inside_rows = _within(top, self.window, images.shape[2])
+        inside_columns = _within(left, self.window, images.shape[3])
+        return (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None]
+
+    def _fill_for(self, images: Tensor, region: Tensor) -> Tensor:
+        if self.fill == "ring":
+            ring = F.max_pool2d(region.to(images.dtype), 3, 1, 1) - region.to(images.dtype)
+            total = ring.sum(dim=(2, 3), keepdim=True).clamp(min=1)
+            return (images * ring).sum(dim=(2, 3), keepdim=True) / total
+        if len(self.fill) not in (1, images.shape[1]):
+            raise InvalidInput(
+                f"the fill colour has {len(self.fill)} values but the images have {images.shape[1]} channels",
+                hint="give one value, or one per channel",
+            )
+        return self.colour.to(images)
+
+
+def at_least_quantile(values: Tensor, quantile: float) -> Tensor:
+    """True (n, h, w) where a value is at least the linearly interpolated quantile of its own map."""
+    flat = values.flatten(1)
+    rank = math.ceil(quantile * (flat.shape[1] - 1) - 1e-9)
+    threshold = flat.kthvalue(rank + 1, dim=1, keepdim=True).values
+    return (flat >= threshold).unflatten(1, values.shape[1:])
+
+
+def opened(mask: Tensor, side: int) -> Tensor:
+    """The mask without what no square of this side fits into; unchanged where nothing would be left.
+
+    Erosion keeps the squares that lie wholly inside mask and image, dilation paints them back, so an opening
+    never adds a pixel, for even sides either.
+    """
+    values = mask.float()[:, None]
+    if side == 1 or side > min(mask.shape[1:]):
+        return mask
+    fits = 1 - F.max_pool2d(1 - values, side, 1)
+    painted = F.max_pool2d(F.pad(fits, (side - 1,) * 4), side, 1)[:, 0] > 0
+    return torch.where(painted.flatten(1).any(dim=1)[:, None, None], painted, mask)
+
+
+def densest_window(salient: Tensor, strength: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Top and left (n,) of the window with most salient pixels; the larger sum of strength decides ties."""
+    counts = F.avg_pool2d(salient.float()[:, None], side, 1, divisor_override=1).flatten(1).round()
+    sums = F.avg_pool2d(strength[:, None], side, 1, divisor_override=1).flatten(1)
+    densest = counts == counts.amax(dim=1, keepdim=True)
+    best = torch.where(densest, sums, -math.inf).argmax(dim=1)
+    columns = salient.shape[2] - side + 1
+    return best // columns, best % columns
+
+
+def _within(start: Tensor, length: int, size: int) -> Tensor:
+    positions = torch.arange(size, device=start.device)
+    return (positions >= start[:, None]) & (positions < start[:, None] + length)
+
+
+def _check_settings(window: int, quantile: float, opening: int, kind: str, fill: Fill) -> None:
+    if window < 1 or opening < 1:
+        raise InvalidInput(
+            f"watermarking needs a window and an opening of at least 1 pixel, got {window} and {opening}",
+            hint="use opening=1 to keep isolated pixels",
+        )
+    if not 0 <= quantile <= 1:
+        raise InvalidInput(f"the saliency quantile must lie in [0, 1], got {quantile}", hint="0.95 is usual")
+    if kind not in get_args(SaliencyKind):
+        raise InvalidInput(
+            f"unknown saliency kind {kind!r}", hint=f"choose one of {', '.join(get_args(SaliencyKind))}"
+        )
+    if fill != "ring" and not (isinstance(fill, tuple) and fill and all(0 <= value <= 1 for value in fill)):
+        raise InvalidInput(
+            f"the fill must be 'ring' or values in [0, 1], got {fill!r}", hint="use (0.0,) for black"
+        )

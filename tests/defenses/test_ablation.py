@@ -1,0 +1,183 @@
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from patchcert.defenses import (
+    ABSTAINED,
+    AblationTraining,
+    RandomAblation,
+    ablation_convnet,
+    ablation_resnet18,
+)
+from patchcert.defenses.ablation import draw_retained, encode_ablated
+from patchcert.defenses.ablation_statistics import (
+    certified_radius,
+    is_decided,
+    probability_lower_bound,
+    seen_probability,
+)
+from patchcert.errors import InvalidInput
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class CornerModel(nn.Module):
+    """Says 1 where the top-left pixel is retained and bright, else 0."""
+
+    def forward(self, encoded):
+        bright = encoded[:, 0, 0, 0]
+        return torch.stack([torch.full_like(bright, 0.5), bright], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "retained", "expected"),
+    [(784, 45, {1: 0.0574, 4: 0.2109, 10: 0.4482}), (1024, 75, {1: 0.0732, 4: 0.2627, 10: 0.5343})],
+)
+def test_seen_probability_has_the_papers_values(pixels, retained, expected):
+    for changed, value in expected.items():
+        assert float(seen_probability(pixels, retained, changed)) == pytest.approx(value, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "retained", "changed"), [(9, 3, 2), (10, 10, 1), (7, 1, 7), (50176, 1000, 3)]
+)
+def test_seen_probability_counts_subsets(pixels, retained, changed):
+    unseen = Fraction(math.comb(pixels - changed, retained), math.comb(pixels, retained))
+    assert seen_probability(pixels, retained, changed) == 1 - unseen
+
+
+@pytest.mark.parametrize(("pixels", "retained", "largest"), [(784, 45, 11), (1024, 75, 9)])
+def test_largest_possible_radius(pixels, retained, largest):
+    unanimous = probability_lower_bound(np.array([10_000]), 10_000, 0.05)
+    assert certified_radius(unanimous, pixels, retained)[0] == largest
+
+
+def test_radius_ten_on_cifar_needs_at_most_68_retained_pixels():
+    unanimous = probability_lower_bound(np.array([10_000]), 10_000, 0.05)
+    assert [int(certified_radius(unanimous, 1024, kept)[0]) for kept in (68, 69)] == [10, 9]
+
+
+def test_radius_is_strict_at_the_threshold():
+    threshold = 0.5 + float(seen_probability(784, 45, 4))
+    probability = np.array([0.5, 0.5 + 1e-9, threshold - 1e-9, threshold, threshold + 1e-9])
+    assert certified_radius(probability, 784, 45).tolist() == [-1, 0, 3, 3, 4]
+
+
+@pytest.mark.parametrize("votes", [1, 37, 5_000, 9_999, 10_000])
+def test_lower_bound_is_where_so_many_votes_become_unlikely(votes):
+    bound = probability_lower_bound(np.array([votes]), 10_000, 0.05)[0]
+    assert stats.binom.sf(votes - 1, 10_000, bound) == pytest.approx(0.05, rel=1e-6)
+
+
+def test_lower_bound_without_votes_is_zero():
+    assert probability_lower_bound(np.array([0]), 10_000, 0.05)[0] == 0.0
+
+
+def test_decision_is_the_two_sided_binomial_test():
+    first, second = np.array([60, 59, 10, 0, 7]), np.array([40, 41, 0, 0, 6])
+    decided = is_decided(first, second, 0.05)
+    chances = [
+        stats.binomtest(int(a), int(a + b), 0.5).pvalue if a + b else 1.0
+        for a, b in zip(first, second, strict=True)
+    ]
+    assert decided.tolist() == [chance <= 0.05 for chance in chances]
+    assert decided.tolist() == [False, False, True, False, False]
+
+
+def test_masks_keep_exactly_so_many_pixels_each_equally_often():
+    masks = draw_retained(4_000, 3, 4, retained=5, generator=seeded(0))
+    assert (masks.flatten(1).sum(dim=1) == 5).all()
+    share = masks.mean(dim=0)
+    assert (share - 5 / 12).abs().max() < 5 * math.sqrt(5 / 12 * 7 / 12 / 4_000)
+
+
+def test_encoding_separates_ablated_from_black():
+    images = torch.tensor([[[[0.0, 0.25]]]])
+    encoded = encode_ablated(images, torch.tensor([[[1.0, 0.0]]]))
+    assert encoded[0, :, 0, 0].tolist() == [0.0, 1.0]
+    assert encoded[0, :, 0, 1].tolist() == [0.0, 0.0]
+
+
+def test_votes_count_every_sample_once_and_do_not_depend_on_batches():
+    images = torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1).expand(2, 1, 4, 4)
+    ablation = RandomAblation(CornerModel(), retained=4, batch_size=77)
+    votes = ablation.votes(images, samples=2_000, generator=seeded(1))
+    assert votes.sum(dim=1).tolist() == [2_000, 2_000]
+    assert votes[0].tolist() == [2_000, 0]
+    assert abs(int(votes[1, 1]) - 500) < 5 * math.sqrt(2_000 * 0.25 * 0.75)
+
+
+def test_certificates_follow_from_the_votes():
+    images = torch.tensor([0.0, 1.0, 1.0]).reshape(3, 1, 1, 1).expand(3, 1, 28, 28)
+    ablation = RandomAblation(CornerModel(), 45, selection_samples=100, estimation_samples=2_000)
+    reached: list[tuple[int, int]] = []
+    certificates = ablation.certify(
+        images, torch.tensor([0, 0, 1]), seeded(2), lambda done, total: reached.append((done, total))
+    )
+    assert certificates.predictions.tolist() == [0, 0, 0]
+    dark = probability_lower_bound(np.array([2_000]), 2_000, 0.05)
+    assert int(certificates.radius[0]) == int(certified_radius(dark, 784, 45)[0]) == 11
+    assert 0 <= int(certificates.radius[1]) < 11
+    assert int(certificates.radius[2]) == -1
+    assert certificates.certified_accuracy(11) == pytest.approx(1 / 3)
+    assert certificates.certified_accuracy(0) == pytest.approx(2 / 3)
+    assert reached[-1] == (6_000, 6_000)
+
+
+def test_prediction_abstains_when_the_vote_is_too_close():
+    images = torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1).expand(2, 1, 1, 2)
+    ablation = RandomAblation(CornerModel(), retained=1, estimation_samples=400)
+    assert ablation.predict(images, seeded(3)).tolist() == [0, ABSTAINED]
+
+
+def test_votes_are_reproducible():
+    images = torch.rand(2, 1, 4, 4, generator=seeded(4))
+    ablation = RandomAblation(CornerModel(), retained=8)
+    first, second = (ablation.votes(images, 500, seeded(5)) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_base_networks_have_the_published_sizes():
+    def parameters(model):
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    assert parameters(ablation_convnet()) == 3_320_922
+    resnet = ablation_resnet18()
+    assert parameters(resnet) == 11_175_690
+    assert not resnet.training
+    assert resnet(torch.rand(2, 6, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("masks", ["image", "batch"])
+def test_training_on_ablated_images_learns_what_is_left(masks):
+    labels = torch.arange(64) % 2
+    images = labels.float().reshape(-1, 1, 1, 1).expand(-1, 1, 6, 6) * 0.8
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 2))
+    reached: list[int] = []
+    training = AblationTraining(retained=9, epochs=20, batch_size=16, learning_rate=0.1, masks=masks)
+    losses = training.run(model, images, labels, seeded(6), lambda done, total: reached.append(done))
+    assert losses[-1] < 0.3 < losses[0]
+    assert reached == list(range(1, 21))
+    assert not model.training
+    certificates = RandomAblation(model, 9, 100, 500).certify(images[:4], labels[:4], seeded(7))
+    assert certificates.certified_accuracy(1) == 1.0
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(InvalidInput, match="retained, samples and batch_size of at least 1"):
+        RandomAblation(CornerModel(), retained=0)
+    with pytest.raises(InvalidInput, match="20 pixels cannot be retained in images of 4x4"):
+        RandomAblation(CornerModel(), retained=20).votes(torch.rand(1, 1, 4, 4), 5, seeded(0))
+    with pytest.raises(InvalidInput, match="got 9 retained and 1 changed of 8"):
+        seen_probability(8, 9, 1)
+    with pytest.raises(InvalidInput, match="'batch', got 5, 0, 128 and 'image'"):
+        AblationTraining(retained=5, epochs=0)

@@ -1,0 +1,92 @@
+import pytest
+import torch
+from torch import nn
+
+from patchcert.defenses import (
+    Defense,
+    LocalGradientSmoothing,
+    search_defense,
+    smoothing_grid,
+    watermarking_grid,
+)
+from patchcert.errors import InvalidInput
+
+
+class Dim(Defense):
+    """Scales images; strong dimming undoes the attack below and costs clean accuracy."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, images):
+        return images * self.factor
+
+    def surrogates(self):
+        return (self.forward,)
+
+
+class Threshold(nn.Module):
+    """Says 1 where the first pixel exceeds one half."""
+
+    def forward(self, images):
+        first = images[:, 0, 0, 0]
+        return torch.stack([0.5 - first, first - 0.5], dim=1)
+
+
+def column(*values: float) -> torch.Tensor:
+    return torch.tensor(values).reshape(-1, 1, 1, 1)
+
+
+def search(factors, largest_drop, progress=None):
+    clean, attacked = column(0.1, 0.2, 0.9, 0.6), column(0.7, 0.9, 0.9, 0.9)
+    labels = torch.tensor([0, 0, 1, 1])
+    return search_defense(
+        Threshold(),
+        [Dim(factor) for factor in factors],
+        clean,
+        attacked,
+        labels,
+        largest_drop=largest_drop,
+        batch_size=3,
+        progress=progress,
+    )
+
+
+def test_best_has_the_largest_weak_accuracy_within_the_allowed_drop():
+    reached: list[tuple[int, int]] = []
+    result = search((1.0, 0.7, 0.4), 0.25, lambda done, total: reached.append((done, total)))
+    assert result.undefended_accuracy == 1.0
+    assert [(trial.clean_accuracy, trial.weak_accuracy) for trial in result.trials] == [
+        (1.0, 0.5),
+        (0.75, 0.75),
+        (0.5, 0.5),
+    ]
+    assert result.best is result.trials[1]
+    assert reached == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_smaller_allowed_drop_excludes_the_stronger_defense():
+    result = search((1.0, 0.7), 0.1)
+    assert result.best is result.trials[0]
+
+
+def test_no_setting_may_be_allowed():
+    assert search((0.4,), 0.1).best is None
+
+
+def test_smoothing_grid_is_the_specifications_without_impossible_overlaps():
+    grid = list(smoothing_grid())
+    assert len(grid) == (5 * 4 - 1) * 4 * 5
+    assert all(isinstance(defense, LocalGradientSmoothing) for defense in grid)
+
+
+def test_watermarking_grid_covers_windows_up_to_two_pixels_more_than_the_patch():
+    grid = list(watermarking_grid(nn.ReLU(), patch=5))
+    assert {defense.window for defense in grid} == {5, 6, 7}
+    assert len(grid) == 3 * 4 * 2 * 3 * 2
+
+
+def test_unequal_numbers_of_images_are_refused():
+    with pytest.raises(InvalidInput, match="as many attacked images and labels as clean images"):
+        search_defense(Threshold(), [], column(0.1, 0.2), column(0.1), torch.tensor([0, 1]))

@@ -1,0 +1,100 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from patchcert.errors import DataError, ModelError
+from patchcert.models.imagenet import (
+    SameConv2d,
+    find_imagenet,
+    imagenet_names,
+    load_imagenet,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def local_imagenet() -> Path:
+    for place in (os.environ.get("PATCHCERT_DATA"), ROOT / ".." / "data", ROOT / ".." / "shared" / "data"):
+        if place and (Path(place) / "imagenet" / "resnet50.safetensors").is_file():
+            return Path(place) / "imagenet"
+    pytest.skip("no ImageNet weights and images here; set PATCHCERT_DATA to the folder that holds imagenet/")
+
+
+def centre_crops(folder: Path, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [line.split(",") for line in (folder / "labels.csv").read_text().splitlines()[1 : count + 1]]
+    crops = []
+    for name, *_ in rows:
+        with Image.open(folder / "images" / name) as picture:
+            left, top = (picture.width - 224) // 2, (picture.height - 224) // 2
+            crop = picture.convert("RGB").crop((left, top, left + 224, top + 224))
+            crops.append(torch.from_numpy(np.array(crop)).permute(2, 0, 1))
+    return torch.stack(crops).float() / 255, torch.tensor([int(row[1]) for row in rows])
+
+
+def right_answers(name: str, count: int) -> int:
+    folder = local_imagenet()
+    images, labels = centre_crops(folder, count)
+    model = load_imagenet(name, folder)
+    assert not model.training
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    with torch.no_grad():
+        predicted = torch.cat([model(batch).argmax(dim=1) for batch in images.split(20)])
+    return int((predicted == labels).sum())
+
+
+@pytest.mark.parametrize("name", imagenet_names())
+def test_networks_recognise_most_of_a_few_real_images(name):
+    assert right_answers(name, 20) >= 13
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "right"), [("resnet50", 316), ("efficientnet_lite2", 312)])
+def test_networks_reach_their_known_accuracy(name, right):
+    assert right_answers(name, 400) == pytest.approx(right, abs=1)
+
+
+def test_same_padding_gives_the_odd_pixel_to_the_bottom_and_right():
+    layer = SameConv2d(1, 1, 3, 2, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    corner = torch.zeros(1, 1, 4, 4)
+    corner[0, 0, 0, 0] = 1.0
+    assert layer(corner)[0, 0].tolist() == [[1.0, 0.0], [0.0, 0.0]]
+    assert layer(torch.ones(1, 1, 4, 4))[0, 0].tolist() == [[9.0, 6.0], [6.0, 4.0]]
+    assert layer(torch.ones(1, 1, 5, 5)).shape == (1, 1, 3, 3)
+
+
+def test_unknown_names_and_missing_weights_are_refused(tmp_path):
+    assert imagenet_names() == ("resnet50", "efficientnet_lite2")
+    with pytest.raises(ModelError, match="no ImageNet network is called 'vgg19'; there are: resnet50"):
+        load_imagenet("vgg19", tmp_path)
+    with pytest.raises(ModelError, match=r"the weights .*resnet50.safetensors are missing"):
+        load_imagenet("resnet50", tmp_path)
+
+
+def test_weights_of_another_network_are_refused(tmp_path):
+
+    save_file(
+        {"conv1.weight": torch.zeros(64, 3, 7, 7), "strange": torch.zeros(1)},
+        tmp_path / "resnet50.safetensors",
+    )
+    with pytest.raises(
+        ModelError, match=r"does not hold a resnet50: \d+ tensors missing .*1 unknown \['strange'\]"
+    ):
+        load_imagenet("resnet50", tmp_path)
+
+
+def test_folder_is_found_beneath_the_data_folder_or_named_in_the_message(tmp_path, monkeypatch):
+    monkeypatch.delenv("PATCHCERT_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"no ImageNet folder with labels.csv found; looked in .*cache"):
+        find_imagenet()
+    (tmp_path / "imagenet").mkdir()
+    (tmp_path / "imagenet" / "labels.csv").write_text("file,label\n")
+    assert find_imagenet(tmp_path) == (tmp_path / "imagenet").resolve()
+    monkeypatch.setenv("PATCHCERT_DATA", str(tmp_path / "imagenet"))
+    assert find_imagenet() == (tmp_path / "imagenet").resolve()
