@@ -1,0 +1,8 @@
+"""Images and labels, read from official files whose sums are checked."""
+
+from patchcert.data import augment as augment
+from patchcert.data.folder import ImageShape as ImageShape
+from patchcert.data.loading import load_dataset as load_dataset
+from patchcert.data.sources import SOURCES as SOURCES
+from patchcert.data.split import Dataset as Dataset
+from patchcert.data.split import Split as Split

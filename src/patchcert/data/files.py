@@ -1,0 +1,164 @@
+"""Where the files of a data set are, and their bytes once their sums are checked."""
+
+import gzip
+import hashlib
+import os
+import tarfile
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from patchcert.data.sources import Source
+from patchcert.errors import DataError
+
+RECORD = "SHA256SUMS"
+"""Beside fetched files: the sums at the time of fetching, in the format of `sha256sum`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The files of a source on this machine: one path per file, or one archive with all of them."""
+
+    folder: Path
+    paths: tuple[Path, ...]
+    archive: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Bytes of a file, their SHA-256 sum, and whether that sum was compared with a known one."""
+
+    content: bytes
+    sha256: str
+    is_verified: bool
+
+
+def cache_folder() -> Path:
+    """Where fetched data go unless told otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "patchcert"
+
+
+def data_folders(data_dir: str | Path | None = None) -> tuple[Path, ...]:
+    """The places that are searched, in order: the given folder, $PATCHCERT_DATA, the user's cache."""
+    given = [data_dir, os.environ.get("PATCHCERT_DATA")]
+    return (*(Path(folder).expanduser() for folder in given if folder), cache_folder())
+
+
+def locate(source: Source, data_dir: str | Path | None = None) -> Located:
+    """The first complete set of files; failing that, an error says what is missing and how to get it."""
+    return locate_in(source, data_folders(data_dir))
+
+
+def locate_in(source: Source, roots: tuple[Path, ...]) -> Located:
+    """As `locate`, in exactly these folders."""
+    incomplete: list[str] = []
+    for root in roots:
+        for folder in (*(root / name for name in source.folders), root):
+            found = [_present(folder, name) for name in source.files]
+            if all(found):
+                return Located(folder, tuple(path for path in found if path))
+            missing = [name for name, path in zip(source.files, found, strict=True) if path is None]
+            if len(missing) < len(found):
+                incomplete.append(f"{folder} lacks {', '.join(missing)}")
+            if source.archive and (folder / source.archive.name).is_file():
+                return Located(folder, (), folder / source.archive.name)
+    problem = incomplete or [f"looked in {', '.join(str(root) for root in roots)}"]
+    raise DataError(
+        f"the files of {source.name} are not there: {'; '.join(problem)}", hint=_fetch_hint(source, roots[0])
+    )
+
+
+def _fetch_hint(source: Source, root: Path) -> str:
+    names = ", ".join(source.published)
+    target = root if source.archive else root / source.folders[0]
+    return (
+        f"run `patchcert data fetch {source.name}`, or download {names} from {source.mirrors[0]} into "
+        f"{target}; data elsewhere are found with --data-dir or $PATCHCERT_DATA."
+    )
+
+
+def read(source: Source, located: Located) -> dict[str, Checked]:
+    """The bytes of every file, unpacked, none of which differs from its known sum."""
+    if located.archive is not None:
+        return read_archive(source, located.archive)
+    return {name: read_file(source, path) for name, path in zip(source.files, located.paths, strict=True)}
+
+
+def read_file(source: Source, path: Path) -> Checked:
+    """The bytes of one file, unpacked; its sum is compared with the published or else the recorded one."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    actual = hashlib.sha256(content).hexdigest()
+    expected = source.sums.get(path.name) or recorded_sums(path.parent).get(path.name)
+    _compare(source, path, actual, expected)
+    unpacked = _unpack(source, content, path) if path.suffix == ".gz" else content
+    return Checked(unpacked, actual, expected is not None)
+
+
+def read_archive(source: Source, path: Path) -> dict[str, Checked]:
+    """The files of a source out of its tar archive, whose own sum is checked first; nothing is written."""
+    if source.archive is None:
+        raise DataError(f"{source.name} is not published as an archive")
+    with path.open("rb") as stream:
+        actual = hashlib.file_digest(stream, "sha256").hexdigest()
+    _compare(source, path, actual, source.archive.sha256)
+    try:
+        with tarfile.open(path, "r:gz") as archive:
+            contents = _members(archive, source.files)
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        raise _damaged(source, path, f"it cannot be unpacked ({error})") from error
+    missing = [name for name in source.files if name not in contents]
+    if missing:
+        raise _damaged(source, path, f"it lacks {', '.join(missing)}")
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    for name, actual in sums.items():
+        _compare(source, path / name, actual, source.sums.get(name))
+    return {
+        name: Checked(contents[name], sums[name], source.archive.sha256 is not None) for name in source.files
+    }
+
+
+def recorded_sums(folder: Path) -> dict[str, str]:
+    """The sums that were written down when the files of a folder were fetched."""
+    record = folder / RECORD
+    if not record.is_file():
+        return {}
+    pairs = (line.split(maxsplit=1) for line in record.read_text().splitlines() if line.strip())
+    return {name.strip().lstrip("*"): digest for digest, name in pairs}
+
+
+def _present(folder: Path, name: str) -> Path | None:
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+
+
+def _members(archive: tarfile.TarFile, names: Iterable[str]) -> dict[str, bytes]:
+    wanted = set(names)
+    contents: dict[str, bytes] = {}
+    for member in archive:
+        name = Path(member.name).name
+        stream = archive.extractfile(member) if member.isfile() and name in wanted else None
+        if stream is not None:
+            contents[name] = stream.read()
+    return contents
+
+
+def _unpack(source: Source, content: bytes, path: Path) -> bytes:
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _damaged(source, path, f"it cannot be unpacked ({error})") from error
+
+
+def _compare(source: Source, path: Path, actual: str, expected: str | None) -> None:
+    if expected is not None and actual != expected:
+        raise _damaged(source, path, f"its SHA-256 is {actual}, not {expected}")
+
+
+def _damaged(source: Source, path: Path, how: str) -> DataError:
+    return DataError(
+        f"{path} is damaged or no file of {source.name}: {how}",
+        hint=f"delete it and run `patchcert data fetch {source.name}`.",
+    )

@@ -1,0 +1,42 @@
+"""Data sets by name."""
+
+from pathlib import Path
+
+from patchcert.data import embedded
+from patchcert.data.files import locate, read
+from patchcert.data.folder import ImageShape, read_folder
+from patchcert.data.sources import Source, find_source
+from patchcert.data.split import Dataset
+
+_FOLDER = "folder:"
+
+
+def load_dataset(
+    name: str, data_dir: str | Path | None = None, image_shape: ImageShape | None = None
+) -> Dataset:
+    """A data set whose files have the sums they should have.
+
+    `mnist`, `fashion-mnist`, `cifar10` and `cifar100` are searched in `data_dir`, $PATCHCERT_DATA and the
+    user's cache. `mnist-mini` ships with the package. `folder:PATH` is an image folder, whose images are
+    brought to `image_shape`.
+    """
+    if name == embedded.NAME:
+        return embedded.load()
+    if name.startswith(_FOLDER):
+        return read_folder(Path(name.removeprefix(_FOLDER)).expanduser(), image_shape or ImageShape())
+    return load_source(find_source(name), data_dir)
+
+
+def load_source(source: Source, data_dir: str | Path | None = None) -> Dataset:
+    """A published data set from its files."""
+    checked = read(source, locate(source, data_dir))
+    decoded = source.decode({file: part.content for file, part in checked.items()})
+    return Dataset(
+        name=source.name,
+        train=decoded.train,
+        test=decoded.test,
+        classes=decoded.classes,
+        mean=source.mean,
+        std=source.std,
+        checksums={file: part.sha256 for file, part in checked.items()},
+    )

@@ -1,0 +1,189 @@
+"""The data sets we can read: their official files, the sums of these, and where they are published."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from patchcert.data import cifar, idx
+from patchcert.data.split import Split
+from patchcert.errors import DataError
+
+Contents = Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a source's files say."""
+
+    train: Split
+    test: Split
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """One compressed tar file with all files of a source in its folder."""
+
+    name: str
+    sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A data set as published.
+
+    `files` are what is read, each as it is or packed as `.gz`; `sums` are the SHA-256 sums known of either.
+    """
+
+    name: str
+    folders: tuple[str, ...]
+    files: tuple[str, ...]
+    sums: Mapping[str, str]
+    mirrors: tuple[str, ...]
+    decode: Callable[[Contents], Decoded]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    archive: Archive | None = None
+
+    @property
+    def published(self) -> tuple[str, ...]:
+        """The names under which the mirrors hold the files."""
+        return (self.archive.name,) if self.archive else tuple(f"{name}.gz" for name in self.files)
+
+
+_IDX_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+_CIFAR10_BATCHES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+_FASHION = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+_DIGITS = tuple("0123456789")
+_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+def _decode_idx(contents: Contents, classes: tuple[str, ...]) -> Decoded:
+    train_images, train_labels, test_images, test_labels = (contents[name] for name in _IDX_FILES)
+    train = Split(*idx.decode_pair(train_images, train_labels, "training"))
+    test = Split(*idx.decode_pair(test_images, test_labels, "test"))
+    return Decoded(train, test, classes)
+
+
+def _decode_mnist(contents: Contents) -> Decoded:
+    return _decode_idx(contents, _DIGITS)
+
+
+def _decode_fashion(contents: Contents) -> Decoded:
+    return _decode_idx(contents, _FASHION)
+
+
+def _decode_cifar10(contents: Contents) -> Decoded:
+    batches = [cifar.decode(contents[name], name, 1, 10) for name in _CIFAR10_BATCHES]
+    images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    test = Split(*cifar.decode(contents["test_batch.bin"], "test_batch.bin", 1, 10))
+    return Decoded(Split(images, labels), test, _CIFAR10)
+
+
+def _decode_cifar100(contents: Contents) -> Decoded:
+    classes = tuple(contents["fine_label_names.txt"].decode().split())
+    train = Split(*cifar.decode(contents["train.bin"], "train.bin", 2, 100))
+    test = Split(*cifar.decode(contents["test.bin"], "test.bin", 2, 100))
+    return Decoded(train, test, classes)
+
+
+MNIST = Source(
+    name="mnist",
+    folders=("mnist", "MNIST/raw"),
+    files=_IDX_FILES,
+    sums={
+        "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+        "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    },
+    mirrors=(
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+    decode=_decode_mnist,
+    mean=(0.0,),
+    std=(1.0,),
+)
+
+FASHION_MNIST = Source(
+    name="fashion-mnist",
+    folders=("fashion-mnist", "FashionMNIST/raw"),
+    files=_IDX_FILES,
+    sums={
+        "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+        "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+        "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+        "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+    },
+    mirrors=(
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
+    ),
+    decode=_decode_fashion,
+    mean=(0.0,),
+    std=(1.0,),
+)
+
+CIFAR10 = Source(
+    name="cifar10",
+    folders=("cifar-10-batches-bin", "cifar10"),
+    files=(*_CIFAR10_BATCHES, "test_batch.bin"),
+    sums={
+        "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+        "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+        "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+        "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+        "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+        "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+    },
+    mirrors=("https://www.cs.toronto.edu/~kriz/",),
+    decode=_decode_cifar10,
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2023, 0.1994, 0.2010),
+    archive=Archive(
+        "cifar-10-binary.tar.gz", "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
+    ),
+)
+
+# The sums of the single files are not published: `fetch` checks the archive and records them.
+CIFAR100 = Source(
+    name="cifar100",
+    folders=("cifar-100-binary", "cifar100"),
+    files=("train.bin", "test.bin", "fine_label_names.txt"),
+    sums={},
+    mirrors=("https://www.cs.toronto.edu/~kriz/",),
+    decode=_decode_cifar100,
+    mean=(0.5071, 0.4865, 0.4409),
+    std=(0.2673, 0.2564, 0.2762),
+    archive=Archive(
+        "cifar-100-binary.tar.gz", "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"
+    ),
+)
+
+SOURCES: Mapping[str, Source] = {source.name: source for source in (MNIST, FASHION_MNIST, CIFAR10, CIFAR100)}
+
+
+def find_source(name: str) -> Source:
+    """The published data set of that name; an unknown one is answered with the nearest and all."""
+    if name in SOURCES:
+        return SOURCES[name]
+    nearest = difflib.get_close_matches(name, SOURCES, n=1, cutoff=0.5)
+    raise DataError(
+        f"there is no data set named {name!r}; known: {', '.join(SOURCES)}, mnist-mini, folder:PATH",
+        hint=f"did you mean {nearest[0]!r}?" if nearest else "",
+    )

@@ -1,0 +1,80 @@
+"""Images with their labels, as tensors that live where they are used."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from patchcert.errors import DataError, InvalidInput
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Images as uint8 (n, c, h, w) and labels as int64 (n,), in the order of their files."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        if self.images.dtype != torch.uint8 or self.images.dim() != 4:
+            raise InvalidInput(
+                f"images of a Split must be uint8 of shape (n, c, h, w), "
+                f"got {self.images.dtype} of shape {tuple(self.images.shape)}"
+            )
+        if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
+            raise InvalidInput(
+                f"labels of a Split must be int64 of shape ({len(self.images)},), "
+                f"got {self.labels.dtype} of shape {tuple(self.labels.shape)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: slice | Tensor) -> "Split":
+        return Split(self.images[index], self.labels[index])
+
+    def take(self, count: int) -> "Split":
+        """The first `count` images; all of them if there are fewer."""
+        return self[:count]
+
+    def to(self, device: torch.device | str) -> "Split":
+        """The same images and labels on a device."""
+        return Split(self.images.to(device), self.labels.to(device))
+
+    def floats(self) -> Tensor:
+        """Each pixel as the float32 nearest to value / 255, the same on every device."""
+        # A division by a Python number becomes a product with 1/255 on CUDA, which rounds differently.
+        scale = torch.tensor(255.0, device=self.images.device)
+        return self.images.to(torch.float32) / scale
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A training and a test set, what their labels mean, and the sums of the files they were read from.
+
+    `mean` and `std` are what a model for it normalises with; 0 and 1 mean that it does not.
+    """
+
+    name: str
+    train: Split
+    test: Split
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    checksums: dict[str, str] = field(default_factory=dict)
+
+    def split_validation(self, count: int = 5000) -> tuple[Split, Split]:
+        """The training set without its last `count` images, and those, for every choice made in training."""
+        if not 0 < count < len(self.train):
+            raise InvalidInput(
+                f"a validation set must leave something of {self.name}'s {len(self.train)} training images; "
+                f"got {count}"
+            )
+        kept = len(self.train) - count
+        return self.train[:kept], self.train[kept:]
+
+    def split(self, name: str) -> Split:
+        """`train` or `test` by name."""
+        if name not in ("train", "test"):
+            raise DataError(f"there is no split named {name!r}; expected 'train' or 'test'")
+        return self.train if name == "train" else self.test
