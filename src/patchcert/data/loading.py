@@ -1,9 +1,10 @@
 """Data sets by name."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from patchcert.data import embedded
-from patchcert.data.files import locate, read
+from patchcert.data.files import Checked, locate, read
 from patchcert.data.folder import ImageShape, read_folder
 from patchcert.data.sources import Source, find_source
 from patchcert.data.split import Dataset
@@ -29,7 +30,11 @@ def load_dataset(
 
 def load_source(source: Source, data_dir: str | Path | None = None) -> Dataset:
     """A published data set from its files."""
-    checked = read(source, locate(source, data_dir))
+    return assemble(source, read(source, locate(source, data_dir)))
+
+
+def assemble(source: Source, checked: Mapping[str, Checked]) -> Dataset:
+    """A published data set from the bytes of its files."""
     decoded = source.decode({file: part.content for file, part in checked.items()})
     return Dataset(
         name=source.name,

@@ -1,0 +1,1 @@
+"""The command `patchcert`: results as JSON on stdout, talk on stderr, one file per command."""

@@ -1,0 +1,130 @@
+"""The list of commands and the one place where errors become messages and exit codes.
+
+Only the module of the command that is called is imported, so that `patchcert --help` answers at once.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from patchcert import __version__
+from patchcert.cli.output import print_error, say
+from patchcert.errors import PatchcertError
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command and where it lives: `function` names a plain function or a `typer.Typer` with commands."""
+
+    name: str
+    module: str
+    function: str
+    help: str
+
+
+COMMANDS = (
+    Command(
+        "demo", "patchcert.cli.demo", "demo", "Train, certify and attack a small model; no network needed."
+    ),
+    Command(
+        "train", "patchcert.cli.train", "train", "Train a model that can be certified, from a SPEC.toml."
+    ),
+    Command("certify", "patchcert.cli.certify", "certify", "Prove a model's predictions against a threat."),
+    Command(
+        "attack", "patchcert.cli.attack", "attack", "Look for patches that change a model's predictions."
+    ),
+    Command("reproduce", "patchcert.cli.reproduce", "reproduce", "Recompute a table of the paper."),
+    Command("report", "patchcert.cli.report", "report", "Put runs and their evidence into one HTML page."),
+    Command("bench", "patchcert.cli.bench", "bench", "Measure how fast certificates are computed here."),
+    Command("data", "patchcert.cli.data", "app", "List, fetch and verify data sets."),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command line and exit: 0 done, 2 a mistake that can be mended, 130 interrupted."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code of one command line."""
+    try:
+        result = create_app(arguments)(list(arguments), prog_name="patchcert", standalone_mode=False)
+    except PatchcertError as error:
+        print_error(error.message, error.hint)
+        return USAGE_ERROR
+    except (KeyboardInterrupt, typer.Abort):
+        result = INTERRUPTED
+    except Exception as error:
+        if not _is_usage_error(error):
+            raise
+        print_error(_usage_message(error), _usage_hint(arguments))
+        return USAGE_ERROR
+    if result == INTERRUPTED:
+        say("interrupted")
+    return result if isinstance(result, int) else 0
+
+
+def create_app(arguments: Sequence[str] = ()) -> typer.Typer:
+    """The application for one command line; commands that are not called are there by name and help only."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=_HELP)
+    app.callback(invoke_without_command=True)(_root)
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for command in COMMANDS:
+        if importlib.util.find_spec(command.module) is None:
+            continue
+        if command.name == wanted:
+            _register(app, command)
+        else:
+            app.command(command.name, help=command.help)(_elsewhere)
+    return app
+
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+
+def _register(app: typer.Typer, command: Command) -> None:
+    target = getattr(importlib.import_module(command.module), command.function)
+    if isinstance(target, typer.Typer):
+        app.add_typer(target, name=command.name, help=command.help)
+    else:
+        app.command(command.name)(target)
+
+
+def _elsewhere() -> None:
+    """Stands for a command that was not called."""
+
+
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Prove that no adversarial patch changes what an image classifier says, and try to break it."""
+    if version:
+        typer.echo(f"patchcert {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _is_usage_error(error: Exception) -> bool:
+    """Typer's usage errors have their base class in different modules from version to version."""
+    return any(base.__name__ == "ClickException" for base in type(error).__mro__)
+
+
+def _usage_message(error: Exception) -> str:
+    format_message = getattr(error, "format_message", None)
+    return str(format_message() if callable(format_message) else error)
+
+
+def _usage_hint(arguments: Sequence[str]) -> str:
+    names = {command.name for command in COMMANDS}
+    called = next((f" {argument}" for argument in arguments if argument in names), "")
+    return f"run `patchcert{called} --help` for the options there are."

@@ -1,0 +1,172 @@
+"""`patchcert certify`: proofs for the images of a data set."""
+
+import json
+import platform
+import re
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from patchcert import __version__
+from patchcert.cli.output import print_json, say
+from patchcert.cli.parsing import parse_bytes, parse_device, parse_dtype, parse_threat
+from patchcert.cli.progress import progress_bar
+from patchcert.cli.target import Target, choose_images, open_data, open_target
+from patchcert.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from patchcert.certify import Certificates
+
+
+def certify(
+    target: Annotated[Path, typer.Argument(help="A run folder, or a .safetensors file with a model.")],
+    patch: Annotated[str | None, typer.Option(help="A rectangle, HEIGHTxWIDTH or SIDE: 5x5, 2x8, 5.")] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(help="Another shape, like diamond:25, or a file with a stamp (PNG or # and .)."),
+    ] = None,
+    sparse: Annotated[int | None, typer.Option(min=1, help="Any so many pixels, anywhere.")] = None,
+    bound: Annotated[
+        str | None, typer.Option(help="With --sparse: tight (default), per-pixel or per-value.")
+    ] = None,
+    placements: Annotated[
+        str | None,
+        typer.Option(help="Where the patch may be: everywhere, corners, 'top,left;...' or a file."),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Data set; a run folder knows its own.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data.")] = None,
+    split: Annotated[str, typer.Option(help="test or train.")] = "test",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N images.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, or float64 as an audit.")] = "float32",
+    memory_budget: Annotated[str | None, typer.Option(help="Memory for bounds, like 2GiB.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write one row of evidence per image; a run folder keeps its own."),
+    ] = None,
+) -> None:
+    """Prove for each image that no member of the threat changes the prediction.
+
+    Without a threat the one that the run was trained on is taken. The summary is JSON on stdout.
+    """
+    from patchcert.certify import certify as certify_images
+    from patchcert.files import sha256
+
+    opened = open_target(target)
+    threat = parse_threat(patch, shape, sparse, bound, placements, opened.threat)
+    precision, budget, place = parse_dtype(dtype), parse_bytes(memory_budget), parse_device(device)
+    out = _checked_output(out)
+    dataset = open_data(opened, data, data_dir)
+    images = choose_images(opened, dataset, split, limit).to(place)
+    say(f"certifying {len(images)} {split} images of {dataset.name} against {threat} on {place}")
+    started = time.perf_counter()
+    with progress_bar("certifying", "images") as report:
+        certificates = certify_images(
+            opened.model.to(place),
+            images.floats(),
+            images.labels,
+            threat,
+            dtype=precision,
+            memory_budget=budget,
+            progress=report,
+        )
+    seconds = round(time.perf_counter() - started, 3)
+    circumstances = {
+        "command": shlex.join(["patchcert", *sys.argv[1:]]),
+        "target": str(target),
+        "weights_sha256": sha256(opened.weights),
+        "data": {"name": dataset.name, "split": split, "limit": limit, "sha256": dataset.checksums},
+        "threat": threat.to_dict(),
+        "settings": {"dtype": dtype, "memory_budget": budget},
+        "seconds": seconds,
+        **_machine(str(place)),
+    }
+    label = _evidence_name(str(threat), split, limit, dtype)
+    kept = _keep(opened, certificates, circumstances, label, out)
+    print_json({**summarise(certificates), **circumstances, "evidence": None if kept is None else str(kept)})
+
+
+def summarise(certificates: "Certificates") -> dict[str, Any]:
+    """Counts and shares, with the exact 95 % intervals of the latter."""
+    from patchcert.report.statistics import clopper_pearson
+
+    total = len(certificates.labels)
+    correct = int((certificates.predictions == certificates.labels).sum())
+    certified = int(certificates.certified.sum())
+    return {
+        "images": total,
+        "correct": correct,
+        "certified": certified,
+        "clean_accuracy": correct / total,
+        "clean_interval": list(clopper_pearson(correct, total)),
+        "certified_accuracy": certified / total,
+        "certified_interval": list(clopper_pearson(certified, total)),
+    }
+
+
+def evidence_rows(certificates: "Certificates") -> dict[str, Any]:
+    """One row per image; `margin` is the least over the classes other than the label."""
+    others = certificates.margins.clone()
+    others.scatter_(1, certificates.labels[:, None], float("inf"))
+    columns = {
+        "label": certificates.labels,
+        "prediction": certificates.predictions,
+        "verdict": certificates.certified,
+        "margin": others.amin(dim=1),
+        "worst_top": certificates.worst_placement[:, 0],
+        "worst_left": certificates.worst_placement[:, 1],
+    }
+    return {name: column.cpu().numpy() for name, column in columns.items()}
+
+
+def _keep(
+    target: Target, certificates: "Certificates", meta: dict[str, Any], label: str, out: Path | None
+) -> Path | None:
+    rows = evidence_rows(certificates)
+    if out is not None:
+        _write_rows(rows, meta, out)
+        return out
+    return None if target.run is None else target.run.write_evidence(label, rows, {"kind": "certify", **meta})
+
+
+def _write_rows(rows: dict[str, Any], meta: dict[str, Any], path: Path) -> None:
+    import numpy as np
+
+    from patchcert.files import atomic_write
+
+    with atomic_write(path) as stream:
+        np.savez_compressed(stream, meta=np.array(json.dumps({"kind": "certify", **meta})), **rows)
+
+
+def _checked_output(path: Path | None) -> Path | None:
+    """Found out before the work, not after it."""
+    if path is not None and (path.suffix != ".npz" or path.is_dir()):
+        raise InvalidInput(f"--out {path} is no name of an evidence file", hint="end it with .npz.")
+    return path
+
+
+def _evidence_name(threat: str, split: str, limit: int | None, dtype: str) -> str:
+    """The same certificate asked for twice has the same name, so that the later replaces the earlier."""
+    words = re.sub(r"[^a-z0-9]+", "-", threat.lower()).strip("-")
+    parts = [
+        "certify",
+        words,
+        "" if split == "test" else split,
+        "" if limit is None else f"first-{limit}",
+        "" if dtype == "float32" else dtype,
+    ]
+    return "-".join(part for part in parts if part)
+
+
+def _machine(device: str) -> dict[str, Any]:
+    import torch
+
+    name = (
+        torch.cuda.get_device_name(torch.device(device)) if device.startswith("cuda") else platform.machine()
+    )
+    versions = {"patchcert": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"device": f"{device} ({name})", "versions": versions}

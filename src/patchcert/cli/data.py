@@ -1,0 +1,90 @@
+"""`patchcert data list | fetch | verify`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from patchcert.cli.output import print_json, say
+from patchcert.cli.progress import progress_bar
+from patchcert.errors import DataError
+
+app = typer.Typer(add_completion=False, no_args_is_help=False)
+
+Name = Annotated[str, typer.Argument(help="Name of the data set; `patchcert data list` shows them.")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Folder of the data; else $PATCHCERT_DATA, else the cache.")
+]
+
+
+@app.command("list")
+def list_data(data_dir: DataDir = None) -> None:
+    """Say which data sets there are and which of them are on this machine."""
+    from patchcert.data import SOURCES, embedded
+    from patchcert.data.files import data_folders, locate
+
+    rows: list[dict[str, Any]] = [{"name": embedded.NAME, "available": True, "where": "in the package"}]
+    for source in SOURCES.values():
+        try:
+            located = locate(source, data_dir)
+            rows.append(
+                {"name": source.name, "available": True, "where": str(located.archive or located.folder)}
+            )
+        except DataError:
+            rows.append({"name": source.name, "available": False, "where": None})
+    print_json({"searched": [str(folder) for folder in data_folders(data_dir)], "data": rows})
+
+
+@app.command()
+def fetch(
+    name: Name,
+    data_dir: DataDir = None,
+    mirror: Annotated[
+        str | None,
+        typer.Option(help="URL of a folder that holds the published files, instead of the official."),
+    ] = None,
+) -> None:
+    """Download a data set from its official mirrors; every file is checked before it gets its name."""
+    from patchcert.data.fetch import fetch as fetch_source
+    from patchcert.data.sources import find_source
+
+    source = find_source(_published(name))
+    with progress_bar(f"fetching {name}", "bytes") as report:
+        folder = fetch_source(source, data_dir, mirror, lambda _, done, total: report(done, total))
+    say(f"{name} is in {folder}")
+    print_json({"name": name, "folder": str(folder)})
+
+
+@app.command()
+def verify(name: Name, data_dir: DataDir = None) -> None:
+    """Compare every file of a data set with its known SHA-256 sum, and read all of it."""
+    from patchcert.data.files import locate, read
+    from patchcert.data.loading import assemble
+    from patchcert.data.sources import find_source
+
+    source = find_source(_published(name))
+    located = locate(source, data_dir)
+    checked = read(source, located)
+    dataset = assemble(source, checked)
+    files = [
+        {"file": file, "sha256": part.sha256, "verified": part.is_verified} for file, part in checked.items()
+    ]
+    if not all(part.is_verified for part in checked.values()):
+        say(f"{name}: no published sum is known for some files, and none was recorded when they were fetched")
+    print_json(
+        {
+            "name": name,
+            "where": str(located.archive or located.folder),
+            "train": len(dataset.train),
+            "test": len(dataset.test),
+            "files": files,
+        }
+    )
+
+
+def _published(name: str) -> str:
+    from patchcert.data import embedded
+
+    if name == embedded.NAME:
+        raise DataError(f"{name} ships with the package: there is nothing to fetch or verify")
+    return name

@@ -1,0 +1,113 @@
+"""From the words of a command line to threats, sizes and devices."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from patchcert.errors import InvalidInput, InvalidThreat
+
+if TYPE_CHECKING:
+    import torch
+
+    from patchcert.threats import Patch, SparsePixels
+    from patchcert.threats.sparse import SparseBound
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_threat(
+    patch: str | None,
+    shape: str | None,
+    sparse: int | None,
+    bound: str | None,
+    placements: str | None,
+    trained: "Patch | SparsePixels | None",
+) -> "Patch | SparsePixels":
+    """The threat that the options name; without any the one a run was trained on."""
+    from patchcert.threats import Patch, SparsePixels, shapes
+
+    given = [f"--{name}" for name, value in (("patch", patch), ("shape", shape), ("sparse", sparse)) if value]
+    if len(given) > 1:
+        raise InvalidThreat(f"{' and '.join(given)} name two threats", hint="give one of them.")
+    stamp = shapes.parse(patch or shape or "") if patch or shape else None
+    if stamp is None and sparse is None and isinstance(trained, Patch) and placements:
+        stamp = trained.stamp
+    if bound is not None and sparse is None:
+        raise InvalidThreat(f"--bound {bound} needs --sparse", hint="give --sparse K, for any K pixels.")
+    if placements is not None and stamp is None:
+        raise InvalidThreat(f"--placements {placements} needs a patch", hint="give --patch or --shape.")
+    if stamp is not None:
+        return Patch(stamp, parse_placements(placements or "everywhere"))
+    if sparse is not None:
+        return SparsePixels(sparse, cast("SparseBound", bound or "tight"))
+    if trained is None:
+        raise InvalidThreat(
+            "no threat is given", hint="give --patch 5x5, --shape diamond:25 or --sparse 4, for example."
+        )
+    return trained
+
+
+def parse_placements(text: str) -> "str | list[tuple[int, int]] | torch.Tensor":
+    """`everywhere`, `corners`, a list like `0,0;3,4`, or a file with such a list or a map of # and dots."""
+    if text in ("everywhere", "corners"):
+        return text
+    path = Path(text)
+    if not path.is_file():
+        return _parse_corners(text, text)
+    from patchcert.threats import shapes
+
+    if path.suffix.lower() == ".png":
+        return shapes.from_file(path)
+    content = path.read_text()
+    if set(content) <= set("#.\r\n "):
+        return shapes.from_file(path)
+    return _parse_corners(content, str(path))
+
+
+def parse_bytes(text: str | None) -> int | None:
+    """A size like `2GiB`, `500MB` or `1000000`, in bytes."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b|b|)\s*", text, re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size < 1:
+        raise InvalidInput(f"{text!r} is no size in bytes", hint="write it like 2GiB, 500MB or 1000000.")
+    return size
+
+
+def parse_device(text: str) -> "torch.device":
+    """A device that is there: `cpu`, `cuda`, `cuda:1`; `auto` is CUDA where there is one."""
+    import torch
+
+    if text == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInput(
+            f"the device {text!r} cannot be used: {reason}", hint="try --device cpu."
+        ) from error
+    return device
+
+
+def parse_dtype(text: str) -> "torch.dtype":
+    """`float32` or `float64`."""
+    import torch
+
+    types = {"float32": torch.float32, "float64": torch.float64}
+    if text not in types:
+        raise InvalidInput(f"--dtype {text} is unknown", hint=f"choose one of {', '.join(types)}.")
+    return types[text]
+
+
+def _parse_corners(text: str, where: str) -> list[tuple[int, int]]:
+    pairs = [pair for pair in re.split(r"[;\n]", text) if pair.strip()]
+    matches = [re.fullmatch(r"\s*(\d+)\s*[, ]\s*(\d+)\s*", pair) for pair in pairs]
+    if not matches or not all(matches):
+        raise InvalidThreat(
+            f"{where!r} gives no placements",
+            hint="give everywhere, corners, a list of top,left like '0,0;3,4', or a file with such a list.",
+        )
+    return [(int(match[1]), int(match[2])) for match in matches if match]
