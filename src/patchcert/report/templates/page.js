@@ -1,0 +1,116 @@
+"use strict";
+(() => {
+  const PAGE = 50;
+  const KEYS = ["index", "label", "prediction", "verdict", "margin", "top", "outcome"];
+
+  function element(name, text, className) {
+    const made = document.createElement(name);
+    if (text !== undefined) made.textContent = text;
+    if (className) made.className = className;
+    return made;
+  }
+
+  function start(section) {
+    const data = JSON.parse(section.querySelector("script").textContent);
+    const sprite = section.querySelector("img.sprite");
+    const body = section.querySelector("tbody");
+    const form = section.querySelector("form");
+    const more = section.querySelector("button.more");
+    const output = section.querySelector("output");
+    const state = { key: "index", descending: false, shown: PAGE };
+    const className = (label) => data.classes[label] ?? String(label);
+
+    function thumbnail(row) {
+      const span = element("span", "", "thumb");
+      const height = Number(sprite.dataset.height), width = Number(sprite.dataset.width);
+      const scale = Math.max(1, Math.round(28 / height));
+      span.style.width = `${scale * width}px`;
+      span.style.height = `${scale * height}px`;
+      span.style.backgroundImage = `url(${sprite.src})`;
+      span.style.backgroundSize = `${scale * width * data.spriteColumns}px auto`;
+      span.style.backgroundPosition =
+        `${-scale * width * (row % data.spriteColumns)}px ${-scale * height * Math.floor(row / data.spriteColumns)}px`;
+      return span;
+    }
+
+    function tagged(word) {
+      const cell = element("td");
+      cell.append(element("span", word, `tag ${word.replaceAll(" ", "-")}`));
+      return cell;
+    }
+
+    function draw(row) {
+      const line = element("tr");
+      const first = element("td");
+      if (sprite) first.append(thumbnail(row));
+      first.append(String(data.index[row]));
+      line.append(first, element("td", className(data.label[row])), element("td", className(data.prediction[row])));
+      line.append(tagged(data.verdicts[data.verdict[row]]));
+      line.append(element("td", data.margin[row] === null ? "not finite" : data.margin[row].toFixed(2)));
+      line.append(element("td", data.top[row] < 0 ? "" : `${data.top[row]}, ${data.left[row]}`));
+      line.append(tagged(data.outcomes[data.outcome[row]]));
+      return line;
+    }
+
+    function before(a, b) {
+      const column = data[state.key];
+      const left = column[a] ?? -Infinity, right = column[b] ?? -Infinity;
+      if (left !== right) return (left < right ? -1 : 1) * (state.descending ? -1 : 1);
+      if (state.key === "top" && data.left[a] !== data.left[b])
+        return (data.left[a] - data.left[b]) * (state.descending ? -1 : 1);
+      return data.index[a] - data.index[b];
+    }
+
+    function chosen() {
+      const wanted = (name) => form.elements[name].value.trim();
+      const keep = (row) => ["verdict", "outcome", "label", "index"].every(
+        (name) => wanted(name) === "" || String(data[name][row]) === wanted(name));
+      return data.index.map((_, row) => row).filter(keep).sort(before);
+    }
+
+    function refresh() {
+      const rows = chosen();
+      body.replaceChildren(...rows.slice(0, state.shown).map(draw));
+      output.textContent = `${rows.length.toLocaleString("en")} of ${data.index.length.toLocaleString("en")} images`;
+      more.hidden = rows.length <= state.shown;
+      for (const head of section.querySelectorAll("th[data-key]")) {
+        if (head.dataset.key === state.key) head.setAttribute("aria-sort", state.descending ? "descending" : "ascending");
+        else head.removeAttribute("aria-sort");
+      }
+    }
+
+    function options(name, values, show) {
+      for (const value of values) {
+        const option = element("option", show(value));
+        option.value = String(value);
+        form.elements[name].append(option);
+      }
+    }
+
+    for (const head of section.querySelectorAll("th[data-key]")) {
+      if (!KEYS.includes(head.dataset.key)) continue;
+      const button = element("button", head.textContent);
+      button.type = "button";
+      button.addEventListener("click", () => {
+        state.descending = state.key === head.dataset.key && !state.descending;
+        state.key = head.dataset.key;
+        refresh();
+      });
+      head.replaceChildren(button);
+    }
+    const present = (name) => [...new Set(data[name])].sort((a, b) => a - b);
+    options("verdict", present("verdict"), (value) => data.verdicts[value]);
+    options("outcome", present("outcome"), (value) => data.outcomes[value]);
+    options("label", present("label"), className);
+    form.addEventListener("input", () => { state.shown = PAGE; refresh(); });
+    form.addEventListener("submit", (event) => event.preventDefault());
+    more.addEventListener("click", () => { state.shown += 4 * PAGE; refresh(); });
+    form.hidden = false;
+    refresh();
+  }
+
+  for (const section of document.querySelectorAll("[data-images]")) start(section);
+  window.addEventListener("beforeprint", () => {
+    for (const details of document.querySelectorAll("details")) details.open = true;
+  });
+})();

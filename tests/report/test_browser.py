@@ -1,0 +1,125 @@
+"""The page in a real browser: it fits a phone, and its table sorts and filters."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from patchcert.report.html import write_page
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install `chromium`")
+
+
+PROBE = """<script>(() => {
+    let answer;
+    try { answer = (() => { SCRIPT })(); } catch (error) { answer = String(error); }
+    window.parent.postMessage(JSON.stringify(answer), "*");
+})();</script></body>"""
+
+FRAME = """<!DOCTYPE html><html><body><script>
+    window.addEventListener("message", event => { document.body.dataset.answer = event.data; });
+</script><iframe src="inner.html" style="border: 0; width: WIDTHpx; height: 900px"></iframe></body></html>"""
+
+
+@pytest.fixture
+def evaluate(tmp_path):
+    def run_script(page: Path, script: str, width: int = 1200) -> object:
+        """What the script returns at the end of the page, in a frame, since windows are never narrow."""
+        source = page.read_text(encoding="utf-8").replace("</body>", PROBE.replace("SCRIPT", script))
+        (tmp_path / "inner.html").write_text(source, encoding="utf-8")
+        outer = tmp_path / "outer.html"
+        outer.write_text(FRAME.replace("WIDTH", str(width)), encoding="utf-8")
+        profile = f"--user-data-dir={tmp_path / 'profile'}"
+        command = [CHROMIUM, *FLAGS, profile, "--virtual-time-budget=5000", "--dump-dom", outer.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        answer = re.search(r'<body data-answer="([^"]*)"', done.stdout)
+        assert answer, done.stdout[:500]
+        return json.loads(html.unescape(answer[1]))
+
+    return run_script
+
+
+@pytest.fixture
+def page(run, tmp_path) -> Path:
+    return write_page([run], tmp_path / "page.html").path
+
+
+def test_the_table_sorts_and_filters(page, evaluate):
+    answer = evaluate(
+        page,
+        """
+        const rows = () => [...document.querySelectorAll("table.rows tbody tr")];
+        const shown = () => rows().map(row => row.cells[0].textContent);
+        const head = document.querySelector('th[data-key="margin"]');
+        const before = shown();
+        head.querySelector("button").click();
+        const rising = shown();
+        const sort = head.getAttribute("aria-sort");
+        head.querySelector("button").click();
+        const falling = shown();
+        const form = document.querySelector("form.filters");
+        form.elements.verdict.value = "2";
+        form.dispatchEvent(new Event("input"));
+        const wrong = shown();
+        form.elements.outcome.value = "1";
+        form.dispatchEvent(new Event("input"));
+        const count = document.querySelector("form.filters output").textContent;
+        return {before, rising, sort, falling, wrong, broken: shown(), count};
+        """,
+    )
+    everything = [str(number) for number in range(40)]
+    assert answer["before"] == everything
+    assert answer["rising"][:2] == ["39", "38"]
+    assert answer["sort"] == "ascending"
+    assert answer["falling"][:2] == ["27", "26"]
+    assert sorted(answer["wrong"]) == ["36", "37", "38", "39"]
+    assert sorted(answer["broken"]) == ["36", "38"]
+    assert answer["count"] == "2 of 40 images"
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_nothing_sticks_out_of_the_window(page, evaluate, width):
+    size = evaluate(page, "return [document.documentElement.scrollWidth, window.innerWidth];", width)
+    assert size[0] <= size[1] == width
+
+
+def test_text_has_enough_contrast(page, evaluate):
+    pairs = evaluate(
+        page,
+        """
+        const style = getComputedStyle(document.documentElement);
+        const colour = name => style.getPropertyValue(name).trim();
+        return ["--text", "--muted", "--accent", "--alarm", "--warm"].flatMap(
+            ink => ["--paper", "--raised"].map(paper => [ink, paper, colour(ink), colour(paper)]));
+        """,
+    )
+    for ink, paper, front, back in pairs:
+        assert contrast(front, back) >= 4.5, (ink, paper)
+
+
+def contrast(front: str, back: str) -> float:
+    """The ratio of relative luminances by WCAG 2."""
+    lighter, darker = sorted((luminance(front), luminance(back)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def luminance(colour: str) -> float:
+    shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

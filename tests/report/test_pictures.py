@@ -1,0 +1,50 @@
+"""Images as data addresses."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from patchcert.errors import InvalidInput
+from patchcert.report.pictures import NOWHERE, PROVEN, UNPROVEN, data_address, margin_colours, sprite
+
+
+def decode(address: str) -> np.ndarray:
+    head, body = address.split(",")
+    assert head == "data:image/png;base64"
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(body))))
+
+
+def test_pixels_come_back_unchanged_in_grey_and_colour():
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 5, 7), dtype=np.uint8)
+    assert (decode(data_address(pixels)) == pixels.transpose(1, 2, 0)).all()
+    assert (decode(data_address(pixels[:1])) == pixels[0]).all()
+    assert data_address(pixels) == data_address(pixels.copy())
+
+
+def test_a_sprite_holds_every_image_at_its_place():
+    images = np.random.default_rng(1).integers(0, 256, (7, 1, 4, 5), dtype=np.uint8)
+    sheet = decode(sprite(images, columns=3))
+    assert sheet.shape == (12, 15)
+    for number, image in enumerate(images):
+        row, column = divmod(number, 3)
+        assert (sheet[4 * row : 4 * row + 4, 5 * column : 5 * column + 5] == image[0]).all()
+
+
+def test_colours_tell_proven_from_unproven_and_unknown():
+    margins = np.array([-2.0, 0.0, 1e-9, 2.0, np.nan, -np.inf])
+    colours = [tuple(colour.tolist()) for colour in margin_colours(margins, 2.0)]
+    assert colours == [UNPROVEN[0], UNPROVEN[-1], PROVEN[0], PROVEN[-1], NOWHERE, UNPROVEN[0]]
+
+
+def test_a_scale_without_extent_is_refused():
+    with pytest.raises(InvalidInput, match=r"must be positive, got 0\.0"):
+        margin_colours(np.zeros(1), 0.0)
+
+
+@pytest.mark.parametrize("bad", [np.zeros((2, 4, 4), np.uint8), np.zeros((4, 4)), np.zeros(4, np.uint8)])
+def test_what_is_no_picture_is_refused(bad):
+    with pytest.raises(InvalidInput, match="a picture"):
+        data_address(bad)

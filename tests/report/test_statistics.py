@@ -1,0 +1,83 @@
+"""Exact intervals, and contradictions between certificates and attacks."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binom
+
+from patchcert.errors import InvalidInput
+from patchcert.report.statistics import (
+    BROKEN_CERTIFICATE,
+    BROKEN_CLEAN,
+    WRONG_CERTIFIED,
+    Proportion,
+    bracket,
+    clopper_pearson,
+)
+
+
+@pytest.mark.parametrize(
+    ("successes", "total", "low", "high"),
+    [
+        (81, 263, 0.2527, 0.3676),  # the four examples of Newcombe (1998), exact method
+        (15, 148, 0.0578, 0.1617),
+        (0, 20, 0.0, 0.1684),
+        (1, 29, 0.0009, 0.1776),
+        (10, 10, 0.025 ** (1 / 10), 1.0),
+    ],
+)
+def test_known_clopper_pearson_intervals(successes, total, low, high):
+    assert clopper_pearson(successes, total) == pytest.approx((low, high), abs=5e-5)
+
+
+@given(st.integers(1, 400), st.floats(0.0, 1.0))
+def test_the_interval_ends_where_the_tails_reach_a_fortieth(total, share):
+    successes = round(share * total)
+    low, high = clopper_pearson(successes, total)
+    assert 0 <= low <= successes / total <= high <= 1
+    if successes > 0:
+        assert binom.sf(successes - 1, total, low) == pytest.approx(0.025, rel=1e-5)
+    if successes < total:
+        assert binom.cdf(successes, total, high) == pytest.approx(0.025, rel=1e-5)
+
+
+@pytest.mark.parametrize(("successes", "total"), [(0, 0), (3, 2), (-1, 5)])
+def test_impossible_counts_are_refused(successes, total):
+    with pytest.raises(InvalidInput, match=f"got {successes} of {total}"):
+        clopper_pearson(successes, total)
+
+
+def test_a_confidence_outside_its_range_is_refused():
+    with pytest.raises(InvalidInput, match=r"strictly between 0 and 1, got 1\.0"):
+        clopper_pearson(1, 2, confidence=1.0)
+
+
+def test_nothing_measured_is_no_proportion():
+    with pytest.raises(InvalidInput, match="got 0 of 0"):
+        Proportion.of(np.array([], dtype=bool))
+
+
+def test_a_proportion_counts_true_entries():
+    proportion = Proportion.of(np.array([True, False, True, True]))
+    assert (proportion.successes, proportion.total, proportion.value) == (3, 4, 0.75)
+
+
+@given(st.lists(st.sampled_from([(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)]), min_size=1, max_size=30))
+def test_the_bracket_holds_when_every_image_is_in_order(images):
+    clean, withstood, certified = np.array(images, dtype=bool).T
+    found = bracket(np.arange(len(images)), clean, withstood, certified)
+    assert found.holds
+    assert found.certified.value <= found.empirical.value <= found.clean.value
+
+
+def test_each_contradiction_is_named_even_where_the_averages_are_in_order():
+    index = np.array([10, 11, 12, 13])
+    clean = np.array([True, True, False, False])
+    withstood = np.array([True, False, True, False])
+    certified = np.array([False, True, False, True])
+    found = bracket(index, clean, withstood, certified)
+    claims = {violation.index: violation.claim for violation in found.violations}
+    assert claims == {11: BROKEN_CERTIFICATE, 12: BROKEN_CLEAN, 13: WRONG_CERTIFIED}
+    assert found.certified.value <= found.empirical.value <= found.clean.value
+    assert not found.holds
