@@ -19,6 +19,8 @@ from patchcert.cli.target import Target, choose_images, open_data, open_target
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
+    import torch
+
     from patchcert.certify import Certificates
 
 
@@ -59,35 +61,30 @@ def certify(
     opened = open_target(target)
     threat = parse_threat(patch, shape, sparse, bound, placements, opened.threat)
     precision, budget, place = parse_dtype(dtype), parse_bytes(memory_budget), parse_device(device)
-    out = _checked_output(out)
+    _check_output(out)
     dataset = open_data(opened, data, data_dir)
     images = choose_images(opened, dataset, split, limit).to(place)
+    model, pixels = opened.model.to(place), images.floats()
     say(f"certifying {len(images)} {split} images of {dataset.name} against {threat} on {place}")
     started = time.perf_counter()
     with progress_bar("certifying", "images") as report:
         certificates = certify_images(
-            opened.model.to(place),
-            images.floats(),
-            images.labels,
-            threat,
-            dtype=precision,
-            memory_budget=budget,
-            progress=report,
+            model, pixels, images.labels, threat, dtype=precision, memory_budget=budget, progress=report
         )
-    seconds = round(time.perf_counter() - started, 3)
-    circumstances = {
+    meta = {
+        "kind": "certify",
         "command": shlex.join(["patchcert", *sys.argv[1:]]),
-        "target": str(target),
         "weights_sha256": sha256(opened.weights),
         "data": {"name": dataset.name, "split": split, "limit": limit, "sha256": dataset.checksums},
         "threat": threat.to_dict(),
         "settings": {"dtype": dtype, "memory_budget": budget},
-        "seconds": seconds,
-        **_machine(str(place)),
+        "seconds": round(time.perf_counter() - started, 3),
+        **_machine(place),
     }
-    label = _evidence_name(str(threat), split, limit, dtype)
-    kept = _keep(opened, certificates, circumstances, label, out)
-    print_json({**summarise(certificates), **circumstances, "evidence": None if kept is None else str(kept)})
+    out = out or _run_evidence(opened, _evidence_name(str(threat), split, limit, dtype))
+    if out is not None:
+        write_evidence(out, certificates, meta)
+    print_json({**summarise(certificates), **meta, "evidence": None if out is None else str(out)})
 
 
 def summarise(certificates: "Certificates") -> dict[str, Any]:
@@ -108,45 +105,34 @@ def summarise(certificates: "Certificates") -> dict[str, Any]:
     }
 
 
-def evidence_rows(certificates: "Certificates") -> dict[str, Any]:
+def write_evidence(path: Path, certificates: "Certificates", meta: dict[str, Any]) -> None:
     """One row per image; `margin` is the least over the classes other than the label."""
-    others = certificates.margins.clone()
-    others.scatter_(1, certificates.labels[:, None], float("inf"))
-    columns = {
-        "label": certificates.labels,
-        "prediction": certificates.predictions,
-        "verdict": certificates.certified,
-        "margin": others.amin(dim=1),
-        "worst_top": certificates.worst_placement[:, 0],
-        "worst_left": certificates.worst_placement[:, 1],
-    }
-    return {name: column.cpu().numpy() for name, column in columns.items()}
-
-
-def _keep(
-    target: Target, certificates: "Certificates", meta: dict[str, Any], label: str, out: Path | None
-) -> Path | None:
-    rows = evidence_rows(certificates)
-    if out is not None:
-        _write_rows(rows, meta, out)
-        return out
-    return None if target.run is None else target.run.write_evidence(label, rows, {"kind": "certify", **meta})
-
-
-def _write_rows(rows: dict[str, Any], meta: dict[str, Any], path: Path) -> None:
     import numpy as np
 
     from patchcert.files import atomic_write
 
+    tops, lefts = certificates.worst_placement.cpu().numpy().T
     with atomic_write(path) as stream:
-        np.savez_compressed(stream, meta=np.array(json.dumps({"kind": "certify", **meta})), **rows)
+        np.savez_compressed(
+            stream,
+            meta=np.array(json.dumps(meta)),
+            label=certificates.labels.cpu().numpy(),
+            prediction=certificates.predictions.cpu().numpy(),
+            verdict=certificates.certified.cpu().numpy(),
+            margin=certificates.least_margin.cpu().numpy(),
+            worst_top=tops,
+            worst_left=lefts,
+        )
 
 
-def _checked_output(path: Path | None) -> Path | None:
+def _check_output(path: Path | None) -> None:
     """Found out before the work, not after it."""
     if path is not None and (path.suffix != ".npz" or path.is_dir()):
         raise InvalidInput(f"--out {path} is no name of an evidence file", hint="end it with .npz.")
-    return path
+
+
+def _run_evidence(target: Target, name: str) -> Path | None:
+    return None if target.run is None else target.run.path / "evidence" / f"{name}.npz"
 
 
 def _evidence_name(threat: str, split: str, limit: int | None, dtype: str) -> str:
@@ -162,11 +148,9 @@ def _evidence_name(threat: str, split: str, limit: int | None, dtype: str) -> st
     return "-".join(part for part in parts if part)
 
 
-def _machine(device: str) -> dict[str, Any]:
+def _machine(device: "torch.device") -> dict[str, Any]:
     import torch
 
-    name = (
-        torch.cuda.get_device_name(torch.device(device)) if device.startswith("cuda") else platform.machine()
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     versions = {"patchcert": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {"device": f"{device} ({name})", "versions": versions}

@@ -1,0 +1,20 @@
+import pytest
+import torch
+
+from patchcert.models import ModelSpec, build, save
+
+
+@pytest.fixture(autouse=True)
+def _no_other_data(monkeypatch, tmp_path_factory):
+    """No test finds the data of the machine it runs on."""
+    monkeypatch.delenv("PATCHCERT_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    """A small untrained model for 28 x 28 images."""
+    spec = ModelSpec("mlp", 1, 28, 28, hidden=8)
+    path = tmp_path / "model.safetensors"
+    save(build(spec, torch.Generator().manual_seed(0)), spec, path)
+    return path

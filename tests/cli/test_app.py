@@ -1,0 +1,128 @@
+import subprocess
+import sys
+import types
+
+import pytest
+
+from patchcert import __version__
+from patchcert.cli import app
+from patchcert.cli.app import Command, run
+from patchcert.errors import InvalidInput
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Makes a function the command `probe`."""
+
+    def install(function):
+        module = types.ModuleType("patchcert_probe")
+        module.probe = function
+        module.__spec__ = types.SimpleNamespace(name="patchcert_probe")
+        monkeypatch.setitem(sys.modules, "patchcert_probe", module)
+        monkeypatch.setattr(app, "COMMANDS", (Command("probe", "patchcert_probe", "probe", "A probe."),))
+
+    return install
+
+
+def test_version(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"patchcert {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_lists_the_commands(capsys, arguments):
+    assert run(arguments) == 0
+    shown = capsys.readouterr().out
+    assert all(f" {name} " in shown for name in ("certify", "data"))
+
+
+def test_commands_that_are_not_there_are_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(app, "COMMANDS", (Command("ghost", "patchcert.cli.ghost", "ghost", "Boo."),))
+    assert run(["--help"]) == 0
+    assert "ghost" not in capsys.readouterr().out
+
+
+def test_every_command_can_be_loaded(capsys):
+    for entry in app.COMMANDS:
+        if app.importlib.util.find_spec(entry.module):
+            assert run([entry.name, "--help"]) == 0
+            assert capsys.readouterr().out
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys; from patchcert.cli.app import run; run(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "patchcert", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"patchcert {__version__}\n")
+
+
+def test_a_user_s_mistake_is_two_lines_and_exit_code_2(capsys, command):
+    def probe():
+        raise InvalidInput("the image is [bold]upside down[/bold]", hint="turn it.")
+
+    command(probe)
+    assert run(["probe"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "error: the image is [bold]upside down[/bold]\nhint: turn it.\n"
+
+
+def test_an_error_without_hint_is_one_line(capsys, command):
+    def probe():
+        raise InvalidInput("no")
+
+    command(probe)
+    assert run(["probe"]) == 2
+    assert capsys.readouterr().err == "error: no\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["probe", "--no-such-option"], ["probe", "extra"], ["nonsense"], ["--bad"]]
+)
+def test_usage_errors_exit_with_2_and_point_to_help(capsys, command, arguments):
+    command(lambda: None)
+    assert run(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("error: ")
+    assert lines[-1].startswith("hint: run `patchcert")
+
+
+def test_an_interrupt_is_one_line_and_exit_code_130(capsys, command):
+    def probe():
+        raise KeyboardInterrupt
+
+    command(probe)
+    assert run(["probe"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_bug_is_not_hidden(command):
+    def probe():
+        raise ZeroDivisionError
+
+    command(probe)
+    with pytest.raises(ZeroDivisionError):
+        run(["probe"])
+
+
+def test_main_exits_with_the_code(command):
+    command(lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        app.main(["probe"])
+    assert caught.value.code == 0
+
+
+def test_no_color_is_respected(monkeypatch, capsys, command):
+    def probe():
+        raise InvalidInput("no", hint="yes")
+
+    command(probe)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    run(["probe"])
+    assert "\x1b[" in capsys.readouterr().err
+    monkeypatch.setenv("NO_COLOR", "1")
+    run(["probe"])
+    assert "\x1b[3" not in capsys.readouterr().err

@@ -1,0 +1,177 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import patchcert as pc
+from patchcert.cli.app import run
+from patchcert.data import load_dataset
+from patchcert.experiments.runs import Run
+from patchcert.experiments.spec import AllTraining, DataChoice, ModelChoice, Spec
+from patchcert.files import sha256
+from patchcert.models import ModelSpec, build, load, save
+
+
+def answer(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+def certify(*arguments):
+    return run(["certify", *map(str, arguments), "--device", "cpu"])
+
+
+def test_the_summary_is_what_the_library_says(capsys, model_file, tmp_path):
+    out = tmp_path / "evidence.npz"
+    assert certify(model_file, "--data", "mnist-mini", "--patch", "2x3", "--limit", 30, "--out", out) == 0
+    summary = answer(capsys)
+    images = load_dataset("mnist-mini").test.take(30)
+    expected = pc.certify(load(model_file)[0], images.floats(), images.labels, pc.Patch((2, 3)))
+    assert summary["images"] == 30
+    assert summary["correct"] == int((expected.predictions == images.labels).sum())
+    assert summary["certified"] == int(expected.certified.sum())
+    assert summary["clean_accuracy"] == expected.clean_accuracy
+    low, high = summary["clean_interval"]
+    assert low < summary["clean_accuracy"] < high
+    assert summary["threat"] == pc.Patch((2, 3)).to_dict()
+    assert summary["weights_sha256"] == sha256(model_file)
+    assert summary["versions"]["patchcert"] == pc.__version__
+    assert summary["evidence"] == str(out)
+
+
+def test_evidence_has_one_row_per_image(capsys, model_file, tmp_path):
+    out = tmp_path / "evidence.npz"
+    assert certify(model_file, "--data", "mnist-mini", "--patch", 3, "--limit", 12, "--out", out) == 0
+    images = load_dataset("mnist-mini").test.take(12)
+    expected = pc.certify(load(model_file)[0], images.floats(), images.labels, pc.Patch(3))
+    with np.load(out, allow_pickle=False) as rows:
+        assert json.loads(str(rows["meta"]))["threat"] == pc.Patch(3).to_dict()
+        assert np.array_equal(rows["label"], images.labels)
+        assert np.array_equal(rows["prediction"], expected.predictions)
+        assert np.array_equal(rows["verdict"], expected.certified)
+        assert np.array_equal(rows["worst_top"], expected.worst_placement[:, 0])
+        assert np.array_equal(rows["worst_left"], expected.worst_placement[:, 1])
+        others = expected.margins.scatter(1, images.labels[:, None], torch.inf)
+        assert np.array_equal(rows["margin"], others.amin(dim=1))
+
+
+def test_an_easy_model_is_certified(capsys, tmp_path):
+    """All weights zero but one bias: the answer is always 7, whatever the patch does."""
+    spec = ModelSpec("mlp", 1, 28, 28, hidden=2)
+    model = build(spec)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    model.logits.bias.data[7] = 1.0
+    save(model, spec, tmp_path / "seven.safetensors")
+    for threat in (
+        ["--patch", "9x9"],
+        ["--shape", "diamond:25"],
+        ["--sparse", 4],
+        ["--patch", "5", "--placements", "corners"],
+    ):
+        assert certify(tmp_path / "seven.safetensors", "--data", "mnist-mini", *threat) == 0
+        summary = answer(capsys)
+        assert summary["certified"] == summary["correct"] == 100
+        assert summary["images"] == 1000
+
+
+def test_the_other_settings_are_passed_on(capsys, model_file):
+    settings = [
+        "--dtype",
+        "float64",
+        "--memory-budget",
+        "50MB",
+        "--split",
+        "train",
+        "--placements",
+        "0,0;3,4",
+    ]
+    assert certify(model_file, "--data", "mnist-mini", "--patch", "2", "--limit", 5, *settings) == 0
+    summary = answer(capsys)
+    assert summary["settings"] == {"dtype": "float64", "memory_budget": 50_000_000}
+    assert summary["data"]["split"] == "train"
+    assert summary["evidence"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "mnist-mini"], "no threat is given"),
+        (["--data", "mnist-mini", "--patch", "5x5", "--sparse", "4"], "name two threats"),
+        (["--data", "mnist-mini", "--patch", "40x40"], "40x40"),
+        (["--patch", "5x5"], "does not say which images it is for"),
+        (["--patch", "5x5", "--data", "mnist"], "the files of mnist are not there"),
+        (["--patch", "5x5", "--data", "mnist-mini", "--split", "dev"], "no split named 'dev'"),
+        (["--patch", "5x5", "--data", "mnist-mini", "--dtype", "half"], "--dtype half is unknown"),
+        (
+            ["--patch", "5x5", "--data", "mnist-mini", "--out", "evidence.csv"],
+            "is no name of an evidence file",
+        ),
+        (["--patch", "5x5", "--data", "mnist-mini", "--memory-budget", "lots"], "is no size in bytes"),
+    ],
+)
+def test_mistakes_get_one_message_and_exit_code_2(capsys, model_file, arguments, message):
+    assert certify(model_file, *arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert message in shown.err
+    assert shown.err.startswith("error: ") or "\nerror: " in shown.err
+
+
+def test_images_of_another_size_are_refused(capsys, tmp_path):
+    spec = ModelSpec("mlp", 3, 32, 32, hidden=2)
+    save(build(spec), spec, tmp_path / "model.safetensors")
+    assert certify(tmp_path / "model.safetensors", "--patch", "2", "--data", "mnist-mini") == 2
+    assert (
+        "is for 3x32x32 images of 10 classes, but those of mnist-mini are 1x28x28" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", ["absent.safetensors", "absent"])
+def test_a_missing_target_is_named(capsys, tmp_path, name):
+    assert certify(tmp_path / name, "--patch", "2") == 2
+    assert f"there is no {tmp_path / name}" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_run_is_refused(capsys, tmp_path):
+    assert certify(tmp_path, "--patch", "2") == 2
+    assert f"{tmp_path} holds no run" in capsys.readouterr().err
+
+
+@pytest.fixture
+def run_folder(tmp_path, model_file):
+    """A finished run, as training would leave it."""
+    spec = Spec(DataChoice("mnist-mini"), ModelChoice("mlp", hidden=8), pc.Patch(3), AllTraining())
+    finished = Run.create(tmp_path / "run", spec)
+    finished.weights.write_bytes(model_file.read_bytes())
+    return finished
+
+
+def test_a_run_knows_its_data_and_threat_and_keeps_its_evidence(capsys, run_folder):
+    assert certify(run_folder.path, "--limit", 8) == 0
+    summary = answer(capsys)
+    assert summary["threat"] == pc.Patch(3).to_dict()
+    assert summary["data"]["name"] == "mnist-mini"
+    (name,) = run_folder.evidence_names()
+    assert summary["evidence"] == str(run_folder.path / "evidence" / f"{name}.npz")
+    assert len(run_folder.evidence(name)["verdict"]) == 8
+    assert run_folder.evidence_meta(name)["threat"] == pc.Patch(3).to_dict()
+
+
+def test_different_questions_to_a_run_are_kept_apart(run_folder):
+    for arguments in (
+        [],
+        ["--patch", "2"],
+        ["--placements", "corners"],
+        ["--dtype", "float64"],
+        ["--split", "train"],
+    ):
+        assert certify(run_folder.path, "--limit", 2, *arguments) == 0
+        assert certify(run_folder.path, "--limit", 2, *arguments) == 0
+    assert len(run_folder.evidence_names()) == 5
+
+
+def test_an_unfinished_run_is_refused(capsys, run_folder):
+    run_folder.weights.unlink()
+    assert certify(run_folder.path) == 2
+    assert "has not finished training" in capsys.readouterr().err
