@@ -1,0 +1,63 @@
+"""The members of a threat, one by one, on images so small that this is possible."""
+
+import copy
+from itertools import combinations
+
+import torch
+from torch import Generator, Tensor, nn
+
+from patchcert.threats import Patch, SparsePixels
+
+ALL_FILLINGS = 8
+RANDOM_FILLINGS = 64
+
+
+def supports(threat: Patch | SparsePixels, channels: int, height: int, width: int) -> Tensor:
+    """True (m, c, h, w) on the values that may change together: each placement, or choice of pixels."""
+    if isinstance(threat, Patch):
+        masks = threat.placements(height, width).masks(threat.stamp)
+        return masks[:, None].expand(-1, channels, -1, -1)
+    layers = channels if threat.unit == "channel value" else 1
+    choices = torch.tensor(list(combinations(range(layers * height * width), threat.pixels)))
+    chosen = torch.zeros(len(choices), layers * height * width, dtype=torch.bool)
+    chosen.scatter_(1, choices, True)
+    return chosen.view(-1, layers, height, width).expand(-1, channels, -1, -1)
+
+
+def members(threat: Patch | SparsePixels, image: Tensor, generator: Generator) -> Tensor:
+    """Members of the threat around one image (c, h, w): every place, with extreme and random fillings.
+
+    Where few values may change, all fillings with zeros and ones are there; otherwise many random ones, and
+    always all zeros, all ones and uniform noise.
+    """
+    found = [image[None]]
+    for support in supports(threat, *image.shape):
+        values = int(support.sum())
+        fillings = _fillings(values, generator).to(image.dtype)
+        changed = image.expand(len(fillings), -1, -1, -1).clone()
+        changed[:, support] = fillings
+        found.append(changed)
+    return torch.cat(found)
+
+
+def reached_margins(model: nn.Module, images: Tensor, label: int) -> Tensor:
+    """logit[label] - logit[class] (m, classes), computed in double precision."""
+    with torch.no_grad():
+        logits = copy.deepcopy(model).double()(images.double())
+    return logits[:, label, None] - logits
+
+
+def other_classes(margins: Tensor, label: int) -> Tensor:
+    """The margins without the column of the label, which is zero."""
+    return torch.cat([margins[..., :label], margins[..., label + 1 :]], dim=-1)
+
+
+def _fillings(values: int, generator: Generator) -> Tensor:
+    if values <= ALL_FILLINGS:
+        numbers = torch.arange(2**values)[:, None]
+        extreme = ((numbers >> torch.arange(values)) & 1).double()
+    else:
+        extreme = torch.rand(RANDOM_FILLINGS, values, generator=generator, dtype=torch.float64).round()
+        extreme[0], extreme[1] = 0, 1
+    noise = torch.rand(8, values, generator=generator, dtype=torch.float64)
+    return torch.cat([extreme, noise])
