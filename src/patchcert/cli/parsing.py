@@ -54,13 +54,15 @@ def parse_placements(text: str) -> "str | list[tuple[int, int]] | torch.Tensor":
     path = Path(text)
     if not path.is_file():
         return _parse_corners(text, text)
-    from patchcert.threats import shapes
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidThreat(f"cannot read placements from {path}: {error}") from error
+    rows = content.split()
+    if rows and set("".join(rows)) <= set("#."):
+        from patchcert.threats.stamp import from_rows
 
-    if path.suffix.lower() == ".png":
-        return shapes.from_file(path)
-    content = path.read_text()
-    if set(content) <= set("#.\r\n "):
-        return shapes.from_file(path)
+        return from_rows(rows, "the placement map")
     return _parse_corners(content, str(path))
 
 
