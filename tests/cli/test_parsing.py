@@ -58,11 +58,16 @@ def test_placements_come_from_a_file_of_corners(tmp_path):
 
 def test_placements_come_from_a_file_with_a_map(tmp_path):
     path = tmp_path / "map.txt"
-    path.write_text("#..\n.##\n")
-    assert torch.as_tensor(parse_placements(str(path))).tolist() == [
-        [True, False, False],
-        [False, True, True],
-    ]
+    path.write_text("...\n.##\n")
+    allowed = torch.as_tensor(parse_placements(str(path)))
+    assert allowed.tolist() == [[False, False, False], [False, True, True]]
+
+
+def test_a_file_that_holds_no_placements_is_refused(tmp_path):
+    path = tmp_path / "picture.png"
+    path.write_bytes(b"\x89PNG\xff")
+    with pytest.raises(InvalidThreat, match="cannot read placements from .*picture.png"):
+        parse_placements(str(path))
 
 
 @given(st.lists(st.tuples(st.integers(0, 999), st.integers(0, 999)), min_size=1, max_size=5))
