@@ -58,9 +58,24 @@ def test_a_minimal_file_gets_the_stated_defaults(tmp_path):
         ('name = "mlp"', 'nam = "mlp"', "model.nam is not a known key", "did you mean name?"),
         ("[data]", "[dat]", "dat is not a known key", "did you mean data?"),
         ('kind = "all"', 'kind = "alll"', "strategy.kind is 'alll'; expected one of", "did you mean all?"),
-        ('kind = "all"', 'kind = "all"\nplacements = 3', "strategy.placements is not a known key", "known: kind"),
-        ('kind = "all"', 'kind = "random"\nplacements = "3"', "strategy.placements is '3'; expected a whole", ""),
-        ('kind = "all"', 'kind = "random"\nplacements = true', "strategy.placements is True; expected a whole", ""),
+        (
+            'kind = "all"',
+            'kind = "all"\nplacements = 3',
+            "strategy.placements is not a known key",
+            "known: kind",
+        ),
+        (
+            'kind = "all"',
+            'kind = "random"\nplacements = "3"',
+            "strategy.placements is '3'; expected a whole",
+            "",
+        ),
+        (
+            'kind = "all"',
+            'kind = "random"\nplacements = true',
+            "strategy.placements is True; expected a whole",
+            "",
+        ),
         ('kind = "all"', 'kind = "random"\nplacements = 0', "placements is 0; expected at least 1", ""),
         ('kind = "all"', 'kind = "pooled"\nblocks = 2', "strategy.blocks is 2; expected a list", "write [2]"),
         ('kind = "all"', 'kind = "pooled"\nblocks = ["a"]', "strategy.blocks.0 is 'a'; expected a whole", ""),
@@ -68,10 +83,20 @@ def test_a_minimal_file_gets_the_stated_defaults(tmp_path):
         ('name = "mnist"', 'name = "mnist"\nflip = 1', "data.flip is 1; expected true or false", ""),
         ('stamp = "5x5"', 'stmp = "5x5"', "threat.stmp is not a known key", "did you mean stamp?"),
         ('stamp = "5x5"', "", "threat is no threat", ""),
-        ('stamp = "5x5"', 'kind = "sparse"\npixels = 4', "the strategy 'all' cannot train against", "kind = 'patch'"),
+        (
+            'stamp = "5x5"',
+            'kind = "sparse"\npixels = 4',
+            "the strategy 'all' cannot train against",
+            "kind = 'patch'",
+        ),
         ("[threat]", "[schedule]\nepochs = 0\n[threat]", "schedule does not hold together: epochs is 0", ""),
         ("[threat]", "[schedule.epsilon]\nramp = 'steep'\n[threat]", "schedule.epsilon.ramp is 'steep'", ""),
-        ("[data]", "select = 'best-validation'\n[data]", "no training images are held out", "data.validation"),
+        (
+            "[data]",
+            "select = 'best-validation'\n[data]",
+            "no training images are held out",
+            "data.validation",
+        ),
         ("[data]", "model = 3\n[data]", "", ""),
     ],
 )
@@ -84,7 +109,9 @@ def test_mistakes_are_named_with_key_file_and_nearest_key(tmp_path, old, new, me
 
 
 def test_changes_go_through_the_same_decoder_and_are_named_in_errors(tmp_path):
-    spec = spec_of(tmp_path, MINIMAL, "threat.stamp=2x8", "strategy.kind=random", "strategy.placements=5", "seed=7")
+    spec = spec_of(
+        tmp_path, MINIMAL, "threat.stamp=2x8", "strategy.kind=random", "strategy.placements=5", "seed=7"
+    )
     assert (spec.threat, spec.strategy, spec.seed) == (Patch((2, 8)), RandomTraining(placements=5), 7)
     with pytest.raises(SpecError, match=r"^--set model.nme=cnn2: model.nme is not a known key") as caught:
         spec_of(tmp_path, MINIMAL, "model.nme=cnn2")
@@ -124,7 +151,9 @@ def test_every_preset_decodes_and_keeps_the_rules_of_fair_choice(name):
 
 
 def test_the_presets_hold_the_papers_settings():
-    assert {"paper-mnist", "paper-cifar10", "paper-mnist-sparse", "paper-cifar10-sparse"} <= set(preset_names())
+    assert {"paper-mnist", "paper-cifar10", "paper-mnist-sparse", "paper-cifar10-sparse"} <= set(
+        preset_names()
+    )
     mnist, cifar = read_spec("paper-mnist"), read_spec("paper-cifar10")
     assert mnist.schedule == Schedule(100, EpsilonSchedule(1, 60), LearningRateSchedule(5e-4))
     assert cifar.schedule == Schedule(200, EpsilonSchedule(10, 120), LearningRateSchedule(1e-3))
@@ -154,8 +183,12 @@ threats = st.one_of(
 schedules = st.builds(
     Schedule,
     epochs=st.integers(1, 500),
-    epsilon=st.builds(EpsilonSchedule, st.integers(0, 9), st.integers(0, 99), st.sampled_from(["linear", "smooth"])),
-    learning_rate=st.builds(LearningRateSchedule, st.floats(1e-9, 1.0), st.floats(0.01, 1.0), st.integers(1, 30)),
+    epsilon=st.builds(
+        EpsilonSchedule, st.integers(0, 9), st.integers(0, 99), st.sampled_from(["linear", "smooth"])
+    ),
+    learning_rate=st.builds(
+        LearningRateSchedule, st.floats(1e-9, 1.0), st.floats(0.01, 1.0), st.integers(1, 30)
+    ),
 )
 specs = st.builds(
     Spec,
@@ -177,7 +210,11 @@ def test_a_written_spec_reads_back_equal(spec):
     assert again.fingerprint() == spec.fingerprint()
 
 
-@given(st.recursive(st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans(), st.lists, max_leaves=5))
+@given(
+    st.recursive(
+        st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans(), st.lists, max_leaves=5
+    )
+)
 def test_toml_text_reads_back_to_the_same_values(value):
     table = {"a": value, "b": {"c": {"d": value}}, "e": {}}
     assert tomllib.loads(to_toml(table)) == table

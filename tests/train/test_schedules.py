@@ -12,7 +12,7 @@ CIFAR_PATCH = Schedule(200, EpsilonSchedule(10, 120), LearningRateSchedule(1e-3)
 MNIST_SPARSE = Schedule(100, EpsilonSchedule(1, 10), LearningRateSchedule(5e-4))
 
 PAPER = [
-    # schedule, zeros S, grid K, natural epochs, epochs with growth, first full epoch, epochs where the rate halves
+    # schedule, zeros S, grid K, natural epochs, growing epochs, first full one, epochs where the rate halves
     (MNIST_PATCH, 1, 61, [0], range(1, 61), 61, [72, 82, 92]),
     (CIFAR_PATCH, 10, 121, list(range(10)), range(10, 130), 130, [141, 151, 161, 171, 181, 191]),
     (MNIST_SPARSE, 1, 11, [0], range(1, 11), 11, [22, 32, 42, 52, 62, 72, 82, 92]),
@@ -28,8 +28,12 @@ def test_the_paper_tables_hold_in_every_epoch(schedule, zeros, grid, natural, gr
     values, batches = list_of_the_paper(zeros, grid), 235
     epsilon = schedule.epsilon
     assert [t for t in range(schedule.epochs) if epsilon.is_natural(t)] == natural
-    assert [t for t in range(schedule.epochs) if 0 <= epsilon.at(t) < epsilon.at(t + 1)] == list(growing)
+    assert [t for t in range(schedule.epochs) if 0 <= epsilon.start(t) < epsilon.end(t)] == list(growing)
     assert epsilon.full_from == full
+    assert [t for t in range(schedule.epochs) if epsilon.phase(t) == "growing"] == list(growing)
+    assert [t for t in range(schedule.epochs) if epsilon.phase(t) == "full"] == list(
+        range(full, schedule.epochs)
+    )
     for epoch in range(schedule.epochs):
         start = values[epoch] if epoch < len(values) else 1.0
         end = values[min(epoch + 1, len(values) - 1)] if epoch < len(values) else 1.0
@@ -44,14 +48,18 @@ def test_the_paper_tables_hold_in_every_epoch(schedule, zeros, grid, natural, gr
 
 
 def test_mnist_grows_by_a_sixtieth_in_each_epoch():
-    assert MNIST_PATCH.epsilon.at(2) == pytest.approx(1 / 60)
-    assert MNIST_PATCH.epsilon.at(31) == pytest.approx(0.5)
-    assert CIFAR_PATCH.epsilon.at(70) == pytest.approx(0.5)
+    assert MNIST_PATCH.epsilon.start(2) == pytest.approx(1 / 60)
+    assert MNIST_PATCH.epsilon.start(31) == pytest.approx(0.5)
+    assert CIFAR_PATCH.epsilon.start(70) == pytest.approx(0.5)
 
 
 def test_scaling_shrinks_every_part_and_drops_none():
-    assert MNIST_PATCH.scaled(0.1) == Schedule(10, EpsilonSchedule(1, 6), LearningRateSchedule(5e-4, decay_every=1))
-    assert CIFAR_PATCH.scaled(0.1) == Schedule(20, EpsilonSchedule(1, 12), LearningRateSchedule(1e-3, decay_every=1))
+    assert MNIST_PATCH.scaled(0.1) == Schedule(
+        10, EpsilonSchedule(1, 6), LearningRateSchedule(5e-4, decay_every=1)
+    )
+    assert CIFAR_PATCH.scaled(0.1) == Schedule(
+        20, EpsilonSchedule(1, 12), LearningRateSchedule(1e-3, decay_every=1)
+    )
     none = Schedule(100, EpsilonSchedule(0, 0)).scaled(0.01)
     assert (none.epochs, none.epsilon.natural_epochs, none.epsilon.ramp_epochs) == (1, 0, 0)
     assert MNIST_PATCH.scaled(1.0) == MNIST_PATCH
@@ -59,8 +67,9 @@ def test_scaling_shrinks_every_part_and_drops_none():
 
 def test_without_a_ramp_epsilon_jumps_to_one():
     schedule = EpsilonSchedule(natural_epochs=2, ramp_epochs=0)
-    assert [schedule.at(t) for t in range(4)] == [0.0, 0.0, 1.0, 1.0]
-    assert schedule.is_natural(0)
+    assert [schedule.start(t) for t in range(4)] == [0.0, 0.0, 1.0, 1.0]
+    assert [schedule.end(t) for t in range(4)] == [0.0, 0.0, 1.0, 1.0]
+    assert [schedule.phase(t) for t in range(3)] == ["natural", "natural", "full"]
     assert EpsilonSchedule(0, 0).for_batch(0, 0, 5) == 1.0
 
 
@@ -79,8 +88,8 @@ def test_epsilon_never_falls_and_stays_between_zero_and_one(natural, ramp, batch
 
 def test_a_smooth_ramp_starts_slowly_and_meets_the_line_half_way():
     smooth, line = EpsilonSchedule(0, 10, "smooth"), EpsilonSchedule(0, 10)
-    assert smooth.at(1) < line.at(1) / 3
-    assert smooth.at(5) == pytest.approx(line.at(5))
+    assert smooth.start(1) < line.start(1) / 3
+    assert smooth.start(5) == pytest.approx(line.start(5))
 
 
 @pytest.mark.parametrize(

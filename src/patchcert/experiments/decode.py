@@ -1,4 +1,4 @@
-"""From the plain values of a TOML file to frozen dataclasses: nothing is guessed, nothing unknown is skipped."""
+"""From the plain values of a TOML file to frozen dataclasses: nothing is guessed, nothing skipped."""
 
 import dataclasses
 import difflib
@@ -17,7 +17,7 @@ THREAT_KEYS = {"patch": ("kind", "stamp", "placements"), "sparse": ("kind", "pix
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a value stands: the file or preset, the dotted key in it, and the changes made from outside, by key."""
+    """Where a value stands: the file or preset, the dotted key, and the changes made from outside, by key."""
 
     source: str
     key: str = ""
@@ -34,7 +34,7 @@ class Place:
 
 
 def decode(kind: type[T], value: Plain, place: Place) -> T:
-    """The value as an instance of a frozen dataclass; errors name the key, the file and the nearest valid key."""
+    """The value as a frozen dataclass; errors name the key, the file and the nearest valid key."""
     return _decode(kind, value, place)
 
 

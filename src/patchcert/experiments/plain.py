@@ -9,7 +9,7 @@ from patchcert.threats import Patch, SparsePixels
 
 
 def to_plain(value: Any) -> Any:  # noqa: ANN401 - mirrors whatever the dataclass holds
-    """Tables, lists and scalars with the same content; what is None is left out, as TOML has no word for it."""
+    """Tables, lists and scalars with the same content, without what is None: TOML has no word for it."""
     if isinstance(value, Patch | SparsePixels):
         return value.to_dict()
     if dataclasses.is_dataclass(value):
@@ -18,6 +18,14 @@ def to_plain(value: Any) -> Any:  # noqa: ANN401 - mirrors whatever the dataclas
     if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
     return value
+
+
+def decisive(value: Any) -> Any:  # noqa: ANN401
+    """The plain tables without default values, so that a new setting does not change old fingerprints."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, Patch | SparsePixels):
+        return to_plain(value)
+    pairs = ((each, getattr(value, each.name)) for each in dataclasses.fields(value))
+    return {each.name: decisive(item) for each, item in pairs if item != each.default or each.name == "kind"}
 
 
 def to_toml(table: Mapping[str, Any]) -> str:

@@ -64,7 +64,7 @@ def _split(change: str) -> tuple[str, Any]:
 
 
 def _plain_value(text: str) -> Any:  # noqa: ANN401 - any TOML value
-    """The text read as a TOML value where it is one, so that numbers and lists work, and as bare text otherwise."""
+    """The text read as a TOML value where it is one, such as a number or a list; else as bare text."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

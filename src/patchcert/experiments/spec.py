@@ -1,4 +1,4 @@
-"""The complete description of a training run: data, model, threat, strategy, schedule. Plain values, frozen."""
+"""The complete description of a training run: data, model, threat, strategy, schedule; all frozen."""
 
 import hashlib
 import json
@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from patchcert.errors import SpecError
-from patchcert.experiments.plain import to_plain
+from patchcert.experiments.plain import decisive
 from patchcert.threats import Patch, SparsePixels
 from patchcert.threats.sparse import SparseBound
 from patchcert.train.schedules import Schedule
 
 CudaGraph = Literal["auto", "on", "off"]
+PAPER_SCHEDULE = Schedule()
 
 
 def _at_least(least: int, name: str, value: int | None) -> None:
@@ -91,7 +92,7 @@ class GuidedTraining:
 
 @dataclass(frozen=True, slots=True)
 class PooledTraining:
-    """All placements, merged into blocks of so many by so many adjacent ones after each of the first layers."""
+    """All placements, merged into square blocks of adjacent ones after each of the first layers."""
 
     kind: Literal["pooled"] = "pooled"
     blocks: tuple[int, ...] = (2,)
@@ -114,12 +115,16 @@ Training = NaturalTraining | AllTraining | RandomTraining | GuidedTraining | Poo
 
 @dataclass(frozen=True, slots=True)
 class OptimiserChoice:
-    """Adam, its batches, and what is added to the worst-case loss."""
+    """Adam, its batches, and what is added to the worst-case loss.
+
+    `tf32` lets a GPU round the products of training steps to fewer digits for speed; certificates never do.
+    """
 
     batch_size: int = 256
     weight_decay: float = 0.0
     clip_norm: float | None = None
     natural_weight: float = 0.0
+    tf32: bool = False
 
     def __post_init__(self) -> None:
         _at_least(1, "batch_size", self.batch_size)
@@ -149,7 +154,7 @@ class Spec:
     model: ModelChoice
     threat: Patch | SparsePixels
     strategy: Training
-    schedule: Schedule = Schedule()
+    schedule: Schedule = PAPER_SCHEDULE
     optimiser: OptimiserChoice = OptimiserChoice()
     select: Literal["last", "best-validation"] = "last"
     seed: int = 2019
@@ -176,6 +181,6 @@ class Spec:
 
     def fingerprint(self, checksums: Mapping[str, str] | None = None) -> str:
         """16 hexadecimal digits of all that decides the weights, and of the data's checksums where given."""
-        decisive = {key: value for key, value in to_plain(self).items() if key != "run"}
-        text = json.dumps([decisive, dict(checksums or {})], sort_keys=True, separators=(",", ":"))
+        asked = {key: value for key, value in decisive(self).items() if key != "run"}
+        text = json.dumps([asked, dict(checksums or {})], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

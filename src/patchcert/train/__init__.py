@@ -1,1 +1,1 @@
-"""Training against a threat: strategies that give worst-case margins, schedules, and the one loop around them."""
+"""Training against a threat: strategies for worst-case margins, schedules, and the one loop around them."""

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from patchcert.errors import InvalidInput
 
 Ramp = Literal["linear", "smooth"]
+Phase = Literal["natural", "growing", "full"]
 NATURAL_BELOW = 1e-6
 
 
@@ -23,8 +24,8 @@ def _at_least(least: int, name: str, value: int) -> None:
 class EpsilonSchedule:
     """Epsilon is 0 for the natural epochs, grows over the ramp epochs, and is 1 from then on.
 
-    Within an epoch it moves evenly from the epoch's first batch to its last. A linear ramp of r epochs grows by 1/r
-    in each; a smooth one bends the same line by 3t^2 - 2t^3, so that it starts and ends gently.
+    Within an epoch it moves evenly from the epoch's first batch to its last. A linear ramp of r epochs grows
+    by 1/r in each; a smooth one bends the same line by 3t^2 - 2t^3, so that it starts and ends gently.
     """
 
     natural_epochs: int = 1
@@ -42,19 +43,29 @@ class EpsilonSchedule:
         """The first epoch whose every batch has epsilon 1."""
         return self.natural_epochs + self.ramp_epochs
 
-    def at(self, epoch: int) -> float:
-        """Epsilon at the start of an epoch, which is where the epoch before it ended."""
+    def start(self, epoch: int) -> float:
+        """Epsilon of the epoch's first batch."""
         return self._bend(self._line(epoch))
 
+    def end(self, epoch: int) -> float:
+        """Epsilon of the epoch's last batch; the next epoch starts there, unless there is no ramp."""
+        return self._bend(self._line_end(epoch))
+
     def for_batch(self, epoch: int, batch: int, batches: int) -> float:
-        """Epsilon of one batch of an epoch: its first batch has the epoch's start, its last the epoch's end."""
-        start, end = self._line(epoch), self._line(epoch + 1)
+        """Epsilon of one batch: the first of an epoch has the epoch's start, the last the epoch's end."""
+        start, end = self._line(epoch), self._line_end(epoch)
         share = batch / (batches - 1) if batches > 1 else 1.0
         return self._bend(start + (end - start) * share)
 
     def is_natural(self, epoch: int) -> bool:
         """Epsilon stays at 0 throughout the epoch, so that it trains by plain cross entropy."""
-        return self.at(epoch + 1) < NATURAL_BELOW
+        return self.end(epoch) < NATURAL_BELOW
+
+    def phase(self, epoch: int) -> Phase:
+        """Whether epsilon is 0, grows, or is 1 throughout the epoch."""
+        if self.is_natural(epoch):
+            return "natural"
+        return "full" if epoch >= self.full_from else "growing"
 
     def scaled(self, factor: float) -> "EpsilonSchedule":
         """The same schedule with each part shrunk in proportion; no part that was there vanishes."""
@@ -70,13 +81,16 @@ class EpsilonSchedule:
             return 0.0
         return into_ramp / self.ramp_epochs if into_ramp < self.ramp_epochs else 1.0
 
+    def _line_end(self, epoch: int) -> float:
+        return self._line(epoch + 1) if epoch >= self.natural_epochs else 0.0
+
     def _bend(self, value: float) -> float:
         return value * value * (3 - 2 * value) if self.ramp == "smooth" else value
 
 
 @dataclass(frozen=True, slots=True)
 class LearningRateSchedule:
-    """The initial rate, multiplied by `decay_factor` after every `decay_every` epochs counted from a given epoch."""
+    """The initial rate, multiplied by `decay_factor` after every `decay_every` epochs from a given one."""
 
     initial: float = 5e-4
     decay_factor: float = 0.5
@@ -102,8 +116,8 @@ class LearningRateSchedule:
 class Schedule:
     """A whole training run: its length, epsilon in each batch and the learning rate in each epoch.
 
-    The learning rate starts to decay one epoch after epsilon has first been 1 for a whole epoch, the paper's count of
-    S + K epochs with S natural ones and a grid of K values for epsilon (here K = ramp_epochs + 1).
+    The learning rate starts to decay one epoch after epsilon has first been 1 for a whole epoch, the paper's
+    count of S + K epochs with S natural ones and a grid of K values for epsilon (here K = ramp_epochs + 1).
     """
 
     epochs: int = 100
@@ -127,4 +141,6 @@ class Schedule:
         if not factor > 0:
             hint = "0.1 runs a tenth of the epochs"
             raise InvalidInput(f"the scale is {factor}; expected a number above 0", hint=hint)
-        return Schedule(scale(self.epochs, factor), self.epsilon.scaled(factor), self.learning_rate.scaled(factor))
+        return Schedule(
+            scale(self.epochs, factor), self.epsilon.scaled(factor), self.learning_rate.scaled(factor)
+        )

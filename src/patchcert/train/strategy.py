@@ -1,6 +1,6 @@
 """What a training strategy is: it turns a batch and an epsilon into worst-case margins with a gradient."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ class Batch:
 
     images: Tensor
     labels: Tensor
-    rows: slice = slice(None)
+    rows: slice = field(default_factory=lambda: slice(None))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -36,7 +36,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class WorstCase:
-    """Margins (own rows, classes), 0 at the label, and the loss of a helper network where the strategy has one.
+    """Margins (own rows, classes), 0 at the label, and the loss of a helper network where there is one.
 
     A helper's loss is this process's part of the mean over the whole batch, so that parts add up.
     """
@@ -50,7 +50,7 @@ class Strategy(Protocol):
 
     @property
     def helper(self) -> nn.Module | None:
-        """A network that the strategy trains beside the classifier, with the same optimiser and learning rate."""
+        """A network trained beside the classifier, with the same optimiser and learning rate."""
         ...
 
     @property
@@ -59,16 +59,17 @@ class Strategy(Protocol):
         ...
 
     def worst_case(
-        self, network: Network, batch: Batch, epsilon: Tensor, generator: Generator
+        self, network: Network, batch: Batch, epsilon: float | Tensor, generator: Generator
     ) -> WorstCase:
-        """The margins that the attacker leaves when pixels may move by epsilon, a tensor without dimensions."""
+        """The margins that are left when pixels may move by epsilon, a number or a tensor holding one."""
         ...
 
 
 def margin_loss(margins: Tensor, labels: Tensor, count: int) -> Tensor:
     """Cross entropy of the negated margins, summed over these images and divided by the whole batch's count.
 
-    With margins of a single image this is the ordinary cross entropy of its logits, since they differ by a constant.
+    With margins of a single image this is the ordinary cross entropy of its logits, since they differ by a
+    constant.
     """
     return F.cross_entropy(-margins, labels, reduction="sum") / count
 

@@ -1,9 +1,8 @@
-"""The small U-net that guesses, for every placement of a patch, the margins that a classifier would be left with."""
+"""The small U-net that guesses the margins a classifier keeps under a patch, for every placement."""
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
-
 
 
 class BasicBlock(nn.Module):
@@ -33,7 +32,8 @@ class BasicBlock(nn.Module):
 class MarginUNet(nn.Module):
     """Maps images in [0, 1] to a guess (n, classes, H, W) of each class's margin at each top-left corner.
 
-    A patch of h x w pixels fits only at the first H-h+1 rows and W-w+1 columns of corners; the rest means nothing.
+    A patch of h x w pixels fits only at the first H-h+1 rows and W-w+1 columns of corners; the rest means
+    nothing.
     """
 
     def __init__(self, channels: int, classes: int, width: int, normalise: nn.Module | None = None) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor
 
 from patchcert.bounds import Network
-from patchcert.engine import worst_placements
+from patchcert.engine import WeakestPlacements
 from patchcert.threats import Patch
 from patchcert.train.strategies.placed import PlacedPatch
 from patchcert.train.strategy import Batch, WorstCase
@@ -16,8 +16,8 @@ from patchcert.train.strategy import Batch, WorstCase
 class AllPlacements:
     """Bounds all placements of every image, as all-patch training demands.
 
-    The gradient of a minimum flows only through the placements that attain it, at most one for each class. So all
-    placements are swept without a gradient, and only the weakest ones of each class are passed with one.
+    The gradient of a minimum flows only through the placements that attain it, at most one for each class. So
+    all placements are swept without a gradient, and only the weakest ones of each class are passed with one.
     """
 
     helper = None
@@ -25,14 +25,15 @@ class AllPlacements:
 
     def __init__(self, threat: Patch) -> None:
         self.patch = PlacedPatch(threat)
+        self.search = WeakestPlacements(threat)
+        self.weakest = WeakestPlacements(threat)
 
     def worst_case(
-        self, network: Network, batch: Batch, epsilon: Tensor, generator: Generator
+        self, network: Network, batch: Batch, epsilon: float | Tensor, generator: Generator
     ) -> WorstCase:
         """The least margin per class over all placements."""
         images, labels = batch.own_images, batch.own_labels
-        with torch.no_grad():
-            worst = worst_placements(network, images, labels, self.patch.threat, epsilon)
+        worst = self.weakest.find(network, images, labels, epsilon)
         chosen = worst.gather(1, other_classes(labels, worst.shape[1]))
         margins = self.patch.margins(network, images, labels, chosen, epsilon)
         return WorstCase(margins.amin(dim=1))

@@ -15,8 +15,9 @@ from patchcert.train.strategy import Batch, WorstCase
 class GuidedPlacements:
     """For each class draws distinct placements from softmax(-inverse_temperature * guessed margin).
 
-    The helper maps images to a guess (n, classes, H, W) whose entry [j, top, left] is the margin of class j with the
-    patch's top-left corner there. It sees no label, and learns from the margins at the placements it drew.
+    The helper maps images to a guess (n, classes, H, W) whose entry [j, top, left] is the margin of class j
+    with the patch's top-left corner there. It sees no label, and learns from the margins at the placements it
+    drew.
     """
 
     is_capturable = True
@@ -30,9 +31,9 @@ class GuidedPlacements:
         self.inverse_temperature = inverse_temperature
 
     def worst_case(
-        self, network: Network, batch: Batch, epsilon: Tensor, generator: Generator
+        self, network: Network, batch: Batch, epsilon: float | Tensor, generator: Generator
     ) -> WorstCase:
-        """The least margin per class over all placements drawn, and the squared error of the guesses there."""
+        """The least margin per class over the placements drawn, and the squared error of guesses there."""
         corners = self.patch.corners(batch.images)
         guesses = self.helper(batch.images)[:, :, corners[:, 0], corners[:, 1]]
         chosen = self.draw(guesses.detach(), generator)[batch.rows]

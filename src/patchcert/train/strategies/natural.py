@@ -18,7 +18,7 @@ class Natural:
     is_capturable: bool = True
 
     def worst_case(
-        self, network: Network, batch: Batch, epsilon: Tensor, generator: Generator
+        self, network: Network, batch: Batch, epsilon: float | Tensor, generator: Generator
     ) -> WorstCase:
         """Logit of the label minus every logit."""
         logits = network.values(batch.own_images)[-1]

@@ -1,4 +1,4 @@
-"""Worst-case margins over a few placements for each image: the differentiable half of every patch strategy."""
+"""Worst-case margins over a few placements per image: the differentiable half of every patch strategy."""
 
 from torch import Tensor
 
@@ -7,14 +7,14 @@ from patchcert.threats import Patch
 
 
 class PlacedPatch:
-    """A patch in images of one size, with its corners kept on the device of the images it was last asked about."""
+    """A patch with its allowed corners kept on the device of the images."""
 
     def __init__(self, threat: Patch) -> None:
         self.threat = threat
         self._corners: dict[tuple[object, ...], Tensor] = {}
 
     def corners(self, images: Tensor) -> Tensor:
-        """All allowed corners (p, 2), copied to the device once so that later steps do not wait for the host."""
+        """All allowed corners (p, 2), copied to the device once, so that later steps do not wait."""
         key = (images.device, *images.shape[2:])
         if key not in self._corners:
             placements = self.threat.placements(images.shape[2], images.shape[3])
@@ -22,9 +22,9 @@ class PlacedPatch:
         return self._corners[key]
 
     def margins(
-        self, network: Network, images: Tensor, labels: Tensor, chosen: Tensor, epsilon: Tensor
+        self, network: Network, images: Tensor, labels: Tensor, chosen: Tensor, epsilon: float | Tensor
     ) -> Tensor:
-        """Margins (n, k, classes) at the chosen placements (n, k), which are indices into the allowed corners."""
+        """Margins (n, k, classes) at the chosen placements (n, k), indices into the allowed corners."""
         boxes = self.threat.boxes(images, self.corners(images)[chosen], epsilon)
         flat = Interval(boxes.lower.flatten(0, 1), boxes.upper.flatten(0, 1))
         repeated = labels.unsqueeze(1).expand_as(chosen).flatten()

@@ -1,4 +1,4 @@
-"""All placements, merged into blocks of neighbours after the first layers so that few boxes go through the rest."""
+"""All placements, merged into blocks of neighbours so that few boxes go through the later layers."""
 
 from typing import final
 
@@ -19,9 +19,9 @@ from patchcert.train.strategy import Batch, WorstCase
 class PooledPlacements:
     """Merges the pre-activation bounds of the first layers over blocks of g x g adjacent placements.
 
-    `blocks` gives g for each of the first layers with weights: (2,) merges once, (2, 2) again after the second layer
-    on the grid of blocks. A merged box contains all boxes it stands for, so margins can only fall. The last block of
-    a row or column may be smaller.
+    `blocks` gives g for each of the first layers with weights: (2,) merges once, (2, 2) again after the
+    second layer on the grid of blocks. A merged box contains all boxes it stands for, so margins can only
+    fall. The last block of a row or column may be smaller.
     """
 
     helper = None
@@ -33,23 +33,34 @@ class PooledPlacements:
         self.memory_budget = memory_budget
 
     def worst_case(
-        self, network: Network, batch: Batch, epsilon: Tensor, generator: Generator
+        self, network: Network, batch: Batch, epsilon: float | Tensor, generator: Generator
     ) -> WorstCase:
-        """The least margin per class over all merged boxes; each part of the batch is redone for its gradient."""
+        """The least margin per class over all merged boxes; parts of a batch are redone for the gradient."""
         images, labels = batch.own_images, batch.own_labels
         placements = self._grid(images)
         size = self._images_at_once(images[0], len(placements))
         parts = zip(images.split(size), labels.split(size), strict=True)
         margins = [
             checkpoint(
-                self._margins, network, *part, placements, epsilon, use_reentrant=False, preserve_rng_state=False
+                self._margins,
+                network,
+                *part,
+                placements,
+                epsilon,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
             for part in parts
         ]
         return WorstCase(torch.cat(margins))
 
     def _margins(
-        self, network: Network, images: Tensor, labels: Tensor, placements: Placements, epsilon: Tensor
+        self,
+        network: Network,
+        images: Tensor,
+        labels: Tensor,
+        placements: Placements,
+        epsilon: float | Tensor,
     ) -> Tensor:
         """Margins (n, classes) of a few images."""
         grid = (placements.rows, placements.columns)
@@ -68,8 +79,8 @@ class PooledPlacements:
         placements = self.patch.threat.placements(images.shape[2], images.shape[3])
         if not placements.complete:
             raise InvalidThreat(
-                f"pooled training merges neighbours in a full grid of placements, but {self.patch.threat} allows only "
-                f"{len(placements)} of {placements.rows * placements.columns}",
+                f"pooled training needs a full grid of placements to merge, but {self.patch.threat} allows "
+                f"only {len(placements)} of {placements.rows * placements.columns}",
                 hint="allow placements everywhere, or use the strategy 'all'",
             )
         return placements
@@ -83,22 +94,26 @@ class PooledPlacements:
 def first_layers(network: Network, count: int) -> list[int]:
     """Positions of the first layers with weights of their own; normalisation and pooling layers have none."""
     positions = [
-        position for position, step in enumerate(network.steps) if isinstance(step.operation, Linear | Convolution)
+        position
+        for position, step in enumerate(network.steps)
+        if isinstance(step.operation, Linear | Convolution)
     ]
     if len(positions) <= count:
         raise InvalidInput(
-            f"pooling after {count} layers needs a network with more than {count}; this one has {len(positions)}",
+            f"pooling after {count} layers needs a network with more than {count}, not {len(positions)}",
             hint="give fewer blocks",
         )
     return positions[:count]
 
 
 def _through(network: Network, box: Interval, start: int, stop: int) -> Interval:
-    """The bounds of value `stop`, where the box bounds value `start`; the layers between must form a chain."""
+    """The bounds of value `stop`, where the box bounds value `start`, along a plain chain of layers."""
     for position in range(start, stop):
         step = network.steps[position]
         if step.inputs != (position,):
-            raise UnsupportedLayer(f"layer '{step.name}' joins two branches; pooled training needs a plain chain here")
+            raise UnsupportedLayer(
+                f"layer '{step.name}' joins two branches; pooled training needs a plain chain here"
+            )
         box = step.operation.interval(box, rounding=NEAREST)
     return box
 
@@ -112,7 +127,7 @@ def _merged(box: Interval, grid: tuple[int, int], block: int) -> tuple[Interval,
 
 
 def _blocks(values: Tensor, grid: tuple[int, int], block: int) -> Tensor:
-    """(n, block rows, g, block columns, g, ...); where the grid ends within a block its last line is repeated."""
+    """(n, block rows, g, block columns, g, ...); where the grid ends in a block its last line is repeated."""
     values = values.unflatten(0, (-1, *grid))
     for dimension, size in ((1, grid[0]), (2, grid[1])):
         if size % block:

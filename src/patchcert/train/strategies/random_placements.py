@@ -13,7 +13,7 @@ from patchcert.train.strategy import Batch, WorstCase
 
 @final
 class RandomPlacements:
-    """Bounds independent uniform placements, drawn with replacement, instead of all of them (Chiang et al. 2020)."""
+    """Bounds a few uniform placements, drawn with replacement, instead of all (Chiang et al. 2020)."""
 
     helper = None
     is_capturable = True
@@ -23,7 +23,7 @@ class RandomPlacements:
         self.placements = placements
 
     def worst_case(
-        self, network: Network, batch: Batch, epsilon: Tensor, generator: Generator
+        self, network: Network, batch: Batch, epsilon: float | Tensor, generator: Generator
     ) -> WorstCase:
         """The least margin per class over the placements drawn for each image."""
         allowed = len(self.patch.corners(batch.images))

@@ -22,7 +22,7 @@ class SparseChanges:
         self.bound = bound or threat.bound
 
     def worst_case(
-        self, network: Network, batch: Batch, epsilon: Tensor, generator: Generator
+        self, network: Network, batch: Batch, epsilon: float | Tensor, generator: Generator
     ) -> WorstCase:
         """The margins that are left whichever pixels change."""
         images, labels = batch.own_images, batch.own_labels

@@ -1,0 +1,105 @@
+"""`patchcert train SPEC`."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from patchcert.cli.output import print_json, say
+from patchcert.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import torch
+
+    from patchcert.experiments.spec import Spec
+
+INTERRUPTED = 130
+
+
+def train(
+    spec: Annotated[
+        str, typer.Argument(help="A SPEC.toml, the name of a preset such as `paper-mnist`, or a run folder.")
+    ],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one value: model.name=cnn2."),
+    ] = None,
+    scale: Annotated[float, typer.Option(help="Shrink every part of the schedule by this factor.")] = 1.0,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder; by default runs/NAME-FINGERPRINT.", file_okay=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="Torch device, e.g. `cuda` or `cuda:1`.")] = "cpu",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")] = False,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the data; else $PATCHCERT_DATA, else the cache.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")
+    ] = False,
+) -> None:
+    """Train a model that can be certified. A killed or interrupted run goes on with --resume."""
+    import torch
+
+    from patchcert.experiments.observer import Interrupted
+
+    wanted, folder = _request(spec, changes or [], scale, out)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        summary = _carry_out(wanted, folder, _device(device), data_dir, resume, tensorboard)
+    except Interrupted as interruption:
+        say(str(interruption))
+        raise typer.Exit(INTERRUPTED) from interruption
+    if summary:
+        print_json(summary)
+
+
+def _carry_out(
+    spec: "Spec", folder: Path, device: "torch.device", data_dir: Path | None, resume: bool, tensorboard: bool
+) -> dict[str, Any]:
+    """The summary of the finished run; empty in all processes but the main one."""
+    from patchcert.cli.training_view import Several, tensorboard_view, training_view
+    from patchcert.experiments.training import Workplace, summarise, train_run
+    from patchcert.train.distributed import joined_world
+
+    with ExitStack() as stack:
+        world = stack.enter_context(joined_world(device))
+        place = Workplace(device, data_dir, world)
+        if not world.is_main:
+            train_run(spec, folder, place, resume)
+            return {}
+        listeners = [stack.enter_context(training_view(spec.schedule.epochs))]
+        if tensorboard:
+            listeners.append(stack.enter_context(tensorboard_view(folder)))
+        return summarise(train_run(spec, folder, place, resume, Several(listeners)))
+
+
+def _request(source: str, changes: list[str], scale: float, out: Path | None) -> tuple["Spec", Path]:
+    """The specification asked for and the folder for it; a run folder stands for its own specification."""
+    from patchcert.experiments.read import read_spec
+    from patchcert.experiments.runs import SPEC
+
+    path = Path(source)
+    is_run = (path / SPEC).is_file()
+    spec = read_spec(path / SPEC if is_run else source, changes)
+    spec = spec if scale == 1.0 else spec.scaled(scale)
+    default = path if is_run else Path("runs") / f"{path.stem}-{spec.fingerprint()[:8]}"
+    return spec, out or default
+
+
+def _device(name: str) -> "torch.device":
+    import torch
+
+    from patchcert.train.distributed import local_device
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidInput(f"--device {name} is no torch device", hint="use cpu, cuda or cuda:0") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(
+            f"--device {name}: this machine has no usable CUDA device", hint="use --device cpu"
+        )
+    return local_device(device)

@@ -1,0 +1,93 @@
+"""From the words of a specification to the objects that train."""
+
+from torch import Generator
+
+from patchcert.data import Dataset, Split
+from patchcert.errors import SpecError
+from patchcert.experiments.spec import (
+    AllTraining,
+    DataChoice,
+    GuidedTraining,
+    ModelChoice,
+    PooledTraining,
+    RandomTraining,
+    SparseTraining,
+    Spec,
+)
+from patchcert.models import ModelSpec, Normalize
+from patchcert.threats import Patch, SparsePixels
+from patchcert.train.loop import derived_seed
+from patchcert.train.step import StepSettings
+from patchcert.train.strategies import (
+    AllPlacements,
+    GuidedPlacements,
+    Natural,
+    PooledPlacements,
+    RandomPlacements,
+    SparseChanges,
+)
+from patchcert.train.strategy import Strategy
+from patchcert.train.unet import MarginUNet, build_unet
+
+
+def choose_data(dataset: Dataset, choice: DataChoice) -> tuple[Split, Split | None]:
+    """The images to train on and those held out, if any; the test set is never among them."""
+    if not choice.validation:
+        return dataset.train.take(choice.limit or len(dataset.train)), None
+    kept, held_out = dataset.split_validation(choice.validation)
+    return kept.take(choice.limit or len(kept)), held_out
+
+
+def describe_model(choice: ModelChoice, dataset: Dataset) -> ModelSpec:
+    """The chosen architecture for the data's images and classes."""
+    channels, height, width = dataset.train.images.shape[1:]
+    return ModelSpec(
+        name=choice.name,
+        channels=channels,
+        height=height,
+        width=width,
+        classes=len(dataset.classes),
+        hidden=choice.hidden,
+        mean=dataset.mean,
+        std=dataset.std,
+    )
+
+
+def build_strategy(spec: Spec, model: ModelSpec) -> Strategy:
+    """The chosen strategy against the chosen threat."""
+    match spec.strategy, spec.threat:
+        case AllTraining(), Patch() as threat:
+            return AllPlacements(threat)
+        case RandomTraining() as choice, Patch() as threat:
+            return RandomPlacements(threat, choice.placements)
+        case GuidedTraining() as choice, Patch() as threat:
+            helper = _helper(choice, model, spec.seed)
+            return GuidedPlacements(threat, helper, choice.per_class, choice.inverse_temperature)
+        case PooledTraining() as choice, Patch() as threat:
+            return PooledPlacements(threat, choice.blocks)
+        case SparseTraining() as choice, SparsePixels() as threat:
+            return SparseChanges(threat, choice.bound)
+        case choice, threat if choice.kind != "natural":
+            raise SpecError(f"the strategy {choice.kind!r} cannot train against {threat}")
+    return Natural()
+
+
+def step_settings(spec: Spec) -> StepSettings:
+    """What every training step does alike."""
+    optimiser, data = spec.optimiser, spec.data
+    return StepSettings(
+        batch_size=optimiser.batch_size,
+        weight_decay=optimiser.weight_decay,
+        clip_norm=optimiser.clip_norm,
+        natural_weight=optimiser.natural_weight,
+        tf32=optimiser.tf32,
+        flip=data.flip,
+        crop_padding=data.crop_padding,
+    )
+
+
+def _helper(choice: GuidedTraining, model: ModelSpec, seed: int) -> MarginUNet:
+    width = choice.width or (6 if model.channels == 1 else 10)
+    normalise = Normalize(model.mean, model.std) if model.normalises else None
+    generator = Generator().manual_seed(derived_seed(seed, "helper"))
+    return build_unet(model.channels, model.classes, width, generator, normalise)

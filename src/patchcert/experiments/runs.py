@@ -1,0 +1,171 @@
+"""The folder of a training run: what was asked for, what came out, and the evidence gathered since."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from patchcert.errors import InvalidInput, RunError
+from patchcert.experiments.read import read_spec, write_spec
+from patchcert.experiments.spec import Spec
+from patchcert.files import atomic_write
+from patchcert.models import ModelSpec, load
+
+SPEC, WEIGHTS, STATE = "spec.toml", "weights.safetensors", "state.safetensors"
+METRICS, ENVIRONMENT, EVIDENCE = "metrics.jsonl", "environment.json", "evidence"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training run on disk. Files appear whole or not at all, so a folder is never half written."""
+
+    path: Path
+    spec: Spec
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Run":
+        """The run in a folder that `patchcert train` wrote, finished or not."""
+        folder = Path(path)
+        if not (folder / SPEC).is_file():
+            what = "holds no run" if folder.is_dir() else "is not there"
+            raise RunError(
+                f"the run folder {folder} {what}", hint=f"train one with: patchcert train ... --out {folder}"
+            )
+        return cls(folder, read_spec(folder / SPEC))
+
+    @classmethod
+    def create(cls, path: Path, spec: Spec) -> "Run":
+        """A new run in an empty or new folder."""
+        path.mkdir(parents=True, exist_ok=True)
+        write_text(path / SPEC, write_spec(spec))
+        return cls(path, spec)
+
+    @property
+    def weights(self) -> Path:
+        """The file of the trained weights, which exists once the run has finished."""
+        return self.path / WEIGHTS
+
+    @property
+    def state(self) -> Path:
+        """The file from which an unfinished run goes on."""
+        return self.path / STATE
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether training has come to its end."""
+        return self.weights.is_file()
+
+    def model(self, device: torch.device | str = "cpu") -> nn.Sequential:
+        """The trained model, in eval mode."""
+        return self._load()[0].to(device)
+
+    def model_spec(self) -> ModelSpec:
+        """What the trained model was built from."""
+        return self._load()[1]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row per finished epoch."""
+        file = self.path / METRICS
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        return [row for row in map(_row, lines) if row is not None]
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """Add the row of an epoch."""
+        with (self.path / METRICS).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(dict(row)) + "\n")
+
+    def truncate_metrics(self, epoch: int) -> None:
+        """Forget the rows of this epoch and all later ones."""
+        rows = [row for row in self.metrics() if row["epoch"] < epoch]
+        write_text(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
+
+    @property
+    def training_seconds(self) -> float:
+        """Wall time of all epochs, without the checks between them."""
+        return sum(row["seconds"] for row in self.metrics())
+
+    def environment(self) -> dict[str, Any]:
+        """Versions, device, commit and data sums of the training; empty before it began."""
+        file = self.path / ENVIRONMENT
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    def write_environment(self, facts: Mapping[str, Any]) -> None:
+        """Record where and with what the run is trained."""
+        write_text(self.path / ENVIRONMENT, json.dumps(dict(facts), indent=2) + "\n")
+
+    def write_evidence(
+        self, name: str, arrays: Mapping[str, Any], meta: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Store one row per image under a name; `meta` is kept as JSON in the array of that name."""
+        columns = {key: _plain_array(key, value) for key, value in arrays.items()}
+        if meta is not None:
+            columns["meta"] = np.array(json.dumps(dict(meta)))
+        file = self._evidence_file(name)
+        with atomic_write(file) as stream:
+            np.savez_compressed(stream, **columns)  # pyright: ignore[reportArgumentType]
+        return file
+
+    def evidence(self, name: str) -> dict[str, NDArray[Any]]:
+        """The arrays stored under a name."""
+        file = self._evidence_file(name)
+        if not file.is_file():
+            known = ", ".join(self.evidence_names()) or "none"
+            raise RunError(f"{self.path} has no evidence named {name!r}; it has: {known}")
+        with np.load(file, allow_pickle=False) as stored:
+            return {key: stored[key] for key in stored.files}
+
+    def evidence_meta(self, name: str) -> dict[str, Any]:
+        """The settings under which evidence was gathered."""
+        stored = self.evidence(name)
+        return json.loads(str(stored["meta"])) if "meta" in stored else {}
+
+    def evidence_names(self) -> tuple[str, ...]:
+        """All evidence in the folder, sorted."""
+        return tuple(sorted(file.stem for file in (self.path / EVIDENCE).glob("*.npz")))
+
+    def _evidence_file(self, name: str) -> Path:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise InvalidInput(
+                f"evidence cannot be named {name!r}", hint="use letters, digits, dots, dashes and underscores"
+            )
+        return self.path / EVIDENCE / f"{name}.npz"
+
+    def _load(self) -> tuple[nn.Sequential, ModelSpec]:
+        if not self.is_finished:
+            raise RunError(
+                f"the run in {self.path} has not finished training",
+                hint=f"go on with: patchcert train {self.path} --resume",
+            )
+        return load(self.weights)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file whole."""
+    with atomic_write(path) as stream:
+        stream.write(text.encode())
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """A metrics row; None for a line cut short by a kill."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
+def _plain_array(name: str, value: Any) -> NDArray[Any]:  # noqa: ANN401 - tensors, arrays and lists alike
+    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if array.dtype.hasobject:
+        kind = type(value[0]).__name__ if isinstance(value, Sequence) and len(value) else type(value).__name__
+        raise InvalidInput(
+            f"evidence column {name!r} holds objects ({kind}); expected numbers, booleans or text"
+        )
+    return array

@@ -1,0 +1,114 @@
+"""The whole state of a training in one safetensors file: training goes on exactly where it was saved."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from patchcert.errors import RunError
+from patchcert.files import atomic_write
+from patchcert.train.loop import Position
+from patchcert.train.step import Trainee
+
+_KEY = "patchcert.state"
+
+
+def save_state(
+    path: Path, trainee: Trainee, position: Position, notes: Mapping[str, Any], kept: Mapping[str, Tensor]
+) -> None:
+    """Write weights, optimiser, random state and position, with the caller's notes (JSON) and tensors."""
+    facts = {
+        "epoch": position.epoch,
+        "batch": position.batch,
+        "seconds": position.seconds,
+        "device": trainee.device.type,
+        "notes": dict(notes),
+    }
+    tensors = _tensors(trainee) | {f"kept.{name}": value for name, value in kept.items()}
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    with atomic_write(path) as stream:
+        stream.write(safetensors.torch.save(plain, metadata={_KEY: json.dumps(facts)}))
+
+
+def load_state(path: Path, trainee: Trainee) -> tuple[Position, dict[str, Any], dict[str, Tensor]]:
+    """Bring the trainee to the saved state; returns the position, the notes and the kept tensors."""
+    tensors, facts = _read(path)
+    kept = {
+        name.removeprefix("kept."): tensors.pop(name) for name in list(tensors) if name.startswith("kept.")
+    }
+    position = Position(facts["epoch"], facts["batch"], facts["seconds"])
+    if position.batch and facts["device"] != trainee.device.type:
+        raise RunError(
+            f"{path} was saved in the middle of an epoch on {facts['device']}, whose random state "
+            f"{trainee.device.type} cannot continue",
+            hint=f"resume with --device {facts['device']}",
+        )
+    _restore_generator(trainee, tensors.pop("generator"), facts["device"])
+    _restore_optimiser(trainee, tensors, path)
+    _restore_weights(trainee, tensors, path)
+    return position, facts["notes"], kept
+
+
+def _tensors(trainee: Trainee) -> dict[str, Tensor]:
+    tensors = {f"model.{name}": value for name, value in trainee.model.state_dict().items()}
+    if trainee.helper is not None:
+        tensors |= {f"helper.{name}": value for name, value in trainee.helper.state_dict().items()}
+    for number, parameter in enumerate(trainee.parameters):
+        for key, value in trainee.optimiser.state.get(parameter, {}).items():
+            tensors[f"optimiser.{number}.{key}"] = value
+    return tensors | {"generator": trainee.generator.get_state(), "sums": trainee.sums}
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            return tensors, json.loads((file.metadata() or {})[_KEY])
+    except (safetensors.SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
+        raise RunError(
+            f"{path} is no readable training state: {error}", hint="delete the run folder and start anew"
+        ) from error
+
+
+def _restore_generator(trainee: Trainee, state: Tensor, saved_on: str) -> None:
+    if saved_on == trainee.device.type:
+        trainee.generator.set_state(state)
+
+
+def _restore_optimiser(trainee: Trainee, tensors: dict[str, Tensor], path: Path) -> None:
+    for number, parameter in enumerate(trainee.parameters):
+        prefix = f"optimiser.{number}."
+        saved = {
+            key.removeprefix(prefix): tensors.pop(key) for key in list(tensors) if key.startswith(prefix)
+        }
+        if saved and saved["exp_avg"].shape != parameter.shape:
+            raise _misfit(path, f"parameter {number} has shape {tuple(saved['exp_avg'].shape)}")
+        if saved:
+            trainee.optimiser.state[parameter] = {
+                key: value.to(trainee.device) for key, value in saved.items()
+            }
+
+
+def _restore_weights(trainee: Trainee, tensors: dict[str, Tensor], path: Path) -> None:
+    current = {key: value for key, value in _tensors(trainee).items() if not key.startswith("optimiser.")}
+    current.pop("generator")
+    differing = sorted(set(current) ^ set(tensors))
+    if differing:
+        raise _misfit(path, f"{differing[0]} is in one of them only")
+    with torch.no_grad():
+        for name, value in current.items():
+            if value.shape != tensors[name].shape:
+                raise _misfit(path, f"{name} has shape {tuple(tensors[name].shape)}")
+            value.copy_(tensors[name])
+
+
+def _misfit(path: Path, detail: str) -> RunError:
+    return RunError(
+        f"the state in {path} does not fit the model of its specification: {detail}",
+        hint="it was written by another version or specification; start anew in another folder",
+    )
