@@ -90,8 +90,8 @@ class HiddenOrder(nn.Module):
         return self.output(torch.relu(self.hidden(torch.flatten(images, 1))))
 
 
-def random_networks(shape: Shape, classes: int, seed: int) -> dict[str, nn.Module]:
-    """A handful of small random classifiers in eval mode, from linear to residual."""
+def random_networks(shape: Shape, classes: int, seed: int, gain: float = 1.0) -> dict[str, nn.Module]:
+    """A handful of small random classifiers in eval mode; those of a small gain are calm."""
     channels, height, width = shape
     features = channels * height * width
     found = {
@@ -119,7 +119,7 @@ def random_networks(shape: Shape, classes: int, seed: int) -> dict[str, nn.Modul
         ),
     }
     generator = torch.Generator().manual_seed(seed)
-    return {name: randomise(model, generator) for name, model in found.items()}
+    return {name: randomise(model, generator, gain) for name, model in found.items()}
 
 
 def _convolutional(shape: Shape, classes: int, activation: nn.Module) -> nn.Sequential:

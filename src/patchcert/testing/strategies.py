@@ -117,17 +117,19 @@ def networks(
     classes: int | None = None,
     dtype: torch.dtype = torch.float64,
     residual: bool = True,
+    affine_first: bool = False,
 ) -> nn.Module:
     """Small classifiers in eval mode: oddly set convolutions, pools, norms and activations, then a head.
 
-    Without `residual` they are a plain chain of layers.
+    Without `residual` they are a plain chain of layers; with `affine_first` the image goes into a Conv2d or
+    Linear layer, as sparse bounds need.
     """
     channels, height, width = shape if shape is not None else draw(image_shapes())
     classes = classes if classes is not None else draw(st.integers(2, 4))
     layers: list[nn.Module] = []
     size = (channels, height, width)
-    for _ in range(draw(st.integers(0, 3))):
-        stage = draw(_stages(size, residual))
+    for index in range(draw(st.integers(0, 3))):
+        stage = draw(_convolution_stages(size) if affine_first and not index else _stages(size, residual))
         layers.append(stage)
         size = _output_shape(stage, size)
     features = size[0] * size[1] * size[2]
@@ -143,7 +145,7 @@ def cases(
     """A whole case; most labels are what the model predicts, so that there is something to certify."""
     dtype = dtype if dtype is not None else draw(dtypes())
     shape = draw(image_shapes())
-    model = draw(networks(shape, dtype=dtype, residual=residual))
+    model = draw(networks(shape, dtype=dtype, residual=residual, affine_first=sparse))
     images = draw(image_batches(shape, dtype))
     threat = draw((sparse_threats if sparse else threats)(*shape[1:]))
     with torch.no_grad():
@@ -171,6 +173,11 @@ def _stages(draw: DrawFn, size: Shape, residual: bool) -> nn.Module:
             return nn.AdaptiveAvgPool2d(outputs)
         case "residual":
             return draw(_residual_blocks(size))
+    return draw(_convolution_stages(size))
+
+
+@st.composite
+def _convolution_stages(draw: DrawFn, size: Shape) -> nn.Module:
     return nn.Sequential(draw(_convolutions(size)), draw(st.sampled_from(ACTIVATIONS))())
 
 

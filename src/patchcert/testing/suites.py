@@ -28,7 +28,8 @@ def check_certifier(
 
     `variants` are the same certifier with other settings, which must agree with it. Certifiers whose margins
     are no bounds on logit differences say so with `bounds_margins=False`; those that know sparse pixels ask
-    for these checks with `sparse=True`. `refusals` are the errors by which a model is declined.
+    for these checks with `sparse=True`. `refusals` are the errors by which a model is
+    declined; as that is always sound, the suite does not ask which layers a certifier knows.
     """
     subject = CertifierUnderTest(certify, tuple(variants), bounds_margins, sparse, refusals, device)
     return run_checks(f"certifier {getattr(certify, '__name__', type(certify).__name__)}", subject, checks)
