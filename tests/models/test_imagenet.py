@@ -7,10 +7,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from patchcert.errors import DataError, ModelError
+from patchcert.errors import ModelError
 from patchcert.models.imagenet import (
     SameConv2d,
-    find_imagenet,
     imagenet_names,
     load_imagenet,
 )
@@ -86,15 +85,3 @@ def test_weights_of_another_network_are_refused(tmp_path):
         ModelError, match=r"does not hold a resnet50: \d+ tensors missing .*1 unknown \['strange'\]"
     ):
         load_imagenet("resnet50", tmp_path)
-
-
-def test_folder_is_found_beneath_the_data_folder_or_named_in_the_message(tmp_path, monkeypatch):
-    monkeypatch.delenv("PATCHCERT_DATA", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(DataError, match=r"no ImageNet folder with labels.csv found; looked in .*cache"):
-        find_imagenet()
-    (tmp_path / "imagenet").mkdir()
-    (tmp_path / "imagenet" / "labels.csv").write_text("file,label\n")
-    assert find_imagenet(tmp_path) == (tmp_path / "imagenet").resolve()
-    monkeypatch.setenv("PATCHCERT_DATA", str(tmp_path / "imagenet"))
-    assert find_imagenet() == (tmp_path / "imagenet").resolve()

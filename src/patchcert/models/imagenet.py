@@ -1,7 +1,6 @@
 """Two ImageNet classifiers on images in [0,1] (224 x 224), whose weights are read from safetensors files."""
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from patchcert.errors import DataError, ModelError
+from patchcert.errors import ModelError
 
 CLASSES = 1000
 NORM_EPSILON = 1e-3
@@ -171,22 +170,6 @@ _BUILDERS: dict[str, Callable[[], nn.Module]] = {
 def imagenet_names() -> tuple[str, ...]:
     """The networks that `load_imagenet` knows."""
     return tuple(_BUILDERS)
-
-
-def find_imagenet(data_dir: Path | None = None) -> Path:
-    """The first folder with ImageNet's labels.csv: in `data_dir`, $PATCHCERT_DATA or the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "patchcert"
-    places = [data_dir, os.environ.get("PATCHCERT_DATA"), cache]
-    folders = [Path(place) / inner for place in places if place for inner in ("imagenet", ".")]
-    for folder in folders:
-        if (folder / "labels.csv").is_file():
-            return folder.resolve()
-    looked = ", ".join(str(folder) for folder in folders)
-    raise DataError(
-        f"no ImageNet folder with labels.csv found; looked in {looked}",
-        hint="put images/, labels.csv and the networks' .safetensors files into DIR/imagenet "
-        "and pass --data-dir DIR or set PATCHCERT_DATA=DIR",
-    )
 
 
 def load_imagenet(name: str, folder: Path) -> nn.Module:

@@ -1,0 +1,91 @@
+"""The iterated sign-gradient attack on patches, with restarts and a choice of where to put them."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, Self, final, get_args
+
+import torch
+from torch import Tensor, nn
+
+from patchcert.attacks.base import Attack, Findings, Task
+from patchcert.attacks.campaign import Campaign, noise
+from patchcert.attacks.climbing import Climb, Loss, Record
+from patchcert.attacks.placement_search import (
+    PlacementMargins,
+    certificate_leads,
+    random_order,
+    weakest_first,
+)
+from patchcert.attacks.settings import check_ascent, check_choice
+from patchcert.certify import placement_margins as interval_placement_margins
+from patchcert.errors import InvalidInput
+from patchcert.threats import Patch
+
+Search = Literal["random", "sweep", "certificate"]
+
+
+@final
+@dataclass(frozen=True)
+class PatchAttack(Attack):
+    """Fills a patch by sign-gradient steps from random starts; the first wrong answer ends it for an image.
+
+    `search` says where the restarts go. "random": a fresh random placement each, none repeated before all
+    were tried. "sweep": a few steps at every placement first, then the most promising ones in turn.
+    "certificate": the placements in the order of their lower bounds, weakest first; `placement_margins`
+    gives the bounds, by default those of the interval certificate.
+
+    Images and restarts share batches of `batch_size`; broken images leave them every `check_every` steps. The
+    cross entropy of a very sure model has no gradient in floating point; the margin always has one.
+    """
+
+    steps: int = 150
+    step_size: float = 0.05
+    restarts: int = 80
+    loss: Loss = "cross-entropy"
+    search: Search = "random"
+    sweep_steps: int = 5
+    placement_margins: PlacementMargins | None = None
+    batch_size: int = 1024
+    check_every: int = 25
+    early_stop: bool = True
+
+    def __post_init__(self) -> None:
+        check_ascent(self.steps, self.step_size, self.restarts, self.loss, self.batch_size)
+        check_choice("search", self.search, get_args(Search))
+        if self.sweep_steps < 0 or self.check_every < 1:
+            raise InvalidInput(
+                "an attack needs sweep_steps >= 0 and check_every >= 1, "
+                f"got sweep_steps={self.sweep_steps} and check_every={self.check_every}",
+                hint="5 and 25 are usual",
+            )
+
+    def exhaustive(self) -> Self:
+        """The same attack, which does not stop at the first success but goes on to the largest margin."""
+        return replace(self, early_stop=False)
+
+    def propose(self, model: nn.Module, task: Task) -> Findings:
+        """The strongest patched image met, at any placement and restart."""
+        patch = task.threat
+        if not isinstance(patch, Patch):
+            raise InvalidInput(
+                f"PatchAttack attacks with a Patch, got {patch}", hint="use SparseAttack for SparsePixels"
+            )
+        climb = Climb(self.loss, self.step_size, self.early_stop)
+        record = Record(task.images)
+        campaign = Campaign(model, task, patch, climb, self.batch_size, self.check_every, record)
+        order = self._order(campaign)
+        campaign.spend(order, lambda: noise(task.images, task.generator), self.restarts, self.steps)
+        return campaign.findings()
+
+    def _order(self, campaign: Campaign) -> Tensor:
+        """The placements (n, p) of every image, in the order in which restarts take them."""
+        task, placements = campaign.task, len(campaign.corners)
+        images, labels = task.images, task.labels
+        if self.search == "random":
+            return random_order(len(images), placements, task.generator).to(images.device)
+        if self.search == "certificate":
+            bounds = self.placement_margins or interval_placement_margins
+            margins = bounds(campaign.model, images, labels, campaign.patch)
+            return weakest_first(certificate_leads(margins.detach(), labels, placements))
+        start = noise(images, task.generator)
+        every = torch.arange(placements, device=images.device).expand(len(images), -1)
+        return weakest_first(campaign.spend(every, lambda: start, placements, self.sweep_steps))

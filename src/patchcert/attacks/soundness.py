@@ -1,0 +1,71 @@
+"""The other side of a certificate: all that an attacker has, thrown at images said to be proven."""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Generator, Tensor, nn
+
+from patchcert.attacks.base import Attack, AttackResult, Progress
+from patchcert.attacks.composite import AttackSeries
+from patchcert.attacks.patch import PatchAttack
+from patchcert.attacks.sparse import SparseAttack
+from patchcert.errors import InvalidInput
+from patchcert.threats import Patch, SparsePixels
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Challenge:
+    """What the attacks made of the certified images."""
+
+    index: Tensor
+    """Positions of the certified images in the batch (m,)."""
+    result: AttackResult
+    """The attack on those images alone."""
+
+    @property
+    def broken(self) -> Tensor:
+        """Positions in the batch of certified images that an attack changed: each refutes the certifier."""
+        return self.index[self.result.succeeded]
+
+    @property
+    def withstood(self) -> bool:
+        """Whether no certified image was broken."""
+        return not bool(self.result.succeeded.any())
+
+
+def challenge(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    threat: Patch | SparsePixels,
+    certified: Tensor,
+    attack: Attack | None = None,
+    generator: Generator | None = None,
+    progress: Progress | None = None,
+) -> Challenge:
+    """Attacks the certified images, by default with `strongest_attack`; one that breaks is a false proof."""
+    if certified.shape != labels.shape or certified.dtype != torch.bool:
+        raise InvalidInput(
+            f"certified must be bool ({len(labels)},), got {certified.dtype} {tuple(certified.shape)}",
+            hint="pass `certificates.certified` for the same images",
+        )
+    attack = attack or strongest_attack(threat)
+    index = certified.to(images.device).nonzero().flatten()
+    return Challenge(index, attack.run(model, images[index], labels[index], threat, generator, progress))
+
+
+def strongest_attack(
+    threat: Patch | SparsePixels, steps: int = 150, restarts: int = 20, batch_size: int = 1024
+) -> Attack:
+    """For patches a sweep of all placements with either loss, then restarts at the weakest ones."""
+    if isinstance(threat, SparsePixels):
+        return SparseAttack(steps=steps, restarts=restarts, loss="margin", batch_size=batch_size)
+    margin = PatchAttack(
+        steps=steps, restarts=restarts, loss="margin", search="sweep", sweep_steps=20, batch_size=batch_size
+    )
+    entropy = PatchAttack(
+        steps=steps, restarts=restarts, loss="cross-entropy", search="sweep", batch_size=batch_size
+    )
+    return AttackSeries((margin, entropy))

@@ -1,0 +1,158 @@
+import pytest
+import torch
+from torch import nn
+
+from patchcert.attacks import AdaptiveAttack, AttackSeries, PatchAttack, TransferAttack
+from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
+from patchcert.errors import InvalidInput
+from patchcert.threats import Patch
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Bright(nn.Module):
+    """Says 1 where the first pixel exceeds one half."""
+
+    def forward(self, images):
+        value = images[:, 0, 0, 0]
+        return torch.stack([0.5 - value, value - 0.5], dim=1)
+
+
+class Mirror(Defense):
+    """Inverts the images, so that patches for the undefended model help the defended one."""
+
+    def forward(self, images):
+        return 1 - images
+
+    def surrogates(self):
+        return (self.forward,)
+
+
+class Wall(Defense):
+    """The straight gradient is nothing; only the second surrogate sees through."""
+
+    def forward(self, images):
+        return 1 - images
+
+    def surrogates(self):
+        return (lambda images: self(images).detach() + 0 * images, self.forward)
+
+
+def one_pixel(*values: float) -> torch.Tensor:
+    return torch.tensor(values).reshape(-1, 1, 1, 1)
+
+
+ATTACK = PatchAttack(steps=10, step_size=0.2, restarts=2, search="random")
+
+
+def test_transfer_optimises_on_the_undefended_model_and_judges_on_the_defended_one():
+    images = one_pixel(0.9, 0.8, 0.2)  # the defended model sees 0.1, 0.2, 0.8
+    labels = torch.tensor([0, 0, 0])
+    result = TransferAttack(ATTACK).run(Defended(Mirror(), Bright()), images, labels, Patch(1))
+    assert result.clean_predictions.tolist() == [0, 0, 1]
+    assert result.adversarial.flatten().tolist() == [1.0, 1.0, 1.0]
+    assert result.predictions.tolist() == [0, 0, 0]
+    assert not result.succeeded.any()
+    assert result.clean_accuracy < result.accuracy == 1.0
+
+
+def test_adaptive_attack_breaks_what_the_transferred_patch_does_not():
+    images, labels = one_pixel(0.9, 0.8), torch.tensor([0, 0])
+    result = AdaptiveAttack(ATTACK).run(Defended(Mirror(), Bright()), images, labels, Patch(1))
+    assert result.succeeded.all()
+    assert (result.adversarial < 0.5).all()
+    assert result.placement.tolist() == [[0, 0], [0, 0]]
+    assert (result.steps > ATTACK.steps * ATTACK.restarts).all()
+
+
+def test_every_surrogate_gets_its_turn():
+    images, labels = one_pixel(*[1.0] * 6), torch.zeros(6, dtype=torch.long)
+    blind = PatchAttack(steps=10, step_size=0.2, restarts=1)
+    result = AdaptiveAttack(blind).run(Defended(Wall(), Bright()), images, labels, Patch(1), seeded(0))
+    assert result.succeeded.all()
+
+
+class Through(Defense):
+    """Leaves images alone but hides every gradient, so that only transferred patches can work."""
+
+    def forward(self, images):
+        return images + 0
+
+    def surrogates(self):
+        return (lambda images: images.detach() + 0 * images,)
+
+
+class Cliff(nn.Module):
+    """As `Bright`, at a threshold that no random start reaches."""
+
+    def forward(self, images):
+        value = images[:, 0, 0, 0]
+        return torch.stack([0.9999 - value, value - 0.9999], dim=1)
+
+
+def test_adaptive_attack_includes_the_transferred_examples():
+    images, labels = one_pixel(*[0.0] * 4), torch.zeros(4, dtype=torch.long)
+    defended = Defended(Through(), Cliff())
+    attack = PatchAttack(steps=10, step_size=0.2, restarts=1)
+    blocked = attack.run(defended.surrogates()[0], images, labels, Patch(1), seeded(1))
+    assert not blocked.succeeded.all()
+    assert AdaptiveAttack(attack).run(defended, images, labels, Patch(1), seeded(1)).succeeded.all()
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, 3))
+    generator = seeded(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", ["lgs", "dw"])
+def test_adaptive_is_never_weaker_than_transfer_on_real_defenses(kind):
+    model = network()
+    defense = LocalGradientSmoothing(3, 1, 0.1, 2.0) if kind == "lgs" else DigitalWatermarking(model, 3)
+    defended = Defended(defense, model)
+    images = torch.rand(24, 1, 8, 8, generator=seeded(1))
+    labels = defended(images).argmax(dim=1).detach()
+    attack = PatchAttack(steps=10, step_size=0.1, restarts=4, loss="margin")
+    weak = TransferAttack(attack).run(defended, images, labels, Patch(3))
+    strong = AdaptiveAttack(attack).run(defended, images, labels, Patch(3))
+    assert int(strong.succeeded.sum()) > int(weak.succeeded.sum())
+    assert not (weak.succeeded & ~strong.succeeded).any()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_series_spares_broken_images_and_takes_the_best():
+    images, labels = torch.zeros(6, 1, 4, 4), torch.zeros(6, dtype=torch.long)
+    nothing = PatchAttack(steps=0, restarts=1)
+    full = PatchAttack(steps=10, step_size=0.2, restarts=16)
+    series = AttackSeries((nothing, full))
+    result = series.run(Bright(), images, labels, Patch(1))
+    assert result.succeeded.all()
+    assert series.batch_size == 1024
+    assert series.exhaustive().attacks[1] == full.exhaustive()
+    with pytest.raises(InvalidInput, match="a series of attacks needs at least one"):
+        AttackSeries(())
+
+
+def test_progress_runs_over_all_stages():
+    reached: list[tuple[int, int]] = []
+    AdaptiveAttack(ATTACK).run(
+        Defended(Mirror(), Bright()),
+        one_pixel(0.9),
+        torch.tensor([0]),
+        Patch(1),
+        progress=lambda done, total: reached.append((done, total)),
+    )
+    assert reached[0] == (2, 4)
+    assert reached == sorted(reached)
+    assert reached[-1] == (4, 4)
+
+
+@pytest.mark.parametrize("attack", [TransferAttack(ATTACK), AdaptiveAttack(ATTACK)])
+def test_an_undefended_model_is_refused(attack):
+    with pytest.raises(InvalidInput, match="this attack is for a defended model, got Bright"):
+        attack.run(Bright(), one_pixel(0.1), torch.tensor([0]), Patch(1))

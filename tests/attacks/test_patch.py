@@ -1,0 +1,373 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from patchcert.attacks import Attack, AttackLeftThreat, Findings, PatchAttack, reference_patch_attack
+from patchcert.attacks.placement_search import random_order
+from patchcert.errors import InvalidInput, ModelError
+from patchcert.threats import Patch, SparsePixels, shapes
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def linear_model(channels, height, width, classes=2, seed=0, bias=0.0) -> nn.Sequential:
+    layer = nn.Linear(channels * height * width, classes, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(layer.weight.shape, generator=seeded(seed), dtype=torch.float64))
+        layer.bias.copy_(torch.linspace(bias, 0, classes))
+    return nn.Sequential(nn.Flatten(), layer).eval()
+
+
+def small_network(seed=0) -> nn.Sequential:
+    generator = seeded(seed)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)
+    ).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return model.eval()
+
+
+def own_labels(model, images) -> torch.Tensor:
+    return model(images).argmax(dim=1)
+
+
+def random_images(count=6, channels=2, size=6, seed=0) -> torch.Tensor:
+    return torch.rand(count, channels, size, size, generator=seeded(seed), dtype=torch.float64)
+
+
+class PixelModel(nn.Module):
+    """Says 1 where the mean over channels of one pixel exceeds a threshold."""
+
+    def __init__(self, row: int, column: int, threshold: float = 0.9) -> None:
+        super().__init__()
+        self.row, self.column, self.threshold = row, column, threshold
+
+    def forward(self, images):
+        value = images[:, :, self.row, self.column].mean(dim=1)
+        return torch.stack([torch.full_like(value, self.threshold), value], dim=1)
+
+
+class OnTheWay(nn.Module):
+    """Wrong only while the first pixel is near one half, but with the largest cross entropy at 1."""
+
+    def forward(self, images):
+        value = images[:, 0, 0, 0]
+        high = 6 * value - 6.1
+        return torch.stack([0 * value, 0.1 - 4 * (value - 0.5).abs(), high, high, high], dim=1)
+
+
+def best_margin_of_linear(model, images, labels, threat) -> torch.Tensor:
+    """Closed form: at the best placement every value at the end of [0, 1] that its weight prefers."""
+    weight = model[1].weight.reshape(2, *images.shape[1:])
+    direction = torch.where((labels == 0)[:, None, None, None], weight[1] - weight[0], weight[0] - weight[1])
+    gain = torch.maximum(direction * (1 - images), -direction * images).sum(dim=1)
+    masks = threat.placements(*images.shape[2:]).masks(threat.stamp)
+    gains = (gain[:, None] * masks).sum(dim=(2, 3)).amax(dim=1)
+    logits = model(images)
+    other, own = logits.gather(1, 1 - labels[:, None])[:, 0], logits.gather(1, labels[:, None])[:, 0]
+    return other - own + gains
+
+
+@pytest.mark.parametrize("search", ["random", "sweep", "certificate"])
+@pytest.mark.parametrize("loss", ["cross-entropy", "margin"])
+@pytest.mark.parametrize("stamp", [2, (1, 3), "diamond"])
+def test_attains_the_exact_optimum_of_a_linear_model(search, loss, stamp):
+    threat = Patch(shapes.diamond(4) if stamp == "diamond" else stamp)
+    model = linear_model(2, 6, 6)
+    images = random_images()
+    labels = own_labels(model, images)
+    attack = PatchAttack(steps=25, restarts=40, loss=loss, search=search, early_stop=False, batch_size=64)
+    result = attack.run(model, images, labels, threat, seeded(1))
+    expected = best_margin_of_linear(model, images, labels, threat)
+    torch.testing.assert_close(result.margins, expected)
+    assert torch.equal(result.succeeded, expected > 0)
+
+
+def test_one_restart_at_the_weakest_place_of_the_certificate_suffices_for_a_linear_model():
+    threat, model, images = Patch(2), linear_model(2, 6, 6), random_images()
+    labels = own_labels(model, images)
+    expected = best_margin_of_linear(model, images, labels, threat)
+    one = PatchAttack(steps=25, restarts=1, search="certificate", early_stop=False)
+    torch.testing.assert_close(one.run(model, images, labels, threat).margins, expected)
+    blind = dataclasses.replace(one, search="random").run(model, images, labels, threat)
+    assert (blind.margins < expected - 1e-6).any()
+
+
+def test_certificate_search_takes_the_given_margins():
+    threat, model, images = Patch(1), linear_model(1, 3, 3), random_images(4, 1, 3)
+    labels = own_labels(model, images)
+
+    def only_place_four(model, images, labels, threat):
+        margins = torch.ones(len(images), 9, 2)
+        margins[:, 4] = -1.0
+        return margins
+
+    attack = PatchAttack(1, 1.0, 1, search="certificate", placement_margins=only_place_four, early_stop=False)
+    assert attack.run(model, images, labels, threat).placement.tolist() == [[1, 1]] * 4
+    wrong = dataclasses.replace(attack, placement_margins=lambda *_: torch.ones(4, 8, 2))
+    with pytest.raises(InvalidInput, match=r"shape \(4, 9, classes\), got \(4, 8, 2\)"):
+        wrong.run(model, images, labels, threat)
+
+
+@pytest.mark.parametrize("search", ["random", "sweep"])
+def test_every_placement_is_reached_the_last_row_and_column_included(search):
+    images = torch.zeros(2, 3, 4, 5)
+    labels = torch.zeros(2, dtype=torch.long)
+    attack = PatchAttack(steps=2, step_size=1.0, restarts=20, search=search, sweep_steps=2)
+    for row in range(4):
+        for column in range(5):
+            result = attack.run(PixelModel(row, column), images, labels, Patch(1), seeded(row))
+            assert result.succeeded.all()
+            assert result.placement.tolist() == [[row, column]] * 2
+            assert result.predictions.tolist() == [1, 1]
+
+
+def test_random_order_is_a_uniform_permutation_of_all_placements():
+    order = random_order(4_000, 6, seeded(0))
+    assert torch.equal(order.sort(dim=1).values, torch.arange(6).expand(4_000, -1))
+    share = torch.nn.functional.one_hot(order, 6).double().mean(dim=0)
+    assert (share - 1 / 6).abs().max() < 5 * math.sqrt(1 / 6 * 5 / 6 / 4_000)
+
+
+def test_sweep_finds_the_one_weak_place_that_a_few_random_restarts_miss():
+    images, labels = torch.zeros(8, 1, 12, 12), torch.zeros(8, dtype=torch.long)
+    model, threat = PixelModel(11, 0), Patch(1)
+    blind = PatchAttack(steps=3, step_size=0.5, restarts=2).run(model, images, labels, threat)
+    swept = PatchAttack(steps=3, step_size=0.5, restarts=2, search="sweep").run(model, images, labels, threat)
+    assert not blind.succeeded.all()
+    assert swept.succeeded.all()
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("loss", ["cross-entropy", "margin"])
+@pytest.mark.parametrize("batch_size", [1, 7, 1000])
+def test_batched_attack_equals_the_plain_loop(early_stop, loss, batch_size):
+    model, threat = small_network(), Patch(1)
+    images = random_images(9)
+    labels = own_labels(model, images)
+    labels[0] = (labels[0] + 1) % 3
+    attack = PatchAttack(12, 0.1, 5, loss, early_stop=early_stop, batch_size=batch_size, check_every=5)
+    fast = attack.run(model, images, labels, threat, seeded(3))
+    slow = reference_patch_attack(attack, model, images, labels, threat, seeded(3))
+    assert 0 < int(fast.succeeded.sum()) < 9
+    assert torch.equal(fast.succeeded, slow.succeeded)
+    same = ~fast.succeeded if early_stop else torch.ones(9, dtype=torch.bool)
+    torch.testing.assert_close(fast.adversarial[same], slow.adversarial[same])
+    torch.testing.assert_close(fast.margins[same], slow.margins[same])
+    assert torch.equal(fast.placement[same], slow.placement[same])
+
+
+def test_result_is_reproducible_and_the_default_generator_starts_at_zero():
+    model, threat, images = small_network(), Patch(2), random_images(4)
+    labels = own_labels(model, images)
+    attack = PatchAttack(steps=5, restarts=3, search="sweep", sweep_steps=2)
+    first, second = (attack.run(model, images, labels, threat, seeded(0)) for _ in range(2))
+    default = attack.run(model, images, labels, threat)
+    other = attack.run(model, images, labels, threat, seeded(1))
+    assert torch.equal(first.adversarial, second.adversarial)
+    assert torch.equal(first.adversarial, default.adversarial)
+    assert not torch.equal(first.adversarial, other.adversarial)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.sampled_from(["3", "1x4", "4x1", "diamond:4", "parallelogram:4", "line:5", "diamond:16"]),
+    st.sampled_from(["everywhere", "corners"]),
+    st.sampled_from(["random", "sweep"]),
+    st.integers(0, 1000),
+)
+def test_adversarial_images_stay_in_the_threat(shape, placements, search, seed):
+    threat = Patch(shapes.parse(shape), placements=placements)
+    model, images = linear_model(1, 7, 8, classes=3, seed=seed), random_images(3, 1, 8, seed)[:, :, :7]
+    result = PatchAttack(3, 0.3, 2, search=search, sweep_steps=1).run(
+        model, images, own_labels(model, images), threat
+    )
+    assert threat.contains(images, result.adversarial).all()
+    corners = threat.placements(7, 8).corners.tolist()
+    masks = threat.placements(7, 8).masks(threat.stamp)
+    for clean, changed, corner in zip(images, result.adversarial, result.placement.tolist(), strict=True):
+        outside = ~masks[corners.index(corner)]
+        assert torch.equal(clean[:, outside], changed[:, outside])
+
+
+def test_listed_placements_are_kept_to():
+    threat = Patch(2, placements=[(0, 3), (4, 1)])
+    model, images = linear_model(2, 6, 6), random_images(12)
+    result = PatchAttack(3, 0.3, 5).run(model, images, own_labels(model, images), threat)
+    assert {tuple(corner) for corner in result.placement.tolist()} == {(0, 3), (4, 1)}
+
+
+def test_images_that_are_wrong_by_themselves_are_returned_unchanged():
+    model, images = linear_model(2, 6, 6), random_images(4)
+    labels = 1 - own_labels(model, images)
+    result = PatchAttack(steps=3, restarts=2).run(model, images, labels, Patch(2))
+    assert result.succeeded.all()
+    assert torch.equal(result.adversarial, images)
+    assert (result.placement == -1).all()
+    assert (result.steps == 0).all()
+    assert result.accuracy == result.clean_accuracy == 0.0
+
+
+def test_the_last_iterate_is_evaluated():
+    images, labels = torch.zeros(20, 1, 1, 1), torch.zeros(20, dtype=torch.long)
+    model = PixelModel(0, 0, threshold=0.9999)
+    assert not PatchAttack(steps=0, restarts=1).run(model, images - 0.0, labels, Patch(1)).succeeded.all()
+    assert (
+        PatchAttack(steps=1, step_size=1.0, restarts=1).run(model, images, labels, Patch(1)).succeeded.all()
+    )
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_wrong_iterate_counts_even_if_a_right_one_has_the_larger_cross_entropy(early_stop):
+    images, labels = torch.zeros(5, 1, 1, 1), torch.zeros(5, dtype=torch.long)
+    attack = PatchAttack(steps=60, step_size=0.02, restarts=8, early_stop=early_stop)
+    assert attack.run(OnTheWay(), images, labels, Patch(1)).succeeded.all()
+
+
+def test_broken_images_cost_no_further_steps():
+    images, labels = torch.zeros(2, 1, 2, 2), torch.zeros(2, dtype=torch.long)
+    attack = PatchAttack(steps=40, step_size=0.5, restarts=50, check_every=10, batch_size=2)
+    quick = attack.run(PixelModel(0, 0, 0.4), images, labels, Patch(2))
+    stubborn = attack.run(PixelModel(0, 0, 1.5), images, labels, Patch(2))
+    assert quick.succeeded.all()
+    assert (quick.steps == 10).all()
+    assert not stubborn.succeeded.any()
+    assert (stubborn.steps == 40 * 50).all()
+
+
+def test_exhaustive_attack_goes_on_to_the_largest_margin():
+    model, threat, images = linear_model(2, 6, 6), Patch(3), random_images()
+    labels = own_labels(model, images)
+    attack = PatchAttack(steps=30, restarts=16)
+    first = attack.run(model, images, labels, threat)
+    surest = attack.exhaustive().run(model, images, labels, threat)
+    assert torch.equal(first.succeeded, surest.succeeded)
+    assert (surest.margins[surest.succeeded] > first.margins[first.succeeded]).all()
+
+
+def test_progress_reaches_its_total():
+    reached: list[tuple[int, int]] = []
+    images, labels = torch.zeros(2, 1, 2, 2), torch.zeros(2, dtype=torch.long)
+    PatchAttack(steps=1, restarts=5, batch_size=4).run(
+        PixelModel(0, 0, 1.5),
+        images,
+        labels,
+        Patch(1),
+        progress=lambda done, total: reached.append((done, total)),
+    )
+    assert reached == [(2, 5), (4, 5), (5, 5)]
+
+
+def test_no_images_give_an_empty_result():
+    result = PatchAttack(1, 0.1, 1).run(
+        PixelModel(0, 0), torch.zeros(0, 1, 2, 2), torch.zeros(0, dtype=torch.long), Patch(1)
+    )
+    assert result.succeeded.shape == (0,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cheat(Attack):
+    """Claims to have changed what it may not."""
+
+    value: float
+    batch_size: int = 8
+
+    def propose(self, model, task):
+        found = Findings.unchanged(task.images)
+        return dataclasses.replace(found, images=torch.full_like(task.images, self.value))
+
+    def exhaustive(self):
+        return self
+
+
+@pytest.mark.parametrize("value", [1.0, 1.5, -0.5, math.nan])
+def test_the_framework_refuses_images_outside_the_threat(value):
+    images, labels = torch.zeros(3, 1, 4, 4), torch.zeros(3, dtype=torch.long)
+    with pytest.raises(AttackLeftThreat, match=r"left its threat Patch.* on 3 of 3 images, first on image 0"):
+        Cheat(value).run(PixelModel(0, 0), images, labels, Patch(1))
+
+
+def test_the_framework_decides_success_by_itself():
+    images, labels = torch.zeros(3, 1, 4, 4), torch.zeros(3, dtype=torch.long)
+    result = Cheat(0.0).run(PixelModel(0, 0), images, labels, Patch(1))
+    assert not result.succeeded.any()
+    assert Cheat(1.0).run(PixelModel(0, 0), images, labels, Patch(4)).succeeded.all()
+
+
+class NanAfterChange(nn.Module):
+    def forward(self, images):
+        value = images.sum(dim=(1, 2, 3))
+        return torch.stack([1 + 0 * value, torch.where(value > 0, math.nan, 0 * value)], dim=1)
+
+
+def test_models_that_give_nan_are_refused():
+    images, labels = torch.zeros(2, 1, 3, 3), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(ModelError, match="the model gave NaN or infinite logits"):
+        PatchAttack(2, 0.1, 1).run(NanAfterChange(), images, labels, Patch(1))
+    with pytest.raises(ModelError, match="the model gave NaN or infinite logits"):
+        PatchAttack(2, 0.1, 1).run(NanAfterChange(), images + 0.5, labels, Patch(1))
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(), nn.BatchNorm2d(1)])
+def test_models_in_training_mode_are_refused(layer):
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(9, 2))
+    with pytest.raises(ModelError, match=rf"layer '0' \({type(layer).__name__}\) is in training mode"):
+        PatchAttack(1, 0.1, 1).run(model, torch.rand(2, 1, 3, 3), torch.zeros(2, dtype=torch.long), Patch(1))
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (torch.zeros(2, 3, 3), torch.zeros(2, dtype=torch.long), r"floats of shape \(n, c, h, w\)"),
+        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.long), "got torch.uint8"),
+        (torch.full((2, 1, 3, 3), 1.5), torch.zeros(2, dtype=torch.long), r"pixels in \[0, 1\]"),
+        (torch.full((2, 1, 3, 3), math.nan), torch.zeros(2, dtype=torch.long), "without NaN"),
+        (torch.zeros(2, 1, 3, 3), torch.zeros(3, dtype=torch.long), r"int64 of shape \(2,\) on cpu"),
+        (torch.zeros(2, 1, 3, 3), torch.zeros(2), "got torch.float32"),
+    ],
+)
+def test_images_and_labels_that_do_not_fit_are_refused(images, labels, message):
+    with pytest.raises(InvalidInput, match=message):
+        PatchAttack(1, 0.1, 1).run(PixelModel(0, 0), images, labels, Patch(1))
+
+
+def test_a_model_without_a_row_of_logits_per_image_is_refused():
+    with pytest.raises(ModelError, match=r"logits of shape \(2, classes\) .* got \(18,\)"):
+        PatchAttack(1, 0.1, 1).run(
+            nn.Flatten(0), torch.zeros(2, 1, 3, 3), torch.zeros(2, dtype=torch.long), Patch(1)
+        )
+
+
+def test_another_threat_is_refused():
+    with pytest.raises(InvalidInput, match=r"PatchAttack attacks with a Patch, got SparsePixels\(4 pixels"):
+        PatchAttack(1, 0.1, 1).run(
+            PixelModel(0, 0), torch.zeros(2, 1, 3, 3), torch.zeros(2, dtype=torch.long), SparsePixels(4)
+        )
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "message"),
+    [
+        ({"steps": -1}, "0 steps or more, got steps=-1"),
+        ({"step_size": 0.0}, "positive step size, got step_size=0.0"),
+        ({"step_size": math.nan}, "got step_size=nan"),
+        ({"restarts": 0}, "at least one restart, got restarts=0"),
+        ({"loss": "hinge"}, "unknown loss 'hinge' of an attack"),
+        ({"search": "grid"}, "unknown search 'grid' of an attack"),
+        ({"batch_size": 0}, "got batch_size=0"),
+        ({"sweep_steps": -1}, "got sweep_steps=-1"),
+        ({"check_every": 0}, "check_every=0"),
+    ],
+)
+def test_impossible_settings_are_refused(given_settings, message):
+    with pytest.raises(InvalidInput, match=message):
+        PatchAttack(**given_settings)

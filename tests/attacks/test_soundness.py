@@ -1,0 +1,118 @@
+import pytest
+import torch
+from torch import nn
+
+from patchcert.attacks import PatchAttack, SparseAttack, challenge, strongest_attack
+from patchcert.certify import certify, placement_margins
+from patchcert.errors import InvalidInput
+from patchcert.threats import Patch, SparsePixels
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def network(scale: float, lead: float) -> nn.Sequential:
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 16, 3)
+    )
+    generator = seeded(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+        model[3].bias.copy_(torch.tensor([lead, 0.0, -lead]))
+    return model.eval()
+
+
+class LeavesOutOnePlacement:
+    """Proves everything but what a patch at one placement can do."""
+
+    def __init__(self, left_out: int) -> None:
+        self.left_out = left_out
+
+    def certify(self, model, images, labels, threat):
+        margins = placement_margins(model, images, labels, threat)
+        kept = torch.ones(margins.shape[1], dtype=torch.bool)
+        kept[self.left_out] = False
+        least = margins[:, kept].amin(dim=1).scatter(1, labels[:, None], 1.0)
+        return (least > 0).all(dim=1) & (model(images).argmax(dim=1) == labels)
+
+
+def fragile_at(row: int, column: int) -> nn.Sequential:
+    """A linear model that only one pixel can change."""
+    layer = nn.Linear(36, 2)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[1, row * 6 + column] = 1.0
+        layer.bias.copy_(torch.tensor([0.5, 0.0]))
+    return nn.Sequential(nn.Flatten(), layer).eval()
+
+
+@pytest.mark.parametrize(("left_out", "corner"), [(0, (0, 0)), (24, (5, 5)), (4, (0, 5)), (20, (5, 0))])
+def test_catches_a_certifier_that_leaves_out_one_placement(left_out, corner):
+    model, threat = fragile_at(*corner), Patch(2)
+    images, labels = torch.zeros(3, 1, 6, 6), torch.zeros(3, dtype=torch.long)
+    honest = certify(model, images, labels, threat).certified
+    assert not honest.any()
+    claimed = LeavesOutOnePlacement(left_out).certify(model, images, labels, threat)
+    assert claimed.all()
+    outcome = challenge(model, images, labels, threat, claimed)
+    assert not outcome.withstood
+    assert outcome.broken.tolist() == [0, 1, 2]
+
+
+def test_catches_a_proof_about_an_image_that_is_wrong_anyway():
+    model = fragile_at(0, 0)
+    outcome = challenge(
+        model,
+        torch.ones(1, 1, 6, 6),
+        torch.tensor([0]),
+        Patch(1),
+        torch.tensor([True]),
+        PatchAttack(0, 0.1, 1),
+    )
+    assert outcome.broken.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("threat", "scale", "lead"),
+    [(Patch(2), 0.2, 0.1), (Patch((1, 3)), 0.2, 0.1), (SparsePixels(2), 0.08, 0.15)],
+)
+def test_interval_certificates_withstand_everything(threat, scale, lead):
+    model = network(scale, lead)
+    images = torch.rand(40, 1, 8, 8, generator=seeded(2))
+    labels = model(images).argmax(dim=1).detach()
+    certified = certify(model, images, labels, threat).certified
+    assert 3 < int(certified.sum()) < 40
+    attack = strongest_attack(threat, steps=15, restarts=2)
+    outcome = challenge(model, images, labels, threat, certified, attack, seeded(3))
+    assert outcome.withstood
+    assert torch.equal(outcome.index, certified.nonzero().flatten())
+    if isinstance(threat, Patch):
+        others = attack.run(model, images[~certified], labels[~certified], threat, seeded(3))
+        assert others.succeeded.any()
+
+
+def test_only_certified_images_are_attacked_and_none_is_fine():
+    model = fragile_at(0, 0)
+    images, labels = torch.zeros(4, 1, 6, 6), torch.zeros(4, dtype=torch.long)
+    outcome = challenge(model, images, labels, Patch(1), torch.tensor([False, True, False, True]))
+    assert outcome.broken.tolist() == [1, 3]
+    nothing = challenge(model, images, labels, Patch(1), torch.zeros(4, dtype=torch.bool))
+    assert nothing.withstood
+    assert len(nothing.index) == 0
+
+
+def test_strongest_attack_sweeps_all_placements_with_both_losses():
+    series = strongest_attack(Patch(3))
+    assert [(attack.search, attack.loss, attack.restarts) for attack in series.attacks] == [
+        ("sweep", "margin", 20),
+        ("sweep", "cross-entropy", 20),
+    ]
+    assert isinstance(strongest_attack(SparsePixels(2)), SparseAttack)
+
+
+def test_flags_that_do_not_fit_are_refused():
+    images, labels = torch.zeros(2, 1, 6, 6), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(InvalidInput, match=r"certified must be bool \(2,\), got torch.float32 \(2,\)"):
+        challenge(fragile_at(0, 0), images, labels, Patch(1), torch.zeros(2))
