@@ -67,13 +67,12 @@ class Network:
         """
         start = 0 if after is None else self._position(after) + 1
         values: list[Any] = [None] * start + [box]
-        stop = len(self.steps) - (self.head is not None)
-        if stop < start:
-            raise InvalidInput(f"layer {after!r} is the last one: no margins come after it")
+        head = self.head if start < len(self.steps) else None
+        stop = len(self.steps) - (head is not None)
         last = self._propagate(values, start, stop, rounding)[-1]
-        if self.head is None:
+        if head is None:
             return _separate_margins(last, labels, rounding)
-        return merged_margins(self.head, last, labels, rounding)
+        return merged_margins(head, last, labels, rounding)
 
     def sparse_margins(
         self,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchcert.bounds.interval import Interval
-from patchcert.bounds.rounding import Rounding
+from patchcert.bounds.rounding import Rounding, blocked_product, summed_roundings
 
 Source = Callable[[], Tensor]
 """Reads a weight where it lives, so that a trained layer is seen as it is now."""
@@ -48,8 +48,8 @@ class Affine(Operation):
         """b, shaped to be added to an output like the given one."""
 
     @abstractmethod
-    def terms(self, value: Tensor) -> int:
-        """At most this many products are summed in one output."""
+    def roundings(self, value: Tensor) -> int:
+        """At most so many roundings meet one product on its way into the output."""
 
     def offset_magnitude(self, like: Tensor) -> Tensor | None:
         """Bounds the absolute values whose rounding the offset carries."""
@@ -75,7 +75,7 @@ class Affine(Operation):
         the halving of lower and upper costs a unit of |c| and r, the final lower and upper two units more.
         Fewer than 1/unit products are summed, so underflow costs less than tiny/unit.
         """
-        gamma, unit = rounding.gamma(self.terms(box.lower) + 2), rounding.unit
+        gamma, unit = rounding.gamma(self.roundings(box.lower) + 2), rounding.unit
         centre, radius = box.centre, box.radius
         output = self.map(centre, precise=True)
         spread = self.absolute_map(radius * (1 + 8 * unit) + centre.abs() * (gamma + 4 * unit), precise=True)
@@ -96,21 +96,25 @@ class Linear(Affine):
     bias: Source | None
 
     def map(self, value: Tensor, precise: bool) -> Tensor:
-        return F.linear(value, self.weight())
+        return _product(value, self.weight(), precise)
 
     def absolute_map(self, value: Tensor, precise: bool) -> Tensor:
-        return F.linear(value, self.weight().abs())
+        return _product(value, self.weight().abs(), precise)
 
     def offset(self, like: Tensor) -> Tensor | None:
         return None if self.bias is None else self.bias()
 
-    def terms(self, value: Tensor) -> int:
-        return self.weight().shape[1]
+    def roundings(self, value: Tensor) -> int:
+        return summed_roundings(self.weight().shape[1])
+
+
+def _product(value: Tensor, weight: Tensor, precise: bool) -> Tensor:
+    return blocked_product(value, weight.T) if precise else F.linear(value, weight)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a sliding kernel walks over a feature map; padding is (top, bottom, left, right)."""
+    """How a sliding kernel walks over a feature map; padding is (top, bottom, left, right), negative where it cuts."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -120,7 +124,7 @@ class Geometry:
     @property
     def symmetric_padding(self) -> tuple[int, int] | None:
         top, bottom, left, right = self.padding
-        return (top, left) if top == bottom and left == right else None
+        return (top, left) if top == bottom >= 0 and left == right >= 0 else None
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
         """The size of the map that comes out of one of the given size."""
@@ -153,8 +157,8 @@ class Convolution(Affine):
     def offset(self, like: Tensor) -> Tensor | None:
         return None if self.bias is None else self.bias()[:, None, None]
 
-    def terms(self, value: Tensor) -> int:
-        return math.prod(self.weight().shape[1:])
+    def roundings(self, value: Tensor) -> int:
+        return summed_roundings(math.prod(self.weight().shape[1:]))
 
 
 def convolve(value: Tensor, weight: Tensor, geometry: Geometry, groups: int, precise: bool) -> Tensor:
@@ -170,7 +174,8 @@ def convolve(value: Tensor, weight: Tensor, geometry: Geometry, groups: int, pre
 def _convolve_by_product(value: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> Tensor:
     size = geometry.output_size(value.shape[-2], value.shape[-1])
     columns = F.unfold(geometry.pad(value), geometry.kernel, geometry.dilation, 0, geometry.stride)
-    product = weight.reshape(groups, weight.shape[0] // groups, -1) @ columns.unflatten(1, (groups, -1))
+    rows = weight.reshape(groups, weight.shape[0] // groups, -1)
+    product = blocked_product(rows, columns.unflatten(1, (groups, -1)))
     return product.flatten(1, 2).unflatten(2, size)
 
 
@@ -194,7 +199,7 @@ class AveragePool(Affine):
     def offset(self, like: Tensor) -> Tensor | None:
         return None
 
-    def terms(self, value: Tensor) -> int:
+    def roundings(self, value: Tensor) -> int:
         return self.window(value) + 1
 
 
@@ -226,7 +231,7 @@ class ChannelScale(Affine):
         magnitude = (self.mean().double() * self.scale()).abs()
         return _per_channel(magnitude if self.shift is None else magnitude + self.shift().double().abs(), like)
 
-    def terms(self, value: Tensor) -> int:
+    def roundings(self, value: Tensor) -> int:
         return 8
 
 

@@ -12,13 +12,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-_PRECISION_SWITCHES = (
-    torch.backends.cuda.matmul,
-    torch.backends.cudnn.conv,
-    torch.backends.mkldnn.matmul,
-    torch.backends.mkldnn.conv,
-)
+_CUDA_SWITCHES = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+_CPU_SWITCHES = (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +36,37 @@ class Rounding:
     def is_outward(self) -> bool:
         return self.unit > 0
 
-    def gamma(self, terms: int) -> float:
-        """The relative error of a sum of that many products, against the sum of their absolute values."""
-        relative = terms * self.unit
+    def gamma(self, roundings: int) -> float:
+        """The relative error of a term that is rounded so many times."""
+        relative = roundings * self.unit
         if relative >= 0.1:
-            raise OverflowError(f"a sum of {terms} products cannot be bounded with unit roundoff {self.unit}")
+            raise OverflowError(f"{roundings} roundings cannot be bounded with unit roundoff {self.unit}")
         return relative / (1 - relative)
+
+
+_BLOCK = 128
+_FEWEST_ROWS = 32
+
+
+def summed_roundings(terms: int) -> int:
+    """How many roundings one term of a `blocked_product` over that many terms can meet."""
+    return min(terms, _BLOCK) + -(-terms // _BLOCK)
+
+
+def blocked_product(left: Tensor, right: Tensor) -> Tensor:
+    """The matrix product, with long sums cut into blocks, so that fewer roundings pile up on one term.
+
+    Libraries sum in another order when there are only a few rows. Such products get rows of zeros, so that the
+    result of a row does not depend on how many others are computed with it.
+    """
+    rows = left.shape[-2]
+    if rows < _FEWEST_ROWS:
+        left = F.pad(left, (0, 0, 0, _FEWEST_ROWS - rows))
+    blocks = [slice(start, start + _BLOCK) for start in range(0, right.shape[-2], _BLOCK)]
+    total = left[..., blocks[0]] @ right[..., blocks[0], :]
+    for block in blocks[1:]:
+        total += left[..., block] @ right[..., block, :]
+    return total[..., :rows, :]
 
 
 NEAREST = Rounding(unit=0.0, tiny=0.0)
@@ -53,14 +76,27 @@ NEAREST = Rounding(unit=0.0, tiny=0.0)
 @contextmanager
 def precise_arithmetic() -> Iterator[None]:
     """Inside, float32 products are float32 products: TF32, bf16 shortcuts and autocast are off, and restored after."""
-    saved = [switch.fp32_precision for switch in _PRECISION_SWITCHES]
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
-        try:
-            for switch in _PRECISION_SWITCHES:
-                switch.fp32_precision = "ieee"
-            yield
-        finally:
-            for switch, precision in zip(_PRECISION_SWITCHES, saved, strict=True):
-                switch.fp32_precision = precision
+        stack.enter_context(_precision("ieee", _CUDA_SWITCHES + _CPU_SWITCHES))
+        yield
+
+
+@contextmanager
+def fast_arithmetic() -> Iterator[None]:
+    """Inside, CUDA products may use TF32: good enough to rank placements, never for a bound that must hold."""
+    with _precision("tf32", _CUDA_SWITCHES):
+        yield
+
+
+@contextmanager
+def _precision(precision: str, switches: tuple) -> Iterator[None]:
+    saved = [switch.fp32_precision for switch in switches]
+    try:
+        for switch in switches:
+            switch.fp32_precision = precision
+        yield
+    finally:
+        for switch, previous in zip(switches, saved, strict=True):
+            switch.fp32_precision = previous

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from patchcert.bounds import layer_rule
+from patchcert.bounds.operations import ChannelScale, Operation
 from patchcert.errors import ModelError
 
 
@@ -36,3 +38,8 @@ class Normalize(nn.Module):
 
 def _rounded(values: Tensor) -> list[float]:
     return [round(value, 6) for value in values.flatten().tolist()]
+
+
+@layer_rule(Normalize)
+def _normalize(layer: Normalize) -> Operation:
+    return ChannelScale(lambda: layer.mean.flatten(), lambda: layer.std.flatten(), None, None)

@@ -1,0 +1,306 @@
+"""Certificates: per image a proof that no member of a threat changes the prediction, or an honest "not proven"."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+from patchcert.bounds import Network, Rounding, precise_arithmetic, trace
+from patchcert.bounds.operations import dtype_holds
+from patchcert.engine.clean import audit_network, exact_clean_pass
+from patchcert.engine.dense import dense_margins
+from patchcert.engine.memory import default_budget, image_numbers, rows_within
+from patchcert.engine.sweep import Least, Part, PlacementSweep, covering_sweep
+from patchcert.errors import InvalidInput, ModelError
+from patchcert.threats import Patch, SparsePixels
+
+Progress = Callable[[int, int], None]
+"""Told how many images of how many are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """One row per image. `certified` is proven: no member of the threat changes the prediction away from the label.
+
+    `margins` are proven lower bounds, in exact arithmetic, of logit[label] - logit[class] over the threat, rounded
+    down; 0 at the label. `worst_placement` is the (top, left) where the least of them lies, (-1, -1) for threats
+    without placements. An image is certified only if its prediction is the label and all other margins are positive.
+    """
+
+    certified: Tensor
+    margins: Tensor
+    worst_placement: Tensor
+    predictions: Tensor
+    labels: Tensor
+
+    @property
+    def clean_accuracy(self) -> float:
+        return _share(self.predictions == self.labels)
+
+    @property
+    def certified_accuracy(self) -> float:
+        return _share(self.certified)
+
+    @property
+    def least_margin(self) -> Tensor:
+        """The least margin (n,) over the other classes."""
+        own = self.labels.unsqueeze(1)
+        return self.margins.scatter(1, own, torch.inf).amin(dim=1)
+
+
+def _share(flags: Tensor) -> float:
+    return float(flags.double().mean()) if len(flags) else float("nan")
+
+
+class Certifier(Protocol):
+    """Anything that proves predictions: bounds, smoothing, masking, votes."""
+
+    def certify(
+        self, model: nn.Module, images: Tensor, labels: Tensor, threat: Patch | SparsePixels
+    ) -> Certificates:
+        """Certificates for the images under the threat."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class IntervalCertifier:
+    """Proofs by interval bounds, exact over all placements and sound under rounding.
+
+    `dtype` is the arithmetic of the bounds (default: the model's, float32 at least); float64 is an audit with far
+    less widening. `memory_budget` is in bytes; results do not depend on it.
+    """
+
+    dtype: torch.dtype | None = None
+    memory_budget: int | None = None
+    progress: Progress | None = None
+
+    def certify(
+        self, model: nn.Module, images: Tensor, labels: Tensor, threat: Patch | SparsePixels
+    ) -> Certificates:
+        """Certificates for the images under the threat."""
+        with torch.no_grad(), precise_arithmetic():
+            task = _Task.of(self, model, images, labels)
+            pieces = [task.least(chunk, threat) for chunk in task.chunks(threat)]
+            return task.certificates(pieces, threat)
+
+    def placement_margins(self, model: nn.Module, images: Tensor, labels: Tensor, threat: Patch) -> Tensor:
+        """The whole certificate map: margins (n, placements, classes)."""
+        if not isinstance(threat, Patch):
+            raise InvalidInput(f"{threat} has no placements", hint="use certify for threats without placements")
+        with torch.no_grad(), precise_arithmetic():
+            task = _Task.of(self, model, images, labels)
+            pieces = [task.margins(chunk, threat) for chunk in task.chunks(threat)]
+            shape = (0, len(threat.placements(*images.shape[-2:])), task.classes)
+            return torch.cat(pieces) if pieces else images.new_empty(shape)
+
+
+def certify(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    threat: Patch | SparsePixels,
+    *,
+    dtype: torch.dtype | None = None,
+    memory_budget: int | None = None,
+    progress: Progress | None = None,
+) -> Certificates:
+    """Proves, image by image, that no member of the threat changes the model's prediction away from the label."""
+    return IntervalCertifier(dtype, memory_budget, progress).certify(model, images, labels, threat)
+
+
+def placement_margins(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    threat: Patch,
+    *,
+    dtype: torch.dtype | None = None,
+    memory_budget: int | None = None,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Proven margins (n, placements, classes) with the patch at each of its placements."""
+    return IntervalCertifier(dtype, memory_budget, progress).placement_margins(model, images, labels, threat)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One call: checked inputs, the network in the dtype of the bounds and in float64, and the memory budget."""
+
+    network: Network
+    audit: Network
+    images: Tensor
+    labels: Tensor
+    predictions: Tensor
+    is_finite: Tensor
+    classes: int
+    budget: int
+    progress: Progress | None
+
+    @staticmethod
+    def of(certifier: IntervalCertifier, model: nn.Module, images: Tensor, labels: Tensor) -> "_Task":
+        _check_images(images, labels)
+        dtype = _bound_dtype(model, images, certifier.dtype)
+        network = trace(copy.deepcopy(model).to(dtype))
+        logits = _logits(model, images)
+        _check_logits(logits, images, labels)
+        weights_finite = all(bool(parameter.isfinite().all()) for parameter in model.state_dict().values())
+        return _Task(
+            network=network,
+            audit=audit_network(model),
+            images=images.to(dtype),
+            labels=labels,
+            predictions=logits.argmax(dim=1) if len(logits) else labels.new_empty(0),
+            is_finite=logits.isfinite().all(dim=1) & weights_finite,
+            classes=logits.shape[1],
+            budget=certifier.memory_budget or default_budget(images.device),
+            progress=certifier.progress,
+        )
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding.outward(self.images.dtype)
+
+    def chunks(self, threat: Patch | SparsePixels) -> Iterator[slice]:
+        """Slices of images that fit the budget; progress is told after each."""
+        count = len(self.images)
+        size = self._images_at_once(threat) if count else 1
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            yield slice(start, stop)
+            if self.progress is not None:
+                self.progress(stop, count)
+
+    def _images_at_once(self, threat: Patch | SparsePixels) -> int:
+        numbers = image_numbers(self.network, self.images, unfolded=True)
+        if isinstance(threat, SparsePixels):
+            numbers += 6 * sparse_numbers(self.network, self.images)
+        return max(1, min(self.budget // (16 * numbers), 1024))
+
+    def least(self, chunk: slice, threat: Patch | SparsePixels) -> Least:
+        """The least margins of some of the images over the whole threat."""
+        images, labels = self.images[chunk], self.labels[chunk]
+        if isinstance(threat, SparsePixels):
+            margins = self.network.sparse_margins(
+                images, labels, threat.pixels, threat.bound, rounding=self.rounding
+            )
+            return Least(margins, torch.full_like(labels, -1), margins[:, 0])
+        sweep = self._sweep(threat)
+        if sweep is not None:
+            clean = exact_clean_pass(self.audit, images, labels, images.dtype)
+            return sweep.least(clean, labels, self.rounding)
+        found = Least.none(images.new_empty(len(images), self.classes))
+        for part in self._dense_parts(images, labels, threat):
+            found = found.lowered_by(part, labels)
+        return found
+
+    def margins(self, chunk: slice, threat: Patch) -> Tensor:
+        """The margins of some of the images at every placement."""
+        images, labels = self.images[chunk], self.labels[chunk]
+        sweep = self._sweep(threat)
+        if sweep is not None:
+            clean = exact_clean_pass(self.audit, images, labels, images.dtype)
+            return sweep.margins(clean, labels, rounding=self.rounding)
+        return torch.cat([part.margins for part in self._dense_parts(images, labels, threat)], dim=1)
+
+    def _sweep(self, threat: Patch) -> PlacementSweep | None:
+        return covering_sweep(self.network, self.images, threat, self.budget)
+
+    def _dense_parts(self, images: Tensor, labels: Tensor, threat: Patch) -> Iterator[Part]:
+        corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
+        size = rows_within(self.network, images, self.budget, len(images), unfolded=True)
+        for start in range(0, len(corners), size):
+            chosen = corners[start : start + size]
+            margins = dense_margins(self.network, images, labels, threat, chosen, rounding=self.rounding)
+            yield Part(torch.arange(start, start + len(chosen), device=images.device), margins)
+
+    def certificates(self, pieces: list[Least], threat: Patch | SparsePixels) -> Certificates:
+        """The verdicts; everything that is not strictly proven, NaN and infinity included, is not certified."""
+        empty = self.images.new_empty(0, self.classes)
+        margins = torch.cat([piece.margins for piece in pieces]) if pieces else empty
+        own = torch.nn.functional.one_hot(self.labels, self.classes).bool()
+        proven = ((margins > 0) | own).all(dim=1) & margins.isfinite().all(dim=1)
+        certified = proven & (self.predictions == self.labels) & self.is_finite
+        return Certificates(certified, margins, self._worst(pieces, threat), self.predictions, self.labels)
+
+    def _worst(self, pieces: list[Least], threat: Patch | SparsePixels) -> Tensor:
+        if not pieces or isinstance(threat, SparsePixels):
+            return self.labels.new_full((len(self.labels), 2), -1)
+        corners = threat.placements(self.images.shape[-2], self.images.shape[-1]).corners
+        return corners.to(self.labels.device)[torch.cat([piece.weakest for piece in pieces])]
+
+
+def sparse_numbers(network: Network, images: Tensor) -> int:
+    """Numbers per image in the tight sparse bound: one for each neuron of the first layer and pixel it sees."""
+    from patchcert.bounds.sparse import FirstLayer
+
+    layer = FirstLayer.of(network.steps)
+    weight = layer.operation.weight()
+    with torch.no_grad():
+        neurons = network.values(images[:1])[layer.position + 1][0].numel()
+    return neurons * weight[0].numel() // images.shape[1]
+
+
+def _bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    own = next((value.dtype for value in model.state_dict().values() if value.is_floating_point()), images.dtype)
+    dtype = wanted if wanted is not None else torch.promote_types(own, torch.float32)
+    if dtype not in (torch.float32, torch.float64):
+        raise InvalidInput(f"bounds are computed in float32 or float64, got dtype={dtype}", hint="use torch.float64")
+    for name, source in (("model", own), ("images", images.dtype)):
+        if not dtype_holds(dtype, source):
+            raise InvalidInput(
+                f"the {name} of {source} cannot be held exactly in dtype={dtype}", hint=f"use dtype={source}"
+            )
+    return dtype
+
+
+def _check_images(images: Tensor, labels: Tensor) -> None:
+    if images.dim() != 4 or not images.is_floating_point():
+        raise InvalidInput(
+            f"images must be a float tensor (n, channels, height, width), got {images.dtype} {tuple(images.shape)}",
+            hint="divide 8-bit images by 255 and add a batch dimension",
+        )
+    if labels.shape != images.shape[:1] or labels.dtype != torch.long:
+        raise InvalidInput(
+            f"labels must be a long tensor ({len(images)},), got {labels.dtype} {tuple(labels.shape)}",
+            hint="give one class index per image",
+        )
+    if labels.device != images.device:
+        raise InvalidInput(f"images are on {images.device}, labels on {labels.device}", hint="put both on one device")
+    if images.numel() and not bool(((images >= 0) & (images <= 1)).all()):
+        raise InvalidInput(
+            f"images must lie in [0, 1], got values from {float(images.min())} to {float(images.max())}",
+            hint="threats are in raw pixels: put normalisation into the model as a patchcert.Normalize layer",
+        )
+
+
+def _logits(model: nn.Module, images: Tensor) -> Tensor:
+    own = next((value for value in model.state_dict().values() if value.is_floating_point()), images)
+    if own.device != images.device:
+        raise InvalidInput(
+            f"the model is on {own.device}, images on {images.device}", hint="put both on one device"
+        )
+    batches = images.to(own.dtype).split(256) if len(images) else [images.to(own.dtype)]
+    try:
+        return torch.cat([model(batch) for batch in batches])
+    except RuntimeError as error:
+        raise ModelError(
+            f"the model does not take images of shape {tuple(images.shape[1:])}: {str(error).splitlines()[0]}",
+            hint="check channels, height and width against the model's first layers",
+        ) from error
+
+
+def _check_logits(logits: Tensor, images: Tensor, labels: Tensor) -> None:
+    if logits.dim() != 2 or len(logits) != len(images):
+        raise ModelError(
+            f"the model must return logits ({len(images)}, classes), got {tuple(logits.shape)}",
+            hint="end the model with one score per class",
+        )
+    if len(labels) and not bool(((labels >= 0) & (labels < logits.shape[1])).all()):
+        raise InvalidInput(
+            f"labels must lie in 0..{logits.shape[1] - 1}, got {int(labels.min())} to {int(labels.max())}",
+            hint="the model has fewer classes than the labels speak of",
+        )

@@ -1,0 +1,59 @@
+"""The pass over the unchanged images, which every placement shares."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from patchcert.bounds import NEAREST, Interval, Network, Rounding, trace
+from patchcert.bounds.network import merged_margins
+
+
+@dataclass(frozen=True, slots=True)
+class Clean:
+    """The value of every step on the unchanged images, and the margins there.
+
+    `slack` bounds, per step and image, how far a stored value can be from the exact one; None where bounds need not
+    be sound. `largest` is the largest absolute value, on which the rounding of later sums depends.
+    """
+
+    values: list[Tensor]
+    margins: Tensor
+    slack: list[Tensor] | None
+    largest: list[Tensor] | None
+
+
+def clean_pass(network: Network, images: Tensor, labels: Tensor) -> Clean:
+    """Plain values, for training."""
+    values = network.values(images)
+    head = network.head
+    assert head is not None
+    margins = merged_margins(head, Interval.point(values[-2]), labels, NEAREST)
+    return Clean(values, margins, None, None)
+
+
+def exact_clean_pass(audit: Network, images: Tensor, labels: Tensor, dtype: torch.dtype) -> Clean:
+    """Values of the given type with proven slack: intervals around single points, outward-rounded in float64."""
+    rounding = Rounding.outward(torch.float64)
+    intervals = audit.intervals(Interval.point(images.double()), rounding)
+    head = audit.head
+    assert head is not None
+    margins = merged_margins(head, intervals[-2], labels, rounding)
+    values, slack, largest = [], [], []
+    for interval in intervals:
+        value = interval.centre.to(dtype)
+        error = (value.double() - interval.centre).abs() + interval.radius * (1 + 1e-9) + interval.centre.abs() * 1e-15
+        values.append(value)
+        slack.append(_round_up(error.flatten(1).amax(dim=1), dtype))
+        largest.append(_round_up(value.flatten(1).abs().amax(dim=1), dtype))
+    return Clean(values, margins, slack, largest)
+
+
+def _round_up(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return (values.double() * (1 + 1e-6)).to(dtype)
+
+
+def audit_network(model: nn.Module) -> Network:
+    """The model's operations with a float64 copy of its weights."""
+    return trace(copy.deepcopy(model).double())

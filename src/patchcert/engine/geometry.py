@@ -1,0 +1,265 @@
+"""Where a patch can be seen in each feature map: windows, and groups of placements whose windows are alike."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from patchcert.bounds import Network
+from patchcert.bounds.operations import (
+    Add,
+    AveragePool,
+    ChannelScale,
+    Convolution,
+    Geometry,
+    Linear,
+    MaxPool,
+    Monotone,
+    Operation,
+    Reshape,
+)
+from patchcert.threats import Placements
+
+Shape = tuple[int, ...]
+
+
+class NotCovered(Exception):
+    """The network holds a step that windows cannot follow; the dense path takes over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The rectangle of a feature map that one placement can reach; it may stick out over the map's border.
+
+    `row_step` and `column_step` are how many image pixels one step on the map is worth.
+    """
+
+    top: int
+    left: int
+    height: int
+    width: int
+    row_step: int = 1
+    column_step: int = 1
+
+    def through(self, geometry: Geometry) -> "Window":
+        """The outputs of a sliding kernel that see any of this window."""
+        top, height = _touched(self.top, self.height, geometry, axis=0)
+        left, width = _touched(self.left, self.width, geometry, axis=1)
+        stride = geometry.stride
+        return Window(top, left, height, width, self.row_step * stride[0], self.column_step * stride[1])
+
+    def union(self, other: "Window") -> "Window":
+        """The smallest window that holds both, as at the end of a skip connection."""
+        if (self.row_step, self.column_step) != (other.row_step, other.column_step):
+            raise NotCovered("two branches of different strides are added")
+        top, left = min(self.top, other.top), min(self.left, other.left)
+        bottom = max(self.top + self.height, other.top + other.height)
+        right = max(self.left + self.width, other.left + other.width)
+        return Window(top, left, bottom - top, right - left, self.row_step, self.column_step)
+
+    def input_padding(self, geometry: Geometry, output: "Window") -> tuple[int, int, int, int]:
+        """Zeros to add (or, where negative, rows and columns to cut) left, right, top and bottom of this window
+        so that the kernel without padding produces just the output window."""
+        top, bottom = _overhang(self.top, self.height, output.top, output.height, geometry, axis=0)
+        left, right = _overhang(self.left, self.width, output.left, output.width, geometry, axis=1)
+        return (left, right, top, bottom)
+
+
+def _touched(origin: int, extent: int, geometry: Geometry, axis: int) -> tuple[int, int]:
+    stride, padding = geometry.stride[axis], geometry.padding[2 * axis]
+    span = geometry.dilation[axis] * (geometry.kernel[axis] - 1)
+    first = -((span - origin - padding) // stride)
+    last = (origin + extent - 1 + padding) // stride
+    if last < first:
+        raise NotCovered("a patch can fall between the steps of a kernel")
+    return first, last - first + 1
+
+
+def _overhang(
+    origin: int, extent: int, output_origin: int, output_extent: int, geometry: Geometry, axis: int
+) -> tuple[int, int]:
+    stride, padding = geometry.stride[axis], geometry.padding[2 * axis]
+    first = stride * output_origin - padding
+    last = stride * (output_origin + output_extent - 1) - padding + geometry.dilation[axis] * (geometry.kernel[axis] - 1)
+    return origin - first, last - (origin + extent - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """For each placement the cells of the feature map that its window covers: flat indices, and which are inside.
+
+    `inside` is None where no window sticks out; indices of cells outside are those of the nearest inside.
+    """
+
+    index: Tensor
+    inside: Tensor | None
+
+    def slice(self, start: int, stop: int) -> "Cells":
+        """The cells of some of the placements."""
+        return Cells(self.index[start:stop], None if self.inside is None else self.inside[start:stop])
+
+    def to(self, device: torch.device) -> "Cells":
+        """The same cells on another device."""
+        return Cells(self.index.to(device), None if self.inside is None else self.inside.to(device))
+
+
+def cells(window: Window, shifts: Tensor, height: int, width: int) -> Cells:
+    """The cells of the window moved by the given image-pixel shifts (p, 2) on a map of the given size."""
+    rows = _axis_cells(window.top, window.height, shifts[:, 0], window.row_step)
+    columns = _axis_cells(window.left, window.width, shifts[:, 1], window.column_step)
+    row_inside, column_inside = (rows >= 0) & (rows < height), (columns >= 0) & (columns < width)
+    inside = row_inside[:, :, None] & column_inside[:, None, :]
+    index = rows.clamp(0, height - 1)[:, :, None] * width + columns.clamp(0, width - 1)[:, None, :]
+    return Cells(index.flatten(1), None if bool(inside.all()) else inside[:, None, None])
+
+
+def _axis_cells(origin: int, extent: int, shifts: Tensor, step: int) -> Tensor:
+    starts = origin + torch.div(shifts, step, rounding_mode="floor")
+    return starts[:, None] + torch.arange(extent, device=shifts.device)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureMap:
+    """The shape of a value that still has places; a flattened one keeps the shape it had."""
+
+    channels: int
+    height: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        return self.channels * self.height * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The feature map of every value of a network; None from the first fully connected layer on."""
+
+    network: Network
+    maps: tuple[FeatureMap | None, ...]
+
+    @staticmethod
+    def of(network: Network, values: Sequence[Tensor]) -> "Layout":
+        """Read off the values of one pass; a step that windows cannot follow is not covered."""
+        if network.head is None:
+            raise NotCovered("the last layer is not linear")
+        maps: list[FeatureMap | None] = [FeatureMap(*values[0].shape[1:])]
+        for position, step in enumerate(network.steps):
+            source, shape = maps[step.inputs[0]], tuple(values[position + 1].shape[1:])
+            maps.append(_next_map(step.operation, source, values[step.inputs[0]].dim(), shape))
+        return Layout(network, tuple(maps))
+
+    def windows(self, start: Window) -> tuple[Window | None, ...]:
+        """The window on every value for a patch that covers the window `start` of the image."""
+        windows: list[Window | None] = [start]
+        for step in self.network.steps:
+            inputs = [windows[index] for index in step.inputs]
+            windows.append(_next_window(step.operation, inputs, self.maps[step.inputs[0]]))
+        return tuple(windows)
+
+
+def _next_map(operation: Operation, source: FeatureMap | None, dimensions: int, shape: Shape) -> FeatureMap | None:
+    if source is None:
+        if not isinstance(operation, Linear | Monotone | ChannelScale | Add) and len(shape) != 1:
+            raise NotCovered("features are used as a map again")
+        return None
+    if isinstance(operation, Linear):
+        if dimensions != 2:
+            raise NotCovered("a linear layer acts on an unflattened map")
+        return None
+    if isinstance(operation, Reshape):
+        if shape not in ((source.size,), (source.channels, source.height, source.width)):
+            raise NotCovered(f"a map is reshaped to {shape}")
+        return source
+    if isinstance(operation, ChannelScale) and dimensions == 2:
+        raise NotCovered("a flattened map is scaled feature by feature")
+    if isinstance(operation, AveragePool) and is_global(operation, source):
+        return None
+    return source if len(shape) == 1 else FeatureMap(*shape)
+
+
+def _pool_geometry(operation: AveragePool, source: FeatureMap) -> Geometry | None:
+    return operation.geometry(torch.empty(1, source.height, source.width, device="meta"))
+
+
+def is_global(operation: AveragePool, source: FeatureMap) -> bool:
+    """The pooling takes the mean of the whole map, so that places end there."""
+    geometry = _pool_geometry(operation, source)
+    return geometry is not None and geometry.kernel == (source.height, source.width) and not any(geometry.padding)
+
+
+def _next_window(operation: Operation, inputs: list[Window | None], source: FeatureMap | None) -> Window | None:
+    window = inputs[0]
+    if window is None or source is None or isinstance(operation, Linear):
+        return None
+    if isinstance(operation, Convolution | MaxPool):
+        if isinstance(operation, MaxPool) and operation.ceil_mode:
+            raise NotCovered("a max pooling with ceil_mode")
+        return window.through(operation.geometry)
+    if isinstance(operation, AveragePool):
+        if is_global(operation, source):
+            return None
+        geometry = _pool_geometry(operation, source)
+        if geometry is None:
+            raise NotCovered("an average pooling divides by different counts at different places")
+        return window.through(geometry)
+    if isinstance(operation, Add):
+        return None if inputs[1] is None else window.union(inputs[1])
+    return window
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Placements whose windows differ by whole steps on every feature map, so that one geometry serves them all.
+
+    `cells` are those of the windows; `surroundings`, for a max pooling, those that its output window looks at.
+    """
+
+    members: Tensor
+    windows: tuple[Window | None, ...]
+    cells: tuple[Cells | None, ...]
+    surroundings: tuple[Cells | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+
+def groups(layout: Layout, placements: Placements, device: torch.device) -> list[Group]:
+    """All placements, grouped by their alignment to the strides of the network."""
+    windows = [window for window in layout.windows(Window(0, 0, placements.height, placements.width)) if window]
+    row_step = math.lcm(*(window.row_step for window in windows))
+    column_step = math.lcm(*(window.column_step for window in windows))
+    corners = placements.corners.cpu()
+    alignment = (corners[:, 0] % row_step) * column_step + corners[:, 1] % column_step
+    return [
+        _group(layout, placements, corners, (alignment == value).nonzero().flatten(), device)
+        for value in alignment.unique().tolist()
+    ]
+
+
+def _group(
+    layout: Layout, placements: Placements, corners: Tensor, members: Tensor, device: torch.device
+) -> Group:
+    first = corners[members[0]]
+    windows = layout.windows(Window(int(first[0]), int(first[1]), placements.height, placements.width))
+    shifts = corners[members] - first
+
+    def covered(window: Window | None, area: FeatureMap | None) -> Cells | None:
+        return None if window is None or area is None else cells(window, shifts, area.height, area.width).to(device)
+
+    around = [
+        covered(_seen_by_pool(step.operation, windows[step.inputs[0]], windows[position + 1]), layout.maps[step.inputs[0]])
+        for position, step in enumerate(layout.network.steps)
+    ]
+    inner = [covered(window, area) for window, area in zip(windows, layout.maps, strict=True)]
+    return Group(members.to(device), windows, tuple(inner), tuple(around))
+
+
+def _seen_by_pool(operation: Operation, source: Window | None, target: Window | None) -> Window | None:
+    if not isinstance(operation, MaxPool) or source is None or target is None:
+        return None
+    left, right, top, bottom = source.input_padding(operation.geometry, target)
+    height, width = source.height + top + bottom, source.width + left + right
+    return Window(source.top - top, source.left - left, height, width, source.row_step, source.column_step)

@@ -1,0 +1,35 @@
+"""How much is computed at once: chunk sizes from a memory budget in bytes."""
+
+import torch
+from torch import Tensor
+
+from patchcert.bounds import Network
+from patchcert.bounds.operations import Convolution
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes for intermediate results: what stays in or near the caches of a CPU, a small part of a GPU's memory."""
+    return 2**30 if device.type == "cuda" else 2**26
+
+
+def image_numbers(network: Network, images: Tensor, unfolded: bool) -> int:
+    """Numbers alive per image in a dense interval pass; `unfolded` where convolutions are written as products."""
+    with torch.no_grad():
+        values = network.values(images[:1])
+    most = max(value.numel() for value in values)
+    columns = 0
+    if unfolded:
+        columns = max(
+            (
+                step.operation.weight()[0].numel() * values[position + 1][0, 0].numel()
+                for position, step in enumerate(network.steps)
+                if isinstance(step.operation, Convolution)
+            ),
+            default=0,
+        )
+    return 8 * most + 2 * columns
+
+
+def rows_within(network: Network, images: Tensor, budget: int, batch: int, unfolded: bool = False) -> int:
+    """How many boxes per image fit the budget when `batch` images are bounded densely at once; at least one."""
+    return max(1, budget // (images.element_size() * image_numbers(network, images, unfolded) * max(batch, 1)))

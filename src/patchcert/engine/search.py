@@ -1,0 +1,56 @@
+"""The search for the weakest placement in all-patch training: no gradient, no need for the last digits."""
+
+import torch
+from torch import Tensor
+
+from patchcert.bounds import Network
+from patchcert.bounds.rounding import fast_arithmetic
+from patchcert.engine.clean import clean_pass
+from patchcert.engine.dense import dense_margins
+from patchcert.engine.memory import default_budget, rows_within
+from patchcert.engine.sweep import PlacementSweep, covering_sweep
+from patchcert.threats import Patch
+
+
+class WeakestPlacements:
+    """Finds, per image and class, the placement with the least margin; keeps its geometry between calls."""
+
+    def __init__(self, threat: Patch, memory_budget: int | None = None) -> None:
+        self.threat = threat
+        self.memory_budget = memory_budget
+        self._sweeps: dict[tuple, PlacementSweep | None] = {}
+
+    @torch.no_grad()
+    def find(self, network: Network, images: Tensor, labels: Tensor, epsilon: float | Tensor) -> Tensor:
+        """Indices (n, classes) into the threat's placements; products may run in TF32, which only ranks placements."""
+        budget = self.memory_budget or default_budget(images.device)
+        with fast_arithmetic():
+            sweep = self._sweep(network, images, budget)
+            if sweep is None:
+                return dense_worst(network, images, labels, self.threat, epsilon, budget)
+            return sweep.worst(clean_pass(network, images, labels), labels, epsilon)
+
+    def _sweep(self, network: Network, images: Tensor, budget: int) -> PlacementSweep | None:
+        key = (id(network), images.shape[1:], images.device, images.dtype, budget)
+        if key not in self._sweeps:
+            self._sweeps = {key: covering_sweep(network, images, self.threat, budget)}
+        return self._sweeps[key]
+
+
+def dense_worst(
+    network: Network, images: Tensor, labels: Tensor, threat: Patch, epsilon: float | Tensor, budget: int
+) -> Tensor:
+    """The same search where windows do not cover the network: whole images, a few placements at a time."""
+    corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
+    size = rows_within(network, images, budget, len(images))
+    least, worst = None, None
+    for start in range(0, len(corners), size):
+        margins = dense_margins(network, images, labels, threat, corners[start : start + size], epsilon)
+        values, position = margins.min(dim=1)
+        if least is None or worst is None:
+            least, worst = values, position + start
+        else:
+            lower = values < least
+            least, worst = least.where(~lower, values), worst.where(~lower, position + start)
+    assert worst is not None
+    return worst
