@@ -158,17 +158,23 @@ def test_a_run_knows_its_data_and_threat_and_keeps_its_evidence(capsys, run_fold
     assert run_folder.evidence_meta(name)["threat"] == pc.Patch(3).to_dict()
 
 
-def test_different_questions_to_a_run_are_kept_apart(run_folder):
-    for arguments in (
+def test_different_questions_to_a_run_are_kept_apart(run_folder, tmp_path):
+    for name, drawing in (("angle", "#.\n##"), ("corner", "##\n#.")):
+        (tmp_path / name).write_text(drawing)
+    questions = [
         [],
         ["--patch", "2"],
         ["--placements", "corners"],
         ["--dtype", "float64"],
         ["--split", "train"],
-    ):
-        assert certify(run_folder.path, "--limit", 2, *arguments) == 0
-        assert certify(run_folder.path, "--limit", 2, *arguments) == 0
-    assert len(run_folder.evidence_names()) == 5
+        ["--shape", str(tmp_path / "angle")],
+        ["--shape", str(tmp_path / "corner")],
+        ["--placements", "0,0;0,1;0,2;0,3"],
+        ["--placements", "0,0;0,1;0,2;0,4"],
+    ]
+    for question in questions * 2:
+        assert certify(run_folder.path, "--limit", 2, *question) == 0
+    assert len(run_folder.evidence_names()) == len(questions)
 
 
 def test_an_unfinished_run_is_refused(capsys, run_folder):

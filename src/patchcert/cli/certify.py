@@ -1,5 +1,6 @@
 """`patchcert certify`: proofs for the images of a data set."""
 
+import hashlib
 import json
 import platform
 import re
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from patchcert.certify import Certificates
+    from patchcert.threats import Patch, SparsePixels
 
 
 def certify(
@@ -81,7 +83,8 @@ def certify(
         "seconds": round(time.perf_counter() - started, 3),
         **_machine(place),
     }
-    out = out or _run_evidence(opened, _evidence_name(str(threat), split, limit, dtype))
+    other_data = "" if dataset.name == opened.data else dataset.name
+    out = out or _run_evidence(opened, _evidence_name(threat, other_data, split, limit, dtype))
     if out is not None:
         write_evidence(out, certificates, meta)
     print_json({**summarise(certificates), **meta, "evidence": None if out is None else str(out)})
@@ -135,17 +138,26 @@ def _run_evidence(target: Target, name: str) -> Path | None:
     return None if target.run is None else target.run.path / "evidence" / f"{name}.npz"
 
 
-def _evidence_name(threat: str, split: str, limit: int | None, dtype: str) -> str:
-    """The same certificate asked for twice has the same name, so that the later replaces the earlier."""
-    words = re.sub(r"[^a-z0-9]+", "-", threat.lower()).strip("-")
+def _evidence_name(
+    threat: "Patch | SparsePixels", data: str, split: str, limit: int | None, dtype: str
+) -> str:
+    """The same question has the same name, so that a later answer replaces the earlier; others do not."""
+    words = str(threat)
     parts = [
         "certify",
         words,
+        _digest(threat) if re.search("stamp|listed|mapped", words) else "",
+        data,
         "" if split == "test" else split,
         "" if limit is None else f"first-{limit}",
         "" if dtype == "float32" else dtype,
     ]
-    return "-".join(part for part in parts if part)
+    return "-".join(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts if part)
+
+
+def _digest(threat: "Patch | SparsePixels") -> str:
+    """Tells apart threats that are too long to spell out."""
+    return hashlib.sha256(json.dumps(threat.to_dict()).encode()).hexdigest()[:8]
 
 
 def _machine(device: "torch.device") -> dict[str, Any]:
