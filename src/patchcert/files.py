@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,16 +13,15 @@ from typing import IO
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """A binary file that takes its name only when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with unfinished.open("xb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(unfinished, 0o666 & ~_umask())
         os.replace(unfinished, path)
     except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise
 
 
@@ -30,9 +29,3 @@ def sha256(path: Path) -> str:
     """The SHA-256 sum of a file's bytes, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
