@@ -20,9 +20,14 @@ def test_a_file_appears_whole(tmp_path):
 def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path, error):
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(error), atomic_write(path) as stream:
-        stream.write(b"new")
-        raise error
+
+    def interrupted_write():
+        with atomic_write(path) as stream:
+            stream.write(b"new")
+            raise error
+
+    with pytest.raises(error):
+        interrupted_write()
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
