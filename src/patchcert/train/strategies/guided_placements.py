@@ -35,7 +35,8 @@ class GuidedPlacements:
     ) -> WorstCase:
         """The least margin per class over the placements drawn, and the squared error of guesses there."""
         corners = self.patch.corners(batch.images)
-        guesses = self.helper(batch.images)[:, :, corners[:, 0], corners[:, 1]]
+        places = corners[:, 0] * batch.images.shape[3] + corners[:, 1]
+        guesses = self.helper(batch.images).flatten(2).index_select(2, places)
         chosen = self.draw(guesses.detach(), generator)[batch.rows]
         margins = self.patch.margins(network, batch.own_images, batch.own_labels, chosen, epsilon)
         guessed = guesses[batch.rows].gather(2, chosen.unsqueeze(1).expand(-1, guesses.shape[1], -1))

@@ -72,7 +72,8 @@ class PooledPlacements:
             start = position + 1
         boxes = grid[0] * grid[1]
         last = network.steps[start - 1].name
-        margins = network.margins(box, labels.repeat_interleave(boxes), after=last)
+        repeated = labels.unsqueeze(1).expand(-1, boxes).flatten()
+        margins = network.margins(box, repeated, after=last)
         return margins.unflatten(0, (len(images), boxes)).amin(dim=1)
 
     def _grid(self, images: Tensor) -> Placements:

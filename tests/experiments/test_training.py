@@ -1,0 +1,158 @@
+"""A specification becomes a finished run: weights, metrics, environment, and no look at test images."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from patchcert.data import load_dataset
+from patchcert.errors import RunError, SpecError
+from patchcert.experiments.build import build_strategy, choose_data, describe_model
+from patchcert.experiments.observer import Interrupted, StopRequest
+from patchcert.experiments.read import read_spec
+from patchcert.experiments.runs import Run
+from patchcert.experiments.spec import DataChoice
+from patchcert.experiments.training import Workplace, summarise, train_run
+from patchcert.train.strategies import GuidedPlacements
+
+CPU = Workplace(torch.device("cpu"))
+TINY = (
+    "data.name=mnist-mini",
+    "data.limit=48",
+    "model.hidden=8",
+    "threat.stamp=20x20",
+    "optimiser.batch_size=16",
+    "schedule.epochs=4",
+    "schedule.epsilon.natural_epochs=1",
+    "schedule.epsilon.ramp_epochs=2",
+    "run.check_every=2",
+    "run.check_images=5",
+)
+
+
+def tiny(*changes):
+    return read_spec("paper-mnist", [*TINY, *changes])
+
+
+class Stopper:
+    """Asks to stop after so many batches, as Ctrl-C would."""
+
+    def __init__(self, after, monkeypatch):
+        self.left, self.request = after, StopRequest()
+        monkeypatch.setattr("patchcert.experiments.observer.StopRequest", lambda: self.request)
+
+    def on_batch(self, position, batches):
+        self.left -= 1
+        self.request.is_made = self.left <= 0
+
+    def on_epoch(self, row):
+        pass
+
+
+def weights(run):
+    return {name: value for name, value in run.model().state_dict().items()}
+
+
+def test_a_run_leaves_everything_the_next_commands_need(tmp_path):
+    run = train_run(tiny(), tmp_path / "run", CPU)
+    assert Run.open(tmp_path / "run").spec == tiny()
+    rows = run.metrics()
+    assert [row["epoch"] for row in rows] == [0, 1, 2, 3]
+    assert ["certified_accuracy" in row for row in rows] == [False, True, False, True]
+    assert rows[3]["checked_on"] == "train"
+    facts = run.environment()
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["data"]["checksums"] == load_dataset("mnist-mini").checksums
+    assert len(facts["sessions"]) == 1
+    assert run.model()(torch.rand(2, 1, 28, 28)).shape == (2, 10)
+    summary = summarise(run)
+    assert summary["epochs"] == 4
+    assert summary["fingerprint"] == tiny().fingerprint()
+    assert train_run(tiny(), tmp_path / "run", CPU, resume=True).metrics() == rows
+
+
+@pytest.mark.parametrize("after", [1, 4, 6])
+def test_an_interrupted_run_saves_and_goes_on_to_the_same_weights(after, tmp_path, monkeypatch):
+    spec = tiny("strategy.kind=random", "strategy.placements=3", "data.flip=true", "data.crop_padding=2")
+    straight = train_run(spec, tmp_path / "straight", CPU)
+    with pytest.raises(Interrupted, match=r"go on with: patchcert train .*broken --resume"):
+        train_run(spec, tmp_path / "broken", CPU, listener=Stopper(after, monkeypatch))
+    monkeypatch.undo()
+    with pytest.raises(RunError, match="holds this run, unfinished"):
+        train_run(spec, tmp_path / "broken", CPU)
+    resumed = train_run(spec, tmp_path / "broken", CPU, resume=True)
+    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(straight).items())
+    ignored = {"seconds"}
+    plain = [{k: v for k, v in row.items() if k not in ignored} for row in straight.metrics()]
+    assert [{k: v for k, v in row.items() if k not in ignored} for row in resumed.metrics()] == plain
+    assert len(resumed.environment()["sessions"]) == 2
+
+
+def test_the_best_epoch_is_chosen_on_held_out_images_only(tmp_path):
+    spec = tiny("select=best-validation", "data.validation=40", "schedule.epochs=6", "data.limit=200")
+    run = train_run(spec, tmp_path / "run", CPU)
+    full = [row for row in run.metrics() if row["epoch"] >= 3]
+    assert all(row["checked_on"] == "validation" and row["checked_images"] == 40 for row in full)
+    best = max(full, key=lambda row: row["certified_accuracy"])
+    _, held_out = choose_data(load_dataset("mnist-mini"), spec.data)
+    correct = (run.model()(held_out.floats()).argmax(1) == held_out.labels).double().mean()
+    assert float(correct) == pytest.approx(best["clean_accuracy"])
+
+
+def test_the_seed_decides_the_weights_and_the_run_settings_do_not(tmp_path):
+    same = [
+        train_run(tiny(c), tmp_path / c, CPU) for c in ("run.check_every=0", "run.checkpoint_seconds=0.0")
+    ]
+    other = train_run(tiny("seed=1"), tmp_path / "other", CPU)
+    assert all(torch.equal(value, weights(same[1])[name]) for name, value in weights(same[0]).items())
+    assert not all(torch.equal(value, weights(other)[name]) for name, value in weights(same[0]).items())
+
+
+def test_other_data_files_are_refused_on_resume(tmp_path):
+    run = train_run(tiny("schedule.epochs=1"), tmp_path, CPU)
+    facts = run.environment()
+    run.weights.unlink()
+    run.write_environment(facts | {"data": {"name": "mnist-mini", "checksums": {"a": "b"}}})
+    with pytest.raises(RunError, match="was begun with other files of mnist-mini"):
+        train_run(tiny("schedule.epochs=1"), tmp_path, CPU, resume=True)
+
+
+def test_training_never_sees_test_or_held_out_images():
+    dataset = load_dataset("mnist-mini")
+    train_images, held_out = choose_data(dataset, DataChoice(validation=100))
+    assert held_out is not None
+    assert len(train_images) == len(dataset.train) - 100
+    assert torch.equal(held_out.images, dataset.train.images[-100:])
+    assert choose_data(dataset, DataChoice(limit=7))[1] is None
+    assert len(choose_data(dataset, DataChoice(limit=7))[0]) == 7
+
+
+def test_the_helper_network_follows_the_images_unless_told_otherwise():
+    dataset = load_dataset("mnist-mini")
+    for change, wanted in ((), 39_040), (("strategy.width=3",), None):
+        spec = tiny("strategy.kind=guided", *change)
+        strategy = build_strategy(spec, describe_model(spec.model, dataset))
+        assert isinstance(strategy, GuidedPlacements)
+        count = sum(parameter.numel() for parameter in strategy.helper.parameters())
+        assert count == wanted if wanted else count < 39_040
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("strategy.kind=natural",),
+        ("strategy.kind=guided", "strategy.width=2"),
+        ("strategy.kind=pooled", "strategy.blocks=[4]", "model.name=cnn2", "data.limit=8"),
+        ("threat.kind=sparse", "threat.pixels=2", "strategy.kind=sparse", "strategy.bound=per-pixel"),
+    ],
+    ids=lambda changes: changes[0],
+)
+def test_every_strategy_can_be_asked_for_by_name(changes, tmp_path):
+    run = train_run(tiny(*changes), tmp_path / "run", CPU)
+    assert run.is_finished
+    assert "certified_accuracy" in run.metrics()[-1]
+
+
+def test_a_threat_that_does_not_fit_the_strategy_is_refused():
+    with pytest.raises(SpecError, match="the strategy 'sparse' cannot train against"):
+        replace(tiny(), strategy=read_spec("paper-mnist-sparse").strategy)

@@ -1,0 +1,82 @@
+"""On a GPU, a recorded step does what the plain one does, for every strategy."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Generator, nn
+
+from patchcert.data import Split
+from patchcert.threats import Patch, SparsePixels
+from patchcert.train.capture import CapturedStep
+from patchcert.train.loop import EpochSummary, Plan, Position, train
+from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
+from patchcert.train.step import StepSettings, Trainee
+from patchcert.train.strategies import (
+    AllPlacements,
+    GuidedPlacements,
+    Natural,
+    PooledPlacements,
+    RandomPlacements,
+    SparseChanges,
+)
+from patchcert.train.unet import build_unet
+
+SIDE, CLASSES = 16, 5
+STRATEGIES = {
+    "natural": lambda: Natural(),
+    "all": lambda: AllPlacements(Patch((2, 3))),
+    "random": lambda: RandomPlacements(Patch(3), 4),
+    "guided": lambda: GuidedPlacements(Patch(3), build_unet(3, CLASSES, 4, Generator().manual_seed(1))),
+    "pooled": lambda: PooledPlacements(Patch(3), (2, 2)),
+    "sparse": lambda: SparseChanges(SparsePixels(2)),
+}
+
+
+@dataclass
+class Recorder:
+    summaries: list[EpochSummary] = field(default_factory=list)
+
+    def after_batch(self, position: Position) -> None:
+        pass
+
+    def after_epoch(self, summary: EpochSummary) -> None:
+        self.summaries.append(summary)
+
+
+def trained(kind, cuda_graph):
+    device = torch.device("cuda")
+    generator = Generator().manual_seed(0)
+    images = torch.randint(256, (100, 3, SIDE, SIDE), generator=generator, dtype=torch.uint8)
+    data = Split(images, torch.randint(CLASSES, (100,), generator=generator)).to(device)
+    settings = StepSettings(batch_size=16, flip=True, crop_padding=2)
+    schedule = Schedule(5, EpsilonSchedule(1, 2), LearningRateSchedule(1e-3))
+    plan = Plan(STRATEGIES[kind](), data, schedule, settings, seed=1, cuda_graph=cuda_graph)
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3, 1, 1), nn.ReLU(), nn.Conv2d(4, 8, 4, 2, 1), nn.ReLU(), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(8 * SIDE * SIDE // 4, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+    if plan.strategy.helper is not None:
+        plan.strategy.helper.to(device).train()
+    trainee = Trainee(model.eval().to(device), plan.strategy.helper, settings)
+    recorder = Recorder()
+    train(trainee, plan, recorder)
+    return [each.detach().clone() for each in trainee.model.parameters()], recorder.summaries
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_recorded_run_equals_a_plain_one(kind):
+    plain, plain_rows = trained(kind, "off")
+    recorded, recorded_rows = trained(kind, "on")
+    for mine, theirs in zip(recorded, plain, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-4)
+    for mine, theirs in zip(recorded_rows, plain_rows, strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-3)
+
+
+def test_shorter_batches_are_carried_out_plainly():
+    seen = []
+    captured = CapturedStep(seen.append, 4, Generator(), may_fall_back=True)
+    captured(torch.arange(3))
+    assert [index.tolist() for index in seen] == [[0, 1, 2]]

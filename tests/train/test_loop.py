@@ -1,0 +1,261 @@
+"""The loop follows its schedule, learns, and goes on from any batch exactly as if it had never stopped."""
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Generator, nn
+
+from patchcert.bounds import trace
+from patchcert.data import Split
+from patchcert.errors import InvalidInput, RunError
+from patchcert.threats import Patch, SparsePixels
+from patchcert.train.checkpoint import load_state, save_state
+from patchcert.train.loop import EpochSummary, Plan, Position, derived_seed, train
+from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
+from patchcert.train.step import StepSettings, Trainee, TrainingStep
+from patchcert.train.strategies import (
+    AllPlacements,
+    GuidedPlacements,
+    Natural,
+    PooledPlacements,
+    RandomPlacements,
+    SparseChanges,
+)
+from patchcert.train.strategy import Batch
+from patchcert.train.unet import build_unet
+
+SIDE, CLASSES = 8, 3
+SCHEDULE = Schedule(4, EpsilonSchedule(1, 2), LearningRateSchedule(0.01, decay_every=1))
+SETTINGS = StepSettings(batch_size=8, flip=True, crop_padding=1)
+
+
+def make_data(count=21):
+    generator = Generator().manual_seed(5)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    images = torch.randint(120, (count, 1, SIDE, SIDE), generator=generator, dtype=torch.uint8)
+    for image, label in zip(images, labels, strict=True):
+        image[:, :, int(label) * 2 : int(label) * 2 + 2] += 130
+    return Split(images, labels)
+
+
+STRATEGIES = {
+    "natural": lambda: Natural(),
+    "all": lambda: AllPlacements(Patch((2, 3))),
+    "random": lambda: RandomPlacements(Patch(2), 3),
+    "guided": lambda: GuidedPlacements(Patch(2), build_unet(1, CLASSES, 2, Generator().manual_seed(1))),
+    "pooled": lambda: PooledPlacements(Patch(2), (2,)),
+    "sparse": lambda: SparseChanges(SparsePixels(2)),
+}
+
+
+def make_plan(kind="all", schedule=SCHEDULE, settings=SETTINGS, cuda_graph="auto"):
+    return Plan(STRATEGIES[kind](), make_data(), schedule, settings, seed=3, cuda_graph=cuda_graph)
+
+
+def make_trainee(plan):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = nn.Flatten(), nn.Linear(SIDE * SIDE, 6), nn.ReLU(), nn.Linear(6, CLASSES)
+        return Trainee(nn.Sequential(*layers).eval(), plan.strategy.helper, plan.settings)
+
+
+@dataclass
+class Recorder:
+    """Remembers everything, and saves the state at one position."""
+
+    trainee: Trainee
+    save_at: Position | None = None
+    path: object = None
+    positions: list[Position] = field(default_factory=list)
+    summaries: list[EpochSummary] = field(default_factory=list)
+    epsilons: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    def after_batch(self, position):
+        self.positions.append(position)
+        self.epsilons.append(float(self.trainee.epsilon))
+        self.rates.append(float(self.trainee.learning_rate))
+        here = self.save_at is not None and (position.epoch, position.batch) == (
+            self.save_at.epoch,
+            self.save_at.batch,
+        )
+        if here:
+            save_state(self.path, self.trainee, position, {"a": 1}, {"b": torch.ones(2)})
+
+    def after_epoch(self, summary):
+        self.summaries.append(summary)
+
+
+def weights(trainee):
+    return {name: value.clone() for name, value in trainee.model.state_dict().items()}
+
+
+def test_every_batch_has_the_epsilon_and_rate_of_the_schedule():
+    plan = make_plan()
+    recorder = Recorder(make_trainee(plan))
+    train(recorder.trainee, plan, recorder)
+    assert plan.batches == 3
+    wanted = [SCHEDULE.epsilon.for_batch(t, b, 3) for t in range(4) for b in range(3)]
+    assert recorder.epsilons == pytest.approx(wanted)
+    assert recorder.rates == pytest.approx([SCHEDULE.rate(t) for t in range(4) for _ in range(3)])
+    ends = [(p.epoch, p.batch) for p in recorder.positions]
+    assert ends == [(t + (b == 2), (b + 1) % 3) for t in range(4) for b in range(3)]
+    assert [s.epsilon for s in recorder.summaries] == [0.0, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_training_goes_on_bit_for_bit_from_any_batch(kind, tmp_path):
+    plan = make_plan(kind)
+    straight = Recorder(make_trainee(plan))
+    train(straight.trainee, plan, straight)
+    for stop in (Position(0, 2), Position(1, 0), Position(2, 1)):
+        path = tmp_path / f"{stop.epoch}-{stop.batch}.safetensors"
+        plan = make_plan(kind)
+        first = Recorder(make_trainee(plan), save_at=stop, path=path)
+        train(first.trainee, plan, first)
+        plan = make_plan(kind)
+        second = Recorder(make_trainee(plan))
+        position, notes, kept = load_state(path, second.trainee)
+        assert (position.epoch, position.batch, notes) == (stop.epoch, stop.batch, {"a": 1})
+        assert torch.equal(kept["b"], torch.ones(2))
+        train(second.trainee, plan, second, position)
+        for name, value in weights(straight.trainee).items():
+            assert torch.equal(value, second.trainee.model.state_dict()[name]), (kind, stop, name)
+        if straight.trainee.helper is not None:
+            pairs = zip(straight.trainee.helper.parameters(), second.trainee.helper.parameters(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+        assert [s.loss for s in second.summaries] == [s.loss for s in straight.summaries[stop.epoch :]]
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_every_strategy_lowers_its_loss(kind):
+    schedule = Schedule(30, EpsilonSchedule(0, 0), LearningRateSchedule(0.01))
+    plan = make_plan(kind, schedule, StepSettings(batch_size=8))
+    recorder = Recorder(make_trainee(plan))
+    train(recorder.trainee, plan, recorder)
+    assert recorder.summaries[-1].loss < 0.8 * recorder.summaries[0].loss
+    assert recorder.summaries[-1].robust_accuracy > 0.5
+
+
+def test_the_seed_alone_decides_the_weights():
+    runs = []
+    for _ in range(2):
+        plan = make_plan("random")
+        trainee = make_trainee(plan)
+        train(trainee, plan, Recorder(trainee))
+        runs.append(weights(trainee))
+        torch.rand(7)
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_every_image_is_seen_once_in_every_epoch():
+    plan = make_plan()
+    assert sorted(plan.order(0).tolist()) == list(range(21))
+    assert plan.order(0).tolist() != plan.order(1).tolist()
+    assert plan.order(1).tolist() == make_plan().order(1).tolist()
+
+
+def test_a_step_is_a_step_of_adam_on_the_mean_loss():
+    settings = StepSettings(batch_size=21)
+    plan = make_plan("natural", Schedule(1), settings)
+    trainee = make_trainee(plan)
+    before = make_trainee(plan).model
+    trainee.learning_rate.fill_(0.05)
+    TrainingStep(trainee, plan.strategy, plan.data, settings, plan.world)(torch.arange(21))
+    optimiser = torch.optim.Adam(before.parameters(), lr=0.05)
+    F.cross_entropy(before(plan.data.floats()), plan.data.labels).backward()
+    optimiser.step()
+    for mine, theirs in zip(trainee.model.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    loss, robust, images = trainee.sums.tolist()
+    assert images == 21
+    assert 0 <= robust <= 21
+    assert loss / 21 == pytest.approx(math.log(CLASSES), abs=0.5)
+
+
+def test_the_natural_part_of_the_loss_is_weighted():
+    losses = {}
+    for weight in (0.0, 0.25, 1.0):
+        settings = StepSettings(batch_size=21, natural_weight=weight)
+        plan = make_plan("all", Schedule(1), settings)
+        trainee = make_trainee(plan)
+        trainee.epsilon.fill_(1.0)
+        TrainingStep(trainee, plan.strategy, plan.data, settings, plan.world)(torch.arange(21))
+        losses[weight] = trainee.sums[0].item()
+    assert losses[0.25] == pytest.approx(0.75 * losses[0.0] + 0.25 * losses[1.0], rel=1e-5)
+    assert losses[1.0] < losses[0.0]
+
+
+def test_clipping_bounds_the_gradient():
+    moves = []
+    for clip in (None, 1e-12):
+        settings = StepSettings(batch_size=21, clip_norm=clip)
+        plan = make_plan("natural", Schedule(1), settings)
+        trainee = make_trainee(plan)
+        before = weights(trainee)
+        trainee.learning_rate.fill_(0.05)
+        TrainingStep(trainee, plan.strategy, plan.data, settings, plan.world)(torch.arange(21))
+        moves.append(sum((value - before[name]).abs().sum() for name, value in weights(trainee).items()))
+    assert moves[1] < 0.1 * moves[0]
+
+
+def test_a_loss_that_is_no_number_ends_the_training():
+    plan = make_plan("natural")
+    trainee = make_trainee(plan)
+    with torch.no_grad():
+        trainee.model[1].weight[0, 0] = float("nan")
+    with pytest.raises(RunError, match="the loss became nan in epoch 0") as caught:
+        train(trainee, plan, Recorder(trainee))
+    assert "learning_rate" in caught.value.hint
+
+
+def test_a_graph_is_refused_where_there_is_no_gpu():
+    plan = make_plan("all", cuda_graph="on")
+    trainee = make_trainee(plan)
+    with pytest.raises(InvalidInput, match="cuda_graph is 'on', but the training runs on cpu"):
+        train(trainee, plan, Recorder(trainee))
+
+
+def test_augmentation_is_drawn_for_the_whole_batch_and_differs_between_images():
+    plan = make_plan("natural")
+    trainee = make_trainee(plan)
+    step = TrainingStep(trainee, plan.strategy, plan.data, SETTINGS, plan.world)
+    trainee.generator.manual_seed(1)
+    same = step._gather(torch.zeros(16, dtype=torch.long)).images
+    assert len({image.numpy().tobytes() for image in same}) > 4
+    trainee.generator.manual_seed(1)
+    assert torch.equal(step._gather(torch.zeros(16, dtype=torch.long)).images, same)
+
+
+def test_seeds_for_different_purposes_differ():
+    seeds = {derived_seed(1, "order", 0), derived_seed(1, "order", 1), derived_seed(1, "draws", 0)}
+    assert len(seeds | {derived_seed(2, "order", 0)}) == 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_state_that_does_not_fit_is_refused(tmp_path):
+    path = tmp_path / "state.safetensors"
+    plan = make_plan("natural")
+    save_state(path, make_trainee(plan), Position(1), {}, {})
+    guided = make_trainee(make_plan("guided"))
+    with pytest.raises(RunError, match=r"does not fit the model of its specification: helper\."):
+        load_state(path, guided)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(RunError, match="is no readable training state"):
+        load_state(path, make_trainee(plan))
+
+
+def test_margins_of_the_traced_network_follow_the_weights():
+    """The traced network reads the model's weights at every call, so a step changes what it returns."""
+    plan = make_plan("natural")
+    trainee = make_trainee(plan)
+    batch = Batch(plan.data.floats(), plan.data.labels)
+    before = trainee.network.values(batch.images)[-1]
+    trainee.learning_rate.fill_(0.1)
+    TrainingStep(trainee, plan.strategy, plan.data, SETTINGS, plan.world)(torch.arange(8))
+    after = trainee.network.values(batch.images)[-1]
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, trace(trainee.model).values(batch.images)[-1])
