@@ -1,4 +1,4 @@
-"""A process that has imported everything and forks a copy for each command line it reads: starts in milliseconds.
+"""A process that has imported everything and forks a copy of itself for each command line, in milliseconds.
 
 Reads one JSON object per line: {"arguments": [...], "environment": {...}, "output": path, "errors": path} or
 {"wait": pid}; answers with the process id or the exit code (minus the signal where one ended the process).
@@ -33,21 +33,26 @@ def execute(code):
     return 0
 
 
+def say(answer):
+    sys.stdout.write(f"{answer}\n")
+    sys.stdout.flush()
+
+
 def main():
     torch.set_num_threads(1)
     torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
-    print("ready", flush=True)
+    say("ready")
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
             status = os.waitpid(order["wait"], 0)[1]
-            print(os.waitstatus_to_exitcode(status), flush=True)
+            say(os.waitstatus_to_exitcode(status))
             continue
         pid = os.fork()
         if pid == 0:
             sys.stdin.close()
             child(order)
-        print(pid, flush=True)
+        say(pid)
 
 
 if __name__ == "__main__":

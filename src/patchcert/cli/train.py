@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchcert.cli.output import print_json, say
-from patchcert.errors import InvalidInput
+from patchcert.cli.parsing import parse_device
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="Run folder; by default runs/NAME-FINGERPRINT.", file_okay=False)
     ] = None,
-    device: Annotated[str, typer.Option(help="Torch device, e.g. `cuda` or `cuda:1`.")] = "cpu",
+    device: Annotated[str, typer.Option(help="`cpu`, `cuda`, `cuda:1` or `auto`.")] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")] = False,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder of the data; else $PATCHCERT_DATA, else the cache.")
@@ -43,12 +43,15 @@ def train(
     import torch
 
     from patchcert.experiments.observer import Interrupted
+    from patchcert.train.distributed import local_device
 
     wanted, folder = _request(spec, changes or [], scale, out)
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        summary = _carry_out(wanted, folder, _device(device), data_dir, resume, tensorboard)
+        summary = _carry_out(
+            wanted, folder, local_device(parse_device(device)), data_dir, resume, tensorboard
+        )
     except Interrupted as interruption:
         say(str(interruption))
         raise typer.Exit(INTERRUPTED) from interruption
@@ -87,19 +90,3 @@ def _request(source: str, changes: list[str], scale: float, out: Path | None) ->
     spec = spec if scale == 1.0 else spec.scaled(scale)
     default = path if is_run else Path("runs") / f"{path.stem}-{spec.fingerprint()[:8]}"
     return spec, out or default
-
-
-def _device(name: str) -> "torch.device":
-    import torch
-
-    from patchcert.train.distributed import local_device
-
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidInput(f"--device {name} is no torch device", hint="use cpu, cuda or cuda:0") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput(
-            f"--device {name}: this machine has no usable CUDA device", hint="use --device cpu"
-        )
-    return local_device(device)

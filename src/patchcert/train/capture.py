@@ -36,11 +36,12 @@ class CapturedStep:
             self.step(index)
             return
         self.index.copy_(index)
-        if self.warm_up_steps:
-            self._warm_up()
-            return
-        if self.graph is None:
-            self._record()
+        with torch.cuda.device(self.index.device):
+            if self.warm_up_steps:
+                self._warm_up()
+                return
+            if self.graph is None:
+                self._record()
         if self.graph is not None:
             self.graph.replay()
         else:

@@ -75,6 +75,8 @@ def joined_world(device: torch.device) -> Iterator[World]:
         yield world
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     with lost_processes_named():
         dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
     try:

@@ -1,0 +1,124 @@
+"""`patchcert train`: JSON on stdout, talk on stderr, and one clear message for every mistake."""
+
+import json
+import sys
+
+import pytest
+
+from patchcert.cli.app import run
+from patchcert.cli.training_view import Figures, Several, TensorBoard, training_view
+from patchcert.errors import InvalidInput
+from patchcert.experiments.runs import Run
+from patchcert.train.loop import Position
+
+TINY = (
+    "data.name=mnist-mini",
+    "data.limit=32",
+    "model.hidden=4",
+    "threat.stamp=20x20",
+    "optimiser.batch_size=16",
+    "run.check_images=3",
+)
+
+
+def train(*arguments, changes=TINY):
+    settings = [part for change in changes for part in ("--set", change)]
+    return run(["train", *map(str, arguments), *settings, "--device", "cpu"])
+
+
+def test_a_preset_trains_into_a_folder_named_after_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train("paper-mnist", "--scale", 0.03, "--threads", 1) == 0
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out)
+    assert summary["epochs"] == 3
+    assert summary["run"].startswith("runs/paper-mnist-")
+    assert "epoch 3/3  eps 1.00  loss" in captured.err
+    assert Run.open(summary["run"]).spec.schedule.epochs == 3
+    assert run(["train", summary["run"], "--resume", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out) == summary
+
+
+def test_a_file_is_read_where_there_is_one(capsys, tmp_path):
+    spec = tmp_path / "mine.toml"
+    spec.write_text(
+        "[data]\nname = 'mnist-mini'\n[model]\nname = 'mlp'\n[threat]\nstamp = 20\n"
+        "[strategy]\nkind = 'all'\n[schedule]\nepochs = 1\n"
+    )
+    assert train(spec, "--out", tmp_path / "run") == 0
+    assert json.loads(capsys.readouterr().out)["epochs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "message", "hint"),
+    [
+        (["paper-mnits"], TINY, "paper-mnits is neither a file nor a preset", "did you mean paper-mnist"),
+        (
+            ["paper-mnist"],
+            ("model.nam=x",),
+            "--set model.nam=x: model.nam is not a known key",
+            "did you mean name?",
+        ),
+        (["paper-mnist"], (*TINY, "model.name=resnet"), "no architecture named 'resnet'", "architecture"),
+        (["paper-mnist"], ("data.name=nist",), "nist", ""),
+        (["paper-mnist", "--scale", "0"], TINY, "the scale is 0.0; expected a number above 0", "0.1"),
+    ],
+)
+def test_mistakes_give_one_message_a_hint_and_exit_code_2(
+    arguments, changes, message, hint, capsys, tmp_path
+):
+    assert train(*arguments, "--out", tmp_path / "run", changes=changes) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert hint in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_an_unfinished_folder_asks_for_resume(capsys, tmp_path):
+    assert train("paper-mnist", "--scale", 0.01, "--out", tmp_path / "run") == 0
+    (tmp_path / "run" / "weights.safetensors").unlink()
+    capsys.readouterr()
+    assert train("paper-mnist", "--scale", 0.01, "--out", tmp_path / "run") == 2
+    assert "hint: add --resume" in capsys.readouterr().err
+    assert train("paper-mnist", "--scale", 0.01, "--out", tmp_path / "run", "--resume") == 0
+
+
+def test_tensorboard_is_asked_for_only_where_wanted(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert train("paper-mnist", "--tensorboard", "--out", tmp_path / "run") == 2
+    assert "pip install 'patchcert[tensorboard]'" in capsys.readouterr().err
+
+
+def test_tensorboard_gets_every_number():
+    points = []
+
+    class Writer:
+        def add_scalar(self, tag, scalar_value, global_step):
+            points.append((tag, scalar_value, global_step))
+
+    several = Several([TensorBoard(Writer())])
+    several.on_batch(Position(0, 1), 5)
+    several.on_epoch({"epoch": 3, "loss": 0.5, "checked_on": "train"})
+    assert points == [("loss", 0.5, 3)]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with training_view(2) as view:
+        view.on_epoch({"epoch": 0, "loss": 0.25, "epsilon": 0.5, "clean_accuracy": 0.9})
+        view.on_batch(Position(1, 0), 3)
+    assert "epoch 2/2  eps 0.50  loss 0.250  clean 90.0%" in capsys.readouterr().err
+
+
+def test_figures_keep_the_last_check():
+    figures = Figures()
+    figures.update({"epsilon": 0.1, "loss": 1.0, "certified_accuracy": 0.5})
+    figures.update({"epsilon": 0.2, "loss": 0.9})
+    assert figures.text() == "  eps 0.20  loss 0.900  certified 50.0%"
+
+
+def test_an_unusable_device_is_named(capsys):
+    assert run(["train", "paper-mnist", "--device", "cud"]) == 2
+    assert "'cud'" in capsys.readouterr().err
+    assert issubclass(InvalidInput, ValueError)
