@@ -78,6 +78,7 @@ def test_an_interrupted_run_saves_and_goes_on_to_the_same_weights(after, tmp_pat
     with pytest.raises(Interrupted, match=r"go on with: patchcert train .*broken --resume"):
         train_run(spec, tmp_path / "broken", CPU, listener=Stopper(after, monkeypatch))
     monkeypatch.undo()
+    Run.open(tmp_path / "broken").append_metrics({"epoch": after // 3, "loss": "of an epoch after the state"})
     with pytest.raises(RunError, match="holds this run, unfinished"):
         train_run(spec, tmp_path / "broken", CPU)
     resumed = train_run(spec, tmp_path / "broken", CPU, resume=True)
@@ -97,6 +98,19 @@ def test_the_best_epoch_is_chosen_on_held_out_images_only(tmp_path):
     _, held_out = choose_data(load_dataset("mnist-mini"), spec.data)
     correct = (run.model()(held_out.floats()).argmax(1) == held_out.labels).double().mean()
     assert float(correct) == pytest.approx(best["clean_accuracy"])
+
+
+def test_the_best_weights_survive_an_interruption(tmp_path, monkeypatch):
+    spec = tiny("select=best-validation", "data.validation=40", "schedule.epochs=7")
+    straight = train_run(spec, tmp_path / "straight", CPU)
+    scores = {row["epoch"]: row.get("certified_accuracy") for row in straight.metrics()}
+    best = max((3, 4, 5, 6), key=lambda epoch: scores[epoch])
+    assert best < 6, "choose another seed: the last epoch must not be the best"
+    with pytest.raises(Interrupted):
+        train_run(spec, tmp_path / "broken", CPU, listener=Stopper(3 * (best + 1) + 1, monkeypatch))
+    monkeypatch.undo()
+    resumed = train_run(spec, tmp_path / "broken", CPU, resume=True)
+    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(straight).items())
 
 
 def test_the_seed_decides_the_weights_and_the_run_settings_do_not(tmp_path):

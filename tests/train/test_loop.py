@@ -158,6 +158,18 @@ def test_every_image_is_seen_once_in_every_epoch():
     assert plan.order(1).tolist() == make_plan().order(1).tolist()
 
 
+def test_random_draws_differ_between_epochs_and_not_between_runs():
+    plan = make_plan("random")
+    states = []
+    for _ in range(2):
+        trainee = make_trainee(plan)
+        recorder = Recorder(trainee)
+        recorder.after_batch = lambda position: states.append(trainee.generator.get_state().numpy().tobytes())
+        train(trainee, plan, recorder)
+    assert states[:12] == states[12:]
+    assert len({state for number, state in enumerate(states[:12]) if number % 3 == 0}) == 4
+
+
 def test_a_step_is_a_step_of_adam_on_the_mean_loss():
     settings = StepSettings(batch_size=21)
     plan = make_plan("natural", Schedule(1), settings)

@@ -117,9 +117,10 @@ class RunObserver:
             self.listener.on_epoch(row)
 
     def save(self, position: Position) -> None:
-        """Write the state from which the run can go on at this position."""
+        """Write the state from which the run can go on at this position, once queued steps are done."""
         if not self.writes:
             return
+        self.trainee.sums.cpu()
         began = time.monotonic()
         notes = {"best_accuracy": self.best.accuracy, "best_epoch": self.best.epoch}
         try:
