@@ -77,7 +77,7 @@ def test_the_table_sorts_and_filters(page, evaluate):
         form.elements.verdict.value = "2";
         form.dispatchEvent(new Event("input"));
         const wrong = shown();
-        form.elements.outcome.value = "1";
+        form.elements.outcome.value = "2";
         form.dispatchEvent(new Event("input"));
         const count = document.querySelector("form.filters output").textContent;
         return {before, rising, sort, falling, wrong, broken: shown(), count};

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -140,11 +141,7 @@ def test_every_image_is_in_the_data_of_the_table(run, tmp_path):
     verdicts = [data["verdicts"][number] for number in data["verdict"]]
     assert (verdicts.count("certified"), verdicts.count("wrong")) == (28, 4)
     outcomes = [data["outcomes"][number] for number in data["outcome"]]
-    assert (outcomes.count("withstood"), outcomes.count("broken"), outcomes.count("not attacked")) == (
-        14,
-        6,
-        20,
-    )
+    assert Counter(outcomes) == {"withstood": 14, "broken": 4, "wrong already": 2, "not attacked": 20}
     assert 'setAttribute("aria-sort"' in source
     assert 'name="verdict"' in source
 
@@ -200,50 +197,11 @@ def test_several_runs_stand_side_by_side(read, run):
     assert {"#run-0", "#run-1"} <= set(reader.addresses)
 
 
-def test_several_attacks_count_together(run):
-    first = run.attacks[0]
-    second = replace(first, succeeded=first.index == 24, prediction_after=first.prediction_after)
-    assert replace(run, attacks=(first, second)).empirical == Proportion(13, 20)
-
-
-def test_an_attack_within_another_threat_is_no_evidence_here(run):
-    other = replace(run.attacks[0], threat=Patch(5))
-    assert replace(run, attacks=(other,)).empirical is None
-
-
 def test_the_same_evidence_gives_the_same_page(run, tmp_path):
     first = write_page([run], tmp_path / "a.html").path.read_bytes()
     assert write_page([run], tmp_path / "b.html").path.read_bytes() == first
 
 
-def test_evidence_of_other_images_is_refused(run):
-    attack = run.attacks[0]
-    other = replace(run, attacks=(replace(attack, label=(attack.label + 1) % 10),))
-    with pytest.raises(InvalidInput, match="image 0 has label 0 in the certificates but 1 in the attack"):
-        _ = other.bracket
-
-
 def test_a_report_needs_a_run(tmp_path):
     with pytest.raises(InvalidInput, match="needs at least one run"):
         write_page([], tmp_path / "page.html")
-
-
-@pytest.mark.parametrize("keep", [slice(0), slice(3)])
-def test_columns_of_unequal_length_are_refused(run, keep):
-    rows = run.certificates[0]
-    with pytest.raises(InvalidInput, match="the columns of certificates must be equally long"):
-        replace(rows, margin=rows.margin[keep])
-
-
-def test_an_image_named_twice_is_refused(run):
-    rows = run.certificates[0]
-    with pytest.raises(InvalidInput, match="the rows of certificates name an image twice"):
-        replace(rows, index=np.zeros_like(rows.index))
-
-
-def test_evidence_without_rows_is_refused(run):
-    rows = run.certificates[0]
-    names = ("index", "label", "prediction", "certified", "margin", "top", "left")
-    nothing = {name: getattr(rows, name)[:0] for name in names}
-    with pytest.raises(InvalidInput, match="the rows of certificates are empty"):
-        replace(rows, **nothing)

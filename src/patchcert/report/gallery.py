@@ -1,5 +1,6 @@
 """Sample images as figures: certificate maps, and images that an attack broke."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from patchcert.report.pictures import data_address, heat_map
 from patchcert.report.summary import AttackedImage, Box, CertificateMap
-from patchcert.report.words import class_name
+from patchcert.report.words import class_name, margin_text
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,10 @@ def map_figures(maps: Sequence[CertificateMap], classes: Sequence[str]) -> tuple
 
 
 def colour_limit(maps: Sequence[CertificateMap]) -> float:
-    """The margin at which colours are fullest: the largest over all maps, whatever its sign."""
-    largest = max((float(np.nanmax(np.abs(sample.margins))) for sample in maps), default=0.0)
-    return largest if largest > 0 else 1.0
+    """The margin at which colours are fullest: the middle map's largest, so that no map dims all others."""
+    largest = sorted(float(np.nanmax(np.abs(sample.margins))) for sample in maps)
+    limit = largest[len(largest) // 2] if largest else 0.0
+    return limit if 0 < limit < math.inf else 1.0
 
 
 def attack_figure(sample: AttackedImage, classes: Sequence[str]) -> AttackFigure:
@@ -95,7 +97,7 @@ def _map_figure(sample: CertificateMap, limit: float, classes: Sequence[str]) ->
         verdict="certified" if sample.certified else "not certified" if right else "wrong",
         label=class_name(classes, sample.label),
         prediction=class_name(classes, sample.prediction),
-        margin=f"{sample.least:+.2f}",
+        margin=margin_text(sample.least),
     )
 
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from patchcert.report.pictures import sprite
 from patchcert.report.summary import CertificateRows, RunSummary
-from patchcert.report.words import class_name
+from patchcert.report.words import class_name, margin_text
 
 VERDICTS = ("certified", "not certified", "wrong")
-OUTCOMES = ("withstood", "broken", "not attacked")
+OUTCOMES = ("withstood", "broken", "wrong already", "not attacked")
 STATIC_ROWS = 12
 SPRITE_COLUMNS = 40
 
@@ -48,10 +48,10 @@ def _columns(run: RunSummary, rows: CertificateRows) -> dict[str, object]:
         "label": rows.label.tolist(),
         "prediction": rows.prediction.tolist(),
         "verdict": _verdicts(rows).tolist(),
-        "margin": [value if math.isfinite(value) else None for value in rows.margin.round(4).tolist()],
+        "margin": [float(f"{value:.4g}") if math.isfinite(value) else None for value in rows.margin.tolist()],
         "top": rows.top.tolist(),
         "left": rows.left.tolist(),
-        "outcome": [_outcome(run, index) for index in rows.index.tolist()],
+        "outcome": [_outcome(run, rows, at) for at in range(len(rows.index))],
         "classes": list(run.classes),
         "verdicts": VERDICTS,
         "outcomes": OUTCOMES,
@@ -63,20 +63,22 @@ def _verdicts(rows: CertificateRows) -> np.ndarray:
     return np.where(rows.certified, 0, np.where(rows.correct, 1, 2))
 
 
-def _outcome(run: RunSummary, index: int) -> int:
-    held = run.withstood.get(index)
-    return OUTCOMES.index("not attacked" if held is None else "withstood" if held else "broken")
+def _outcome(run: RunSummary, rows: CertificateRows, at: int) -> int:
+    held = run.withstood.get(int(rows.index[at]))
+    if held is None:
+        return OUTCOMES.index("not attacked")
+    failed = "broken" if rows.prediction[at] == rows.label[at] else "wrong already"
+    return OUTCOMES.index("withstood" if held else failed)
 
 
 def _text(run: RunSummary, rows: CertificateRows, at: int) -> tuple[str, ...]:
     top, left = int(rows.top[at]), int(rows.left[at])
-    margin = float(rows.margin[at])
     return (
         str(int(rows.index[at])),
         class_name(run.classes, int(rows.label[at])),
         class_name(run.classes, int(rows.prediction[at])),
         VERDICTS[int(_verdicts(rows)[at])],
-        f"{margin:.2f}" if math.isfinite(margin) else "not finite",
+        margin_text(float(rows.margin[at])),
         f"{top}, {left}" if top >= 0 else "",
-        OUTCOMES[_outcome(run, int(rows.index[at]))],
+        OUTCOMES[_outcome(run, rows, at)],
     )

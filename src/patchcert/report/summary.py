@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from patchcert.errors import InvalidInput
-from patchcert.report.statistics import Bracket, Proportion, bracket
+from patchcert.report.statistics import WRONG_CERTIFIED, Bracket, Proportion, Violation, bracket
 from patchcert.threats import Patch, SparsePixels
 
 Booleans = NDArray[np.bool_]
@@ -55,7 +55,11 @@ class CertificateRows:
 
 @dataclass(frozen=True, eq=False)
 class AttackRows:
-    """One row per attacked test image: what the model says of the attacked image and where the patch lies."""
+    """One row per attacked test image: what the model says of the attacked image and where the patch lies.
+
+    `images` holds attacked images (c, h, w) in [0, 1] by index, for as many as were kept. Rows of certified
+    images only can refute certificates, but no accuracy may be counted on images chosen like that.
+    """
 
     threat: AnyThreat
     index: Integers
@@ -65,6 +69,8 @@ class AttackRows:
     top: Integers
     left: Integers
     meta: Mapping[str, object] = field(default_factory=dict)
+    images: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
+    certified_only: bool = False
 
     def __post_init__(self) -> None:
         """Columns are equally long and every image appears once."""
@@ -158,6 +164,12 @@ class RunSummary:
         return outcomes
 
     @cached_property
+    def sample(self) -> Integers:
+        """The images attacked whatever the certificate says of them, on which an accuracy may be counted."""
+        fair = [rows.index for rows in self.headline_attacks if not rows.certified_only]
+        return np.unique(np.concatenate(fair)) if fair else np.array([], dtype=np.int64)
+
+    @cached_property
     def headline_attacks(self) -> tuple[AttackRows, ...]:
         """The attacks within the threat that the headline is about."""
         threat = self.headline.threat if self.headline else self.threat
@@ -175,18 +187,31 @@ class RunSummary:
 
     @property
     def empirical(self) -> Proportion | None:
-        """Accuracy under all attacks with the headline's threat, on the images attacked."""
-        outcomes = np.fromiter(self.withstood.values(), dtype=bool)
-        return Proportion.of(outcomes) if outcomes.size else None
+        """Accuracy under all attacks with the headline's threat, on the sample attacked."""
+        outcomes = [self.withstood[index] for index in self.sample.tolist()]
+        return Proportion.of(np.array(outcomes)) if outcomes else None
 
     @cached_property
     def bracket(self) -> Bracket | None:
-        """Clean, empirical and certified on the images both certified and attacked, if there are any."""
+        """Clean, empirical and certified on the images of the sample that were certified too, if any."""
+        return self._bracket_on(self.sample)
+
+    @cached_property
+    def violations(self) -> tuple[Violation, ...]:
+        """Every image on which certificate, attack and clean prediction contradict each other."""
         rows = self.headline
         if rows is None:
-            return None
-        common = np.isin(rows.index, np.fromiter(self.withstood, dtype=np.int64))
-        if not common.any():
+            return ()
+        attacked = np.fromiter(self.withstood, dtype=np.int64)
+        found = self._bracket_on(attacked)
+        wrong = rows.certified & ~rows.correct & ~np.isin(rows.index, attacked)
+        others = tuple(Violation(int(index), WRONG_CERTIFIED) for index in rows.index[wrong])
+        return (found.violations if found else ()) + others
+
+    def _bracket_on(self, images: Integers) -> Bracket | None:
+        rows = self.headline
+        common = np.isin(rows.index, images) if rows else np.array([], dtype=bool)
+        if rows is None or not common.any():
             return None
         self._check_labels(rows)
         index = rows.index[common]

@@ -42,6 +42,7 @@ class RunView:
     numbers: tuple[Number, ...]
     same_images: tuple[Number, ...]
     same_total: str
+    checked: str
     violations: tuple[Violation, ...]
     curves: tuple[Chart, ...]
     sizes: Chart | None
@@ -67,7 +68,8 @@ def run_view(run: RunSummary, position: int) -> RunView:
         numbers=_numbers(run.clean, run.empirical, run.certified),
         same_images=_numbers(bracket.clean, bracket.empirical, bracket.certified) if bracket else (),
         same_total=f"{bracket.clean.total:,}" if bracket else NOT_MEASURED,
-        violations=bracket.violations if bracket else (),
+        checked=f"{len(run.withstood):,}" if run.withstood else "",
+        violations=run.violations,
         curves=charts.training_curves(run.metrics),
         sizes=charts.sizes_chart(run),
         maps=map_figures(run.maps, run.classes),
@@ -126,13 +128,14 @@ def _facts(run: RunSummary) -> tuple[tuple[str, str], ...]:
 
 
 def _attack_note(run: RunSummary) -> str:
-    if not run.withstood:
-        return f"Attacks: {NOT_MEASURED}."
-    broken = sum(not held for held in run.withstood.values())
-    attacked = f"{len(run.withstood):,} images attacked"
-    if broken == 0:
-        return f"No attack changed the prediction of any of the {attacked}."
-    return f"Of {attacked}, {broken:,} ended with a wrong prediction."
+    if run.empirical is None:
+        return f"Accuracy under attack: {NOT_MEASURED}."
+    wrong = run.empirical.total - run.empirical.successes
+    attacked = f"{run.empirical.total:,} images attacked"
+    if run.bracket is None or run.bracket.clean.total != run.empirical.total:
+        return f"Of {attacked}, {wrong:,} ended with a wrong prediction."
+    already = run.bracket.clean.total - run.bracket.clean.successes
+    return f"Of {attacked}, {already:,} were wrong already and {wrong - already:,} were broken by the attack."
 
 
 def _commands(run: RunSummary) -> tuple[tuple[str, str], ...]:

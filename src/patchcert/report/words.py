@@ -1,5 +1,6 @@
 """Threats and results in plain sentences."""
 
+import math
 from collections.abc import Sequence
 
 from patchcert.report.summary import AnyThreat, RunSummary
@@ -30,6 +31,13 @@ def lead_sentence(run: RunSummary) -> str:
 def class_name(classes: Sequence[str], label: int) -> str:
     """The class as the data set calls it, else its number."""
     return classes[label] if 0 <= label < len(classes) else str(label)
+
+
+def margin_text(margin: float) -> str:
+    """A margin with its sign, to two digits that count, so that a narrow proof is not shown as a tie."""
+    if not math.isfinite(margin):
+        return "not finite"
+    return f"{margin:+.2g}" if abs(margin) < 0.1 else f"{margin:+.2f}"
 
 
 def _freedom(threat: AnyThreat) -> str:

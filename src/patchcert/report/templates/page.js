@@ -10,6 +10,12 @@
     return made;
   }
 
+  function marginText(margin) {
+    if (margin === null) return "not finite";
+    const text = Math.abs(margin) < 0.1 ? String(Number(margin.toPrecision(2))) : margin.toFixed(2);
+    return margin < 0 ? text : `+${text}`;
+  }
+
   function start(section) {
     const data = JSON.parse(section.querySelector("script").textContent);
     const sprite = section.querySelector("img.sprite");
@@ -46,7 +52,7 @@
       first.append(String(data.index[row]));
       line.append(first, element("td", className(data.label[row])), element("td", className(data.prediction[row])));
       line.append(tagged(data.verdicts[data.verdict[row]]));
-      line.append(element("td", data.margin[row] === null ? "not finite" : data.margin[row].toFixed(2)));
+      line.append(element("td", marginText(data.margin[row])));
       line.append(element("td", data.top[row] < 0 ? "" : `${data.top[row]}, ${data.left[row]}`));
       line.append(tagged(data.outcomes[data.outcome[row]]));
       return line;

@@ -1,0 +1,194 @@
+"""What `patchcert demo` does, step by step; each leaves a file, so that no step is done twice."""
+
+import platform
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+import patchcert
+from patchcert.attacks import PatchAttack
+from patchcert.certify import certify
+from patchcert.cli.attack_choice import describe_attack
+from patchcert.cli.attack_steps import evidence_arrays, evidence_name
+from patchcert.cli.progress import Report, progress_bar
+from patchcert.cli.training_view import training_view
+from patchcert.data import Split, load_dataset
+from patchcert.experiments.environment import device_name
+from patchcert.experiments.runs import Run
+from patchcert.experiments.spec import (
+    AllTraining,
+    DataChoice,
+    ModelChoice,
+    OptimiserChoice,
+    RunSettings,
+    Spec,
+)
+from patchcert.experiments.training import Workplace, train_run
+from patchcert.files import sha256
+from patchcert.threats import Patch
+from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
+
+SIDE = 2
+
+
+@dataclass(frozen=True)
+class DemoPlan:
+    """What is trained, and how much of it is certified and attacked."""
+
+    spec: Spec
+    attack: PatchAttack
+    images: int = 1000
+    sides: tuple[int, ...] = (1, 3, 4)
+    side_images: int = 250
+    attacked: int = 200
+
+
+def full_plan() -> DemoPlan:
+    """A network of one hidden layer against 2x2 patches, with settings chosen on held-out training images."""
+    attack = PatchAttack(steps=40, step_size=0.1, restarts=20, search="certificate", batch_size=512)
+    return DemoPlan(_spec(hidden=100, epochs=8, ramp_epochs=3, limit=None), attack)
+
+
+def quick_plan() -> DemoPlan:
+    """The same steps in a few seconds, for a look at how they fit together; the model is worse."""
+    spec = _spec(hidden=32, epochs=4, ramp_epochs=1, limit=1500)
+    attack = PatchAttack(steps=20, step_size=0.2, restarts=5, search="certificate", batch_size=512)
+    return DemoPlan(spec, attack, images=200, sides=(1, 3), side_images=50, attacked=40)
+
+
+def _spec(hidden: int, epochs: int, ramp_epochs: int, limit: int | None) -> Spec:
+    return Spec(
+        data=DataChoice("mnist-mini", validation=500, limit=limit),
+        model=ModelChoice("mlp", hidden=hidden),
+        threat=Patch(SIDE),
+        strategy=AllTraining(),
+        schedule=Schedule(
+            epochs,
+            EpsilonSchedule(natural_epochs=1, ramp_epochs=ramp_epochs),
+            LearningRateSchedule(initial=0.004, decay_factor=0.5, decay_every=1),
+        ),
+        optimiser=OptimiserChoice(batch_size=50),
+        run=RunSettings(checkpoint_seconds=5.0, check_every=1, check_images=200),
+    )
+
+
+def train_demo(plan: DemoPlan, folder: Path, device: torch.device) -> Run:
+    """The trained run; goes on where an earlier call was interrupted."""
+    with training_view(plan.spec.schedule.epochs) as view:
+        return train_run(plan.spec, folder, Workplace(device), resume=True, listener=view)
+
+
+@final
+class Measurements:
+    """What is measured on the first test images of the trained run, and kept as evidence in its folder."""
+
+    def __init__(self, plan: DemoPlan, run: Run, device: torch.device) -> None:
+        self.plan = plan
+        self.run = run
+        self.device = device
+        self.dataset = load_dataset(run.spec.data.name)
+        self.weights = sha256(run.weights)
+
+    def certify(self, side: int, count: int) -> None:
+        """Certificates against squares of a side, anywhere."""
+        command = ["certify", "--patch", f"{side}x{side}"]
+        self._once(
+            _Task("certify", "images", Patch(side), count, command, {"dtype": "float32"}, self._certificates)
+        )
+
+    def attack(self) -> None:
+        """An attack within the threat trained against, which keeps the images that it broke."""
+        attack = self.plan.attack
+        words = {name: getattr(attack, name) for name in ("loss", "search", "restarts", "steps", "step_size")}
+        options = [word for name, value in words.items() for word in (_option(name), str(value))]
+        named = [words[name] for name in ("loss", "search", "restarts", "steps")]
+        command = ["attack", *options, "--save-images"]
+        settings = describe_attack(attack)
+        self._once(
+            _Task(
+                "attack",
+                "restarts",
+                Patch(SIDE),
+                self.plan.attacked,
+                command,
+                settings,
+                self._attacked,
+                named,
+            )
+        )
+
+    def _once(self, task: "_Task") -> None:
+        """Measure and keep, unless the same was measured with the same weights before."""
+        limit = None if task.count >= len(self.dataset.test) else task.count
+        name = evidence_name(task.kind, [task.threat, "" if limit is None else f"first-{limit}", *task.named])
+        claim = self._claim(task, limit)
+        if name in self.run.evidence_names():
+            known = self.run.evidence_meta(name)
+            if all(known.get(key) == value for key, value in claim.items()):
+                return
+        started = time.perf_counter()
+        with progress_bar(f"{task.kind} {task.threat.height}x{task.threat.width}", task.unit) as report:
+            arrays = task.measure(task.threat, self.dataset.test.take(task.count).to(self.device), report)
+        command, subcommand = ["patchcert", task.command[0], str(self.run.path)], task.command[1:]
+        command += subcommand if limit is None else [*subcommand, "--limit", str(limit)]
+        seconds = round(time.perf_counter() - started, 3)
+        circumstances = {"command": shlex.join(command), "seconds": seconds, **_machine(self.device)}
+        self.run.write_evidence(name, arrays, claim | circumstances)
+
+    def _claim(self, task: "_Task", limit: int | None) -> dict[str, Any]:
+        """What makes two measurements the same."""
+        data = {
+            "name": self.dataset.name,
+            "split": "test",
+            "limit": limit,
+            "sha256": dict(self.dataset.checksums),
+        }
+        return {
+            "kind": task.kind,
+            "weights_sha256": self.weights,
+            "data": data,
+            "threat": task.threat.to_dict(),
+            "settings": task.settings,
+        }
+
+    def _certificates(self, threat: Patch, images: Split, report: Report) -> dict[str, Any]:
+        found = certify(self.run.model(self.device), images.floats(), images.labels, threat, progress=report)
+        return {
+            "label": found.labels,
+            "prediction": found.predictions,
+            "verdict": found.certified,
+            "margin": found.least_margin,
+            "worst_top": found.worst_placement[:, 0],
+            "worst_left": found.worst_placement[:, 1],
+        }
+
+    def _attacked(self, threat: Patch, images: Split, report: Report) -> dict[str, Any]:
+        model = self.run.model(self.device)
+        found = self.plan.attack.run(model, images.floats(), images.labels, threat, progress=report)
+        return evidence_arrays(found, torch.arange(len(images)), save_images=True)
+
+
+@dataclass(frozen=True)
+class _Task:
+    kind: str
+    unit: str
+    threat: Patch
+    count: int
+    command: list[str]
+    settings: dict[str, Any]
+    measure: Callable[[Patch, Split, Report], dict[str, Any]]
+    named: Sequence[object] = ()
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    versions = {"patchcert": patchcert.__version__, "torch": torch.__version__}
+    return {"device": device_name(device), "versions": versions | {"python": platform.python_version()}}

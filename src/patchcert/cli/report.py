@@ -1,0 +1,73 @@
+"""`patchcert report RUN...`: one page about runs and their evidence."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from patchcert.cli.output import print_error, print_json, say
+from patchcert.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from patchcert.report import RunSummary
+    from patchcert.report.statistics import Proportion
+
+INCONSISTENT = 1
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders of `patchcert train`.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; by default report.html in the folder of a single run.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the data; else $PATCHCERT_DATA, else the cache.")
+    ] = None,
+    maps: Annotated[int, typer.Option(min=0, help="Certificate maps per run.")] = 8,
+) -> None:
+    """Put runs and their evidence into one self-contained HTML page.
+
+    Exits with 1 if the evidence contradicts itself: an image that is certified, yet was broken by an attack.
+    """
+    from patchcert.experiments.runs import Run
+    from patchcert.report import Pictures, summarise_run, write_report
+
+    path = _page(runs, out)
+    opened = [Run.open(folder) for folder in runs]
+    pictures = Pictures(maps=maps, data_dir=data_dir)
+    summaries = [summarise_run(run, pictures) for run in opened]
+    page = write_report(summaries, path)
+    say(f"the page is {path.resolve()}")
+    results = [_result(folder, summary) for folder, summary in zip(runs, summaries, strict=True)]
+    print_json({"page": str(path), "consistent": page.consistent, "runs": results})
+    if not page.consistent:
+        print_error("the evidence contradicts itself", f"see the red box at the top of {path}")
+        raise typer.Exit(INCONSISTENT)
+
+
+def _page(runs: list[Path], out: Path | None) -> Path:
+    path = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    if path.is_dir():
+        raise InvalidInput(f"--out {path} is a folder", hint="name a file, like --out page.html")
+    return path
+
+
+def _result(folder: Path, summary: "RunSummary") -> dict[str, Any]:
+    return {
+        "run": str(folder),
+        "clean": share(summary.clean),
+        "empirical": share(summary.empirical),
+        "certified": share(summary.certified),
+    }
+
+
+def share(proportion: "Proportion | None") -> dict[str, Any] | None:
+    """A proportion for programs; null where nothing was measured."""
+    if proportion is None:
+        return None
+    return {
+        "accuracy": proportion.value,
+        "interval": list(proportion.interval),
+        "images": proportion.total,
+        "right": proportion.successes,
+    }

@@ -1,0 +1,122 @@
+"""Evidence files as typed rows; a file that lacks something, or is about other weights, says so."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from patchcert.errors import PatchcertError, RunError
+from patchcert.experiments.runs import Run
+from patchcert.files import sha256
+from patchcert.report.summary import AnyThreat, AttackRows, CertificateRows
+from patchcert.threats import threat_from_dict
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """All that was measured on the test images of a run, in the order of the files' names."""
+
+    certificates: tuple[CertificateRows, ...]
+    attacks: tuple[AttackRows, ...]
+
+
+def read_evidence(run: Run) -> Evidence:
+    """The evidence on a run's test images; files of other kinds or on other images are left out."""
+    weights = sha256(run.weights) if run.is_finished else ""
+    files = [_File.read(run, name) for name in run.evidence_names()]
+    files = [file for file in files if file.is_of_test_images and not file.is_empty]
+    for file in files:
+        file.check_weights(weights)
+    certificates = tuple(file.certificates() for file in files if file.kind == "certify")
+    attacks = tuple(file.attacks() for file in files if file.kind == "attack")
+    return Evidence(certificates, attacks)
+
+
+@dataclass(frozen=True, eq=False)
+class _File:
+    where: str
+    arrays: Mapping[str, NDArray[Any]]
+    meta: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, run: Run, name: str) -> "_File":
+        arrays = run.evidence(name)
+        meta = json.loads(str(arrays["meta"])) if "meta" in arrays else {}
+        return cls(f"evidence {name!r} of {run.path}", arrays, meta)
+
+    @property
+    def kind(self) -> str:
+        return str(self.meta.get("kind", ""))
+
+    @property
+    def is_of_test_images(self) -> bool:
+        data = self.meta.get("data", {})
+        return not isinstance(data, Mapping) or data.get("split", "test") == "test"
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.arrays.get("label", np.ones(1)).size
+
+    def check_weights(self, weights: str) -> None:
+        if self.meta.get("weights_sha256", weights) != weights:
+            raise RunError(
+                f"{self.where} was gathered with other weights than those of the run",
+                hint="delete that file, or certify and attack the run again",
+            )
+
+    def certificates(self) -> CertificateRows:
+        label = self.column("label")
+        return CertificateRows(
+            threat=self.threat(),
+            index=self.index(len(label)),
+            label=label.astype(np.int64),
+            prediction=self.column("prediction").astype(np.int64),
+            certified=self.column("verdict").astype(bool),
+            margin=self.column("margin").astype(np.float64),
+            top=self.column("worst_top").astype(np.int64),
+            left=self.column("worst_left").astype(np.int64),
+            meta=self.meta,
+        )
+
+    def attacks(self) -> AttackRows:
+        label = self.column("label")
+        index = self.index(len(label))
+        return AttackRows(
+            threat=self.threat(),
+            index=index,
+            label=label.astype(np.int64),
+            prediction_after=self.column("prediction_after").astype(np.int64),
+            succeeded=self.column("succeeded").astype(bool),
+            top=self.column("top").astype(np.int64),
+            left=self.column("left").astype(np.int64),
+            meta=self.meta,
+            images=self.adversarial(index),
+            certified_only=bool(self.meta.get("certified_only", False)),
+        )
+
+    def adversarial(self, index: NDArray[np.int64]) -> dict[int, NDArray[np.float32]]:
+        """The attacked images that were kept, by image; those of the rows that `adversarial_row` names."""
+        if "adversarial" not in self.arrays:
+            return {}
+        kept = self.arrays["adversarial"]
+        rows = self.arrays.get("adversarial_row", np.arange(len(kept)))
+        return {int(index[row]): image for row, image in zip(rows.tolist(), kept, strict=True)}
+
+    def threat(self) -> AnyThreat:
+        try:
+            return threat_from_dict(self.meta.get("threat", {}))
+        except PatchcertError as error:
+            raise RunError(f"{self.where} names no threat: {error.message}") from error
+
+    def index(self, count: int) -> NDArray[np.int64]:
+        """Which test images the rows are about: the first ones, unless a column says otherwise."""
+        return np.asarray(self.arrays.get("index", np.arange(count))).astype(np.int64)
+
+    def column(self, name: str) -> NDArray[Any]:
+        if name not in self.arrays:
+            known = ", ".join(sorted(set(self.arrays) - {"meta"}))
+            raise RunError(f"{self.where} lacks the column {name!r}; it has: {known}")
+        return self.arrays[name]
