@@ -1,0 +1,248 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import patchcert as pc
+from patchcert.attacks import AdaptiveAttack, TransferAttack
+from patchcert.cli.app import run
+from patchcert.cli.attack_choice import AttackChoice, describe_attack
+from patchcert.cli.attack_steps import draw_images, parse_settings
+from patchcert.data import load_dataset
+from patchcert.defenses import Defended, LocalGradientSmoothing
+from patchcert.errors import InvalidInput
+from patchcert.experiments.runs import Run
+from patchcert.experiments.spec import AllTraining, DataChoice, ModelChoice, Spec
+from patchcert.files import sha256
+from patchcert.models import ModelSpec, build, load, save
+
+QUICK = ["--steps", "4", "--restarts", "2", "--images", "25"]
+
+
+def answer(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+def attack(*arguments):
+    return run(["attack", *map(str, arguments), "--device", "cpu"])
+
+
+@pytest.fixture(scope="module")
+def trained_file(tmp_path_factory):
+    """A linear classifier of the embedded digits, good enough to be right and weak enough to break."""
+    spec = ModelSpec("mlp", 1, 28, 28, hidden=16)
+    model = build(spec, torch.Generator().manual_seed(0))
+    images = load_dataset("mnist-mini").train.take(2000)
+    optimiser = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(60):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(images.floats()), images.labels).backward()
+        optimiser.step()
+    path = tmp_path_factory.mktemp("model") / "model.safetensors"
+    save(model, spec, path)
+    return path
+
+
+@pytest.fixture
+def run_folder(tmp_path, trained_file):
+    spec = Spec(
+        data=DataChoice("mnist-mini"),
+        model=ModelChoice("mlp", hidden=16),
+        threat=pc.Patch(2),
+        strategy=AllTraining(),
+    )
+    created = Run.create(tmp_path / "run", spec)
+    created.weights.write_bytes(trained_file.read_bytes())
+    return created
+
+
+def test_the_summary_and_the_rows_are_what_the_library_says(capsys, trained_file, tmp_path):
+    out = tmp_path / "evidence.npz"
+    assert (
+        attack(trained_file, "--data", "mnist-mini", "--patch", 3, *QUICK, "--out", out, "--save-images") == 0
+    )
+    summary = answer(capsys)
+    index = draw_images(1000, 25, None, seed=0)
+    images = load_dataset("mnist-mini").test[index]
+    model = load(trained_file)[0]
+    choice = pc.PatchAttack(steps=4, step_size=0.05, restarts=2)
+    expected = choice.run(
+        model, images.floats(), images.labels, pc.Patch(3), torch.Generator().manual_seed(0)
+    )
+    assert summary["images"] == 25
+    assert summary["correct"] > 15
+    assert 0 < summary["broken"] == summary["correct"] - summary["withstood"]
+    assert summary["attacked_accuracy"] == expected.accuracy
+    assert summary["clean_accuracy"] == expected.clean_accuracy
+    low, high = summary["attacked_interval"]
+    assert low < summary["attacked_accuracy"] < high
+    assert summary["weights_sha256"] == sha256(trained_file)
+    assert summary["kind"] == "attack"
+    assert summary["settings"]["restarts"] == 2
+    with np.load(out, allow_pickle=False) as rows:
+        assert np.array_equal(rows["index"], index)
+        assert np.array_equal(rows["label"], images.labels)
+        assert np.array_equal(rows["prediction_after"], expected.predictions)
+        assert np.array_equal(rows["succeeded"], expected.succeeded)
+        assert np.array_equal(rows["top"], expected.placement[:, 0])
+        assert np.array_equal(rows["left"], expected.placement[:, 1])
+        meta = json.loads(str(rows["meta"]))
+        broken = torch.from_numpy(rows["adversarial"])
+        owners = torch.from_numpy(rows["adversarial_row"])
+    assert meta["threat"] == pc.Patch(3).to_dict()
+    assert len(broken) == summary["broken"]
+    assert (model(broken).argmax(dim=1) != images.labels[owners]).all()
+    assert pc.Patch(3).contains(images.floats()[owners], broken).all()
+
+
+def test_a_run_knows_its_data_and_threat_and_keeps_its_evidence(capsys, run_folder):
+    assert attack(run_folder.path, *QUICK) == 0
+    summary = answer(capsys)
+    assert summary["threat"] == pc.Patch(2).to_dict()
+    (name,) = run_folder.evidence_names()
+    assert summary["evidence"] == str(run_folder.path / "evidence" / f"{name}.npz")
+    assert run_folder.evidence_meta(name)["kind"] == "attack"
+    assert "adversarial" not in run_folder.evidence(name)
+    assert attack(run_folder.path, *QUICK, "--search", "sweep") == 0
+    assert attack(run_folder.path, *QUICK, "--defense", "dw", "--setting", "saliency_kind=gradient") == 0
+    kinds = [run_folder.evidence_meta(name)["kind"] for name in run_folder.evidence_names()]
+    assert sorted(kinds) == ["attack", "attack", "attack-defended"]
+
+
+def test_the_first_images_can_be_asked_for(capsys, trained_file, tmp_path):
+    out = tmp_path / "rows.npz"
+    assert (
+        attack(trained_file, "--data", "mnist-mini", "--sparse", 2, *QUICK, "--limit", 6, "--out", out) == 0
+    )
+    assert answer(capsys)["settings"]["kind"] == "SparseAttack"
+    with np.load(out, allow_pickle=False) as rows:
+        assert rows["index"].tolist() == list(range(6))
+        assert (rows["top"] == -1).all()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_defended_models_are_attacked_with_and_without_knowing_the_defense(capsys, trained_file, adaptive):
+    options = ["--defense", "lgs", "--setting", "window=4", "--setting", "overlap=1"]
+    options += ["--adaptive"] if adaptive else []
+    assert attack(trained_file, "--data", "mnist-mini", "--patch", 4, *QUICK, *options) == 0
+    summary = answer(capsys)
+    assert summary["defense"] == "LocalGradientSmoothing(window=4, overlap=1, threshold=0.1, smoothing=2.3)"
+    model = Defended(LocalGradientSmoothing(4, 1, 0.1, 2.3), load(trained_file)[0])
+    images = load_dataset("mnist-mini").test[draw_images(1000, 25, None, 0)]
+    inner = pc.PatchAttack(steps=4, restarts=2)
+    whole = AdaptiveAttack(inner) if adaptive else TransferAttack(inner)
+    expected = whole.run(model, images.floats(), images.labels, pc.Patch(4), torch.Generator().manual_seed(0))
+    assert summary["attacked_accuracy"] == expected.accuracy
+    assert summary["settings"]["kind"] == type(whole).__name__
+
+
+def test_certified_images_withstand_everything(capsys, run_folder):
+    options = ["--steps", "5", "--restarts", "1", "--images", "40", "--patch", "1", "--certified-only"]
+    assert attack(run_folder.path, *options) == 0
+    printed = capsys.readouterr()
+    summary = json.loads(printed.out)
+    assert summary["withstood"] == summary["images"] > 0
+    assert f"all {summary['images']} certified images withstood everything" in printed.err
+
+
+def test_a_false_proof_is_shouted_about(capsys, run_folder):
+    images = load_dataset("mnist-mini").test
+    claim = {
+        "kind": "certify",
+        "weights_sha256": sha256(run_folder.weights),
+        "threat": pc.Patch(5).to_dict(),
+        "data": {"name": "mnist-mini", "split": "test"},
+    }
+    model = run_folder.model()
+    right = model(images.floats()).argmax(dim=1) == images.labels
+    run_folder.write_evidence("certify-lie", {"label": images.labels, "verdict": right}, claim)
+    options = ["--steps", "5", "--restarts", "1", "--images", "8", "--patch", "5", "--certified-only"]
+    assert attack(run_folder.path, *options) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["broken"] > 0
+    assert "FALSE PROOF" in printed.err
+    assert "certifying" not in printed.err
+
+
+def test_nothing_certified_is_said(capsys, run_folder):
+    assert attack(run_folder.path, *QUICK, "--patch", "28", "--certified-only") == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["attacked_accuracy"] is None
+    assert "none of the images is certified, so nothing was attacked" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--adaptive"], "--adaptive needs a defense"),
+        (["--setting", "window=3"], "--setting window=3 needs a defense"),
+        (["--defense", "magic"], "--defense magic is unknown"),
+        (["--defense", "lgs", "--setting", "size=3"], "lgs has no setting 'size'"),
+        (["--defense", "lgs", "--setting", "window=big"], "--setting window=big is no number"),
+        (["--defense", "lgs", "--certified-only"], "is about the model itself"),
+        (["--certified-only", "--loss", "margin"], "tries every placement with every loss"),
+        (["--restarts", "0"], "at least one restart, got restarts=0"),
+        (["--steps", "-1"], "0 steps or more, got steps=-1"),
+        (["--loss", "hinge"], "unknown loss 'hinge'"),
+        (["--search", "grid"], "unknown search 'grid'"),
+        (["--out", "rows.txt"], "--out rows.txt is no name of an evidence file"),
+    ],
+)
+def test_mistakes_are_named(capsys, trained_file, options, message):
+    assert attack(trained_file, "--data", "mnist-mini", "--patch", 2, "--images", 2, *options) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in " ".join(printed.err.split())
+
+
+def test_sparse_attacks_have_no_search_and_no_defense(capsys, trained_file):
+    common = [trained_file, "--data", "mnist-mini", "--sparse", 2, "--images", 2]
+    assert attack(*common, "--search", "sweep") == 2
+    assert "--search is about patches" in capsys.readouterr().err
+    assert attack(*common, "--defense", "lgs") == 2
+    assert "--defense lgs is for patches" in capsys.readouterr().err
+
+
+def test_imagenet_targets_name_what_is_missing(capsys, tmp_path):
+    assert attack("imagenet:resnet50", "--patch", 42, "--data-dir", tmp_path) == 2
+    assert "no ImageNet folder with labels.csv found" in capsys.readouterr().err
+    (tmp_path / "imagenet").mkdir()
+    (tmp_path / "imagenet" / "labels.csv").write_text("file,label\n")
+    assert attack("imagenet:vgg19", "--patch", 42, "--data-dir", tmp_path) == 2
+    assert "no ImageNet network is called 'vgg19'" in capsys.readouterr().err
+    save_file({"strange": torch.zeros(1)}, tmp_path / "imagenet" / "resnet50.safetensors")
+    assert attack("imagenet:resnet50", "--patch", 42, "--data-dir", tmp_path) == 2
+    assert "does not hold a resnet50" in capsys.readouterr().err
+
+
+def test_images_are_drawn_by_the_seed_alone():
+    first, again, other = (
+        draw_images(1000, 400, None, 1),
+        draw_images(1000, 400, None, 1),
+        draw_images(1000, 400, None, 2),
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert len(first.unique()) == 400
+    assert draw_images(10, 400, None, 0).tolist() == list(range(10))
+
+
+def test_settings_are_read_as_the_defense_takes_them():
+    parsed = parse_settings("dw", ["window=7", "quantile=0.9", "saliency_kind=gradient", "fill=0.1,0.2,0.3"])
+    assert parsed == {"window": 7, "quantile": 0.9, "saliency_kind": "gradient", "fill": (0.1, 0.2, 0.3)}
+    assert parse_settings("dw", ["fill=ring"]) == {"fill": "ring"}
+    with pytest.raises(InvalidInput, match="dw has no setting 'model'"):
+        parse_settings("dw", ["model=x"])
+
+
+def test_defaults_depend_on_threat_and_images():
+    choice = AttackChoice(150, None, None, None, None, "none", (), False, False, None)
+    cpu = torch.device("cpu")
+    patch, sparse = choice.build(pc.Patch(5), False, cpu), choice.build(pc.SparsePixels(4), False, cpu)
+    corners = choice.build(pc.Patch(42, placements="corners"), True, cpu)
+    assert patch == pc.PatchAttack(batch_size=512)
+    assert sparse == pc.SparseAttack(steps=150, batch_size=512)
+    assert describe_attack(corners)["restarts"] == 4
