@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import Generator, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchcert.data import Split
 from patchcert.threats import Patch, SparsePixels
 from patchcert.train.capture import CapturedStep
 from patchcert.train.loop import EpochSummary, Plan, Position, train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
-from patchcert.train.step import StepSettings, Trainee
+from patchcert.train.step import StepSettings, Trainee, TrainingStep
 from patchcert.train.strategies import (
     AllPlacements,
     GuidedPlacements,
@@ -44,8 +45,7 @@ class Recorder:
         self.summaries.append(summary)
 
 
-def trained(kind, cuda_graph):
-    device = torch.device("cuda")
+def prepare(kind, cuda_graph, device):
     generator = Generator().manual_seed(0)
     images = torch.randint(256, (100, 3, SIDE, SIDE), generator=generator, dtype=torch.uint8)
     data = Split(images, torch.randint(CLASSES, (100,), generator=generator)).to(device)
@@ -57,7 +57,11 @@ def trained(kind, cuda_graph):
     model = nn.Sequential(*layers, nn.Linear(8 * SIDE * SIDE // 4, 16), nn.ReLU(), nn.Linear(16, CLASSES))
     if plan.strategy.helper is not None:
         plan.strategy.helper.to(device).train()
-    trainee = Trainee(model.eval().to(device), plan.strategy.helper, settings)
+    return Trainee(model.eval().to(device), plan.strategy.helper, settings), plan
+
+
+def trained(kind, cuda_graph):
+    trainee, plan = prepare(kind, cuda_graph, torch.device("cuda"))
     recorder = Recorder()
     train(trainee, plan, recorder)
     return [each.detach().clone() for each in trainee.model.parameters()], recorder.summaries
@@ -73,6 +77,39 @@ def test_a_recorded_run_equals_a_plain_one(kind):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-4)
     for mine, theirs in zip(recorded_rows, plain_rows, strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-3)
+
+
+class Watch(TorchDispatchMode):
+    """Notes every operation that would make the host wait for the device, or send it something."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        name = function.overloadpacket.__name__
+        if name in {
+            "_local_scalar_dense",
+            "nonzero",
+            "masked_select",
+            "unique",
+            "_unique2",
+            "lift_fresh",
+            "equal",
+        }:
+            self.seen.add(name)
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_step_never_waits_for_the_device(kind, is_full):
+    trainee, plan = prepare(kind, "off", torch.device("cpu"))
+    step = TrainingStep(trainee, plan.strategy, plan.data, plan.settings, plan.world, is_full)
+    step(torch.arange(16))
+    with Watch() as watch:
+        step(torch.arange(16))
+    assert watch.seen == set()
 
 
 def test_shorter_batches_are_carried_out_plainly():
