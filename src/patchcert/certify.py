@@ -83,17 +83,17 @@ class IntervalCertifier:
     ) -> Certificates:
         """Certificates for the images under the threat."""
         with torch.no_grad(), precise_arithmetic():
-            task = _Task.of(self, model, images, labels)
-            pieces = [task.least(chunk, threat) for chunk in task.chunks(threat)]
-            return task.certificates(pieces, threat)
+            task = _Task.of(self, model, images, labels, threat)
+            pieces = [task.least(chunk) for chunk in task.chunks()]
+            return task.certificates(pieces)
 
     def placement_margins(self, model: nn.Module, images: Tensor, labels: Tensor, threat: Patch) -> Tensor:
         """The whole certificate map: margins (n, placements, classes)."""
         if not isinstance(threat, Patch):
             raise InvalidInput(f"{threat} has no placements", hint="use certify for threats without placements")
         with torch.no_grad(), precise_arithmetic():
-            task = _Task.of(self, model, images, labels)
-            pieces = [task.margins(chunk, threat) for chunk in task.chunks(threat)]
+            task = _Task.of(self, model, images, labels, threat)
+            pieces = [task.margins(chunk) for chunk in task.chunks()]
             shape = (0, len(threat.placements(*images.shape[-2:])), task.classes)
             return torch.cat(pieces) if pieces else images.new_empty(shape)
 
@@ -128,10 +128,15 @@ def placement_margins(
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One call: checked inputs, the network in the dtype of the bounds and in float64, and the memory budget."""
+    """One call: checked inputs, the network in the dtype of the bounds and in float64, and the memory budget.
+
+    `sweep` is the fast engine for the threat, None where the threat has no placements or only the dense way goes.
+    """
 
     network: Network
     audit: Network
+    threat: Patch | SparsePixels
+    sweep: PlacementSweep | None
     images: Tensor
     labels: Tensor
     predictions: Tensor
@@ -141,22 +146,28 @@ class _Task:
     progress: Progress | None
 
     @staticmethod
-    def of(certifier: IntervalCertifier, model: nn.Module, images: Tensor, labels: Tensor) -> "_Task":
+    def of(
+        certifier: IntervalCertifier, model: nn.Module, images: Tensor, labels: Tensor, threat: Patch | SparsePixels
+    ) -> "_Task":
         _check_images(images, labels)
         dtype = _bound_dtype(model, images, certifier.dtype)
         network = trace(copy.deepcopy(model).to(dtype))
         logits = _logits(model, images)
         _check_logits(logits, images, labels)
-        weights_finite = all(bool(parameter.isfinite().all()) for parameter in model.state_dict().values())
+        converted, budget = images.to(dtype), certifier.memory_budget or default_budget(images.device)
+        weights_finite = all(bool(value.isfinite().all()) for value in model.state_dict().values())
+        has_sweep = isinstance(threat, Patch) and len(images) > 0
         return _Task(
             network=network,
             audit=audit_network(model),
-            images=images.to(dtype),
+            threat=threat,
+            sweep=covering_sweep(network, converted, threat, budget) if has_sweep else None,
+            images=converted,
             labels=labels,
             predictions=logits.argmax(dim=1) if len(logits) else labels.new_empty(0),
             is_finite=logits.isfinite().all(dim=1) & weights_finite,
             classes=logits.shape[1],
-            budget=certifier.memory_budget or default_budget(images.device),
+            budget=budget,
             progress=certifier.progress,
         )
 
@@ -164,50 +175,46 @@ class _Task:
     def rounding(self) -> Rounding:
         return Rounding.outward(self.images.dtype)
 
-    def chunks(self, threat: Patch | SparsePixels) -> Iterator[slice]:
+    def chunks(self) -> Iterator[slice]:
         """Slices of images that fit the budget; progress is told after each."""
         count = len(self.images)
-        size = self._images_at_once(threat) if count else 1
+        size = self._images_at_once() if count else 1
         for start in range(0, count, size):
             stop = min(start + size, count)
             yield slice(start, stop)
             if self.progress is not None:
                 self.progress(stop, count)
 
-    def _images_at_once(self, threat: Patch | SparsePixels) -> int:
+    def _images_at_once(self) -> int:
         numbers = image_numbers(self.network, self.images, unfolded=True)
-        if isinstance(threat, SparsePixels):
+        if isinstance(self.threat, SparsePixels):
             numbers += 6 * sparse_numbers(self.network, self.images)
         return max(1, min(self.budget // (16 * numbers), 1024))
 
-    def least(self, chunk: slice, threat: Patch | SparsePixels) -> Least:
+    def least(self, chunk: slice) -> Least:
         """The least margins of some of the images over the whole threat."""
-        images, labels = self.images[chunk], self.labels[chunk]
+        images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
         if isinstance(threat, SparsePixels):
             margins = self.network.sparse_margins(
                 images, labels, threat.pixels, threat.bound, rounding=self.rounding
             )
             return Least(margins, torch.full_like(labels, -1), margins[:, 0])
-        sweep = self._sweep(threat)
-        if sweep is not None:
+        if self.sweep is not None:
             clean = exact_clean_pass(self.audit, images, labels, images.dtype)
-            return sweep.least(clean, labels, self.rounding)
+            return self.sweep.least(clean, labels, self.rounding)
         found = Least.none(images.new_empty(len(images), self.classes))
         for part in self._dense_parts(images, labels, threat):
             found = found.lowered_by(part, labels)
         return found
 
-    def margins(self, chunk: slice, threat: Patch) -> Tensor:
+    def margins(self, chunk: slice) -> Tensor:
         """The margins of some of the images at every placement."""
-        images, labels = self.images[chunk], self.labels[chunk]
-        sweep = self._sweep(threat)
-        if sweep is not None:
+        images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
+        assert isinstance(threat, Patch)
+        if self.sweep is not None:
             clean = exact_clean_pass(self.audit, images, labels, images.dtype)
-            return sweep.margins(clean, labels, rounding=self.rounding)
+            return self.sweep.margins(clean, labels, rounding=self.rounding)
         return torch.cat([part.margins for part in self._dense_parts(images, labels, threat)], dim=1)
-
-    def _sweep(self, threat: Patch) -> PlacementSweep | None:
-        return covering_sweep(self.network, self.images, threat, self.budget)
 
     def _dense_parts(self, images: Tensor, labels: Tensor, threat: Patch) -> Iterator[Part]:
         corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
@@ -217,19 +224,19 @@ class _Task:
             margins = dense_margins(self.network, images, labels, threat, chosen, rounding=self.rounding)
             yield Part(torch.arange(start, start + len(chosen), device=images.device), margins)
 
-    def certificates(self, pieces: list[Least], threat: Patch | SparsePixels) -> Certificates:
+    def certificates(self, pieces: list[Least]) -> Certificates:
         """The verdicts; everything that is not strictly proven, NaN and infinity included, is not certified."""
         empty = self.images.new_empty(0, self.classes)
         margins = torch.cat([piece.margins for piece in pieces]) if pieces else empty
         own = torch.nn.functional.one_hot(self.labels, self.classes).bool()
         proven = ((margins > 0) | own).all(dim=1) & margins.isfinite().all(dim=1)
         certified = proven & (self.predictions == self.labels) & self.is_finite
-        return Certificates(certified, margins, self._worst(pieces, threat), self.predictions, self.labels)
+        return Certificates(certified, margins, self._worst(pieces), self.predictions, self.labels)
 
-    def _worst(self, pieces: list[Least], threat: Patch | SparsePixels) -> Tensor:
-        if not pieces or isinstance(threat, SparsePixels):
+    def _worst(self, pieces: list[Least]) -> Tensor:
+        if not pieces or isinstance(self.threat, SparsePixels):
             return self.labels.new_full((len(self.labels), 2), -1)
-        corners = threat.placements(self.images.shape[-2], self.images.shape[-1]).corners
+        corners = self.threat.placements(self.images.shape[-2], self.images.shape[-1]).corners
         return corners.to(self.labels.device)[torch.cat([piece.weakest for piece in pieces])]
 
 

@@ -120,12 +120,12 @@ def _monotone(units: int, function: Callable[..., Tensor], *settings: float) -> 
 
 @layer_rule(nn.ReLU)
 def _relu_layer(layer: nn.ReLU) -> Operation:
-    return _monotone(0, torch.relu)
+    return Monotone(torch.relu, units=0, is_relu=True)
 
 
 @function_rule(F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
 def _relu(inplace: bool = False) -> Operation:
-    return _monotone(0, torch.relu)
+    return Monotone(torch.relu, units=0, is_relu=True)
 
 
 @layer_rule(nn.ReLU6)

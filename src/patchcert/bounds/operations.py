@@ -172,11 +172,23 @@ def convolve(value: Tensor, weight: Tensor, geometry: Geometry, groups: int, pre
 
 
 def _convolve_by_product(value: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> Tensor:
-    size = geometry.output_size(value.shape[-2], value.shape[-1])
-    columns = F.unfold(geometry.pad(value), geometry.kernel, geometry.dilation, 0, geometry.stride)
-    rows = weight.reshape(groups, weight.shape[0] // groups, -1)
-    product = blocked_product(rows, columns.unflatten(1, (groups, -1)))
-    return product.flatten(1, 2).unflatten(2, size)
+    """Every place of the kernel becomes a row of values under it, in the order (group, row, column, channel)."""
+    height, width = geometry.output_size(value.shape[-2], value.shape[-1])
+    below = _under_kernel(geometry.pad(value), geometry, height, width).unflatten(1, (groups, -1))
+    rows = below.permute(1, 0, 5, 6, 3, 4, 2).reshape(groups, len(value) * height * width, -1)
+    columns = weight.unflatten(0, (groups, -1)).permute(0, 3, 4, 2, 1).flatten(1, 3)
+    output = blocked_product(rows, columns)  # (groups, places, outputs)
+    output = output.permute(1, 0, 2).reshape(len(value), height, width, weight.shape[0])
+    return output.permute(0, 3, 1, 2)
+
+
+def _under_kernel(padded: Tensor, geometry: Geometry, height: int, width: int) -> Tensor:
+    """A view (n, channels, kernel rows, kernel columns, height, width) of the values under each place of the kernel."""
+    image, channel, row, column = padded.stride()
+    size = (padded.shape[0], padded.shape[1], *geometry.kernel, height, width)
+    kernel_strides = (row * geometry.dilation[0], column * geometry.dilation[1])
+    place_strides = (row * geometry.stride[0], column * geometry.stride[1])
+    return padded.as_strided(size, (image, channel, *kernel_strides, *place_strides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +257,7 @@ class Monotone(Operation):
 
     function: Callable[[Tensor], Tensor]
     units: int
+    is_relu: bool = False
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.function(inputs[0])

@@ -53,20 +53,33 @@ def summed_roundings(terms: int) -> int:
     return min(terms, _BLOCK) + -(-terms // _BLOCK)
 
 
-def blocked_product(left: Tensor, right: Tensor) -> Tensor:
+def blocked_product(left: Tensor, right: Tensor, terms: int | None = None) -> Tensor:
     """The matrix product, with long sums cut into blocks, so that fewer roundings pile up on one term.
 
-    Libraries sum in another order when there are only a few rows. Such products get rows of zeros, so that the
-    result of a row does not depend on how many others are computed with it.
+    `terms` is how many products of a sum can differ from zero, where that is fewer than all. Libraries sum in another
+    order when there are only a few rows: such products get rows of zeros, so that the result of a row does not depend
+    on how many others are computed with it.
     """
-    rows = left.shape[-2]
+    rows, length = left.shape[-2], right.shape[-2]
     if rows < _FEWEST_ROWS:
         left = F.pad(left, (0, 0, 0, _FEWEST_ROWS - rows))
-    blocks = [slice(start, start + _BLOCK) for start in range(0, right.shape[-2], _BLOCK)]
-    total = left[..., blocks[0]] @ right[..., blocks[0], :]
-    for block in blocks[1:]:
-        total += left[..., block] @ right[..., block, :]
+    if (terms or length) <= _BLOCK:
+        return (left @ right)[..., :rows, :]
+    total = left[..., :_BLOCK] @ right[..., :_BLOCK, :]
+    for start in range(_BLOCK, length, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        _add_product(total, left[..., block], right[..., block, :])
     return total[..., :rows, :]
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds in the product's own pass where the library has one for these dimensions."""
+    if total.dim() == 2:
+        total.addmm_(left, right)
+    elif left.dim() == right.dim() == 3 and len(left) == len(right):
+        total.baddbmm_(left, right)
+    else:
+        total += left @ right
 
 
 NEAREST = Rounding(unit=0.0, tiny=0.0)

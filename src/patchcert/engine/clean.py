@@ -1,13 +1,14 @@
 """The pass over the unchanged images, which every placement shares."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from patchcert.bounds import NEAREST, Interval, Network, Rounding, trace
 from patchcert.bounds.network import merged_margins
+from patchcert.engine.geometry import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,18 @@ class Clean:
 
     values: list[Tensor]
     margins: Tensor
-    slack: list[Tensor] | None
-    largest: list[Tensor] | None
+    slack: list[Tensor] | None = None
+    largest: list[Tensor] | None = None
+    _places: dict[int, Tensor] = field(default_factory=dict)
+
+    def places(self, index: int, layout: Layout) -> Tensor:
+        """Value `index` as (n, places, channels), laid out for windows to be read from it."""
+        if index not in self._places:
+            area = layout.maps[index]
+            assert area is not None
+            value = self.values[index].reshape(-1, area.channels, area.height * area.width)
+            self._places[index] = value.transpose(1, 2).contiguous()
+        return self._places[index]
 
 
 def clean_pass(network: Network, images: Tensor, labels: Tensor) -> Clean:
@@ -30,7 +41,7 @@ def clean_pass(network: Network, images: Tensor, labels: Tensor) -> Clean:
     head = network.head
     assert head is not None
     margins = merged_margins(head, Interval.point(values[-2]), labels, NEAREST)
-    return Clean(values, margins, None, None)
+    return Clean(values, margins)
 
 
 def exact_clean_pass(audit: Network, images: Tensor, labels: Tensor, dtype: torch.dtype) -> Clean:

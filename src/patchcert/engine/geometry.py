@@ -88,21 +88,25 @@ def _overhang(
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """For each placement the cells of the feature map that its window covers: flat indices, and which are inside.
+    """For each placement the cells (p, cells) of the feature map that its window covers, as flat indices.
 
-    `inside` is None where no window sticks out; indices of cells outside are those of the nearest inside.
+    Cells outside the map have the index of the nearest one inside, and -1 in `signed`. `inside` (p, 1, h, w, 1) says
+    which are inside; it is None where no window sticks out.
     """
 
     index: Tensor
+    signed: Tensor
     inside: Tensor | None
 
     def slice(self, start: int, stop: int) -> "Cells":
         """The cells of some of the placements."""
-        return Cells(self.index[start:stop], None if self.inside is None else self.inside[start:stop])
+        inside = None if self.inside is None else self.inside[start:stop]
+        return Cells(self.index[start:stop], self.signed[start:stop], inside)
 
     def to(self, device: torch.device) -> "Cells":
         """The same cells on another device."""
-        return Cells(self.index.to(device), None if self.inside is None else self.inside.to(device))
+        inside = None if self.inside is None else self.inside.to(device)
+        return Cells(self.index.to(device), self.signed.to(device), inside)
 
 
 def cells(window: Window, shifts: Tensor, height: int, width: int) -> Cells:
@@ -112,7 +116,8 @@ def cells(window: Window, shifts: Tensor, height: int, width: int) -> Cells:
     row_inside, column_inside = (rows >= 0) & (rows < height), (columns >= 0) & (columns < width)
     inside = row_inside[:, :, None] & column_inside[:, None, :]
     index = rows.clamp(0, height - 1)[:, :, None] * width + columns.clamp(0, width - 1)[:, None, :]
-    return Cells(index.flatten(1), None if bool(inside.all()) else inside[:, None, None])
+    signed = index.where(inside, -1).int().flatten(1)
+    return Cells(index.flatten(1), signed, None if bool(inside.all()) else inside[:, None, :, :, None])
 
 
 def _axis_cells(origin: int, extent: int, shifts: Tensor, step: int) -> Tensor:

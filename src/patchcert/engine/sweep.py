@@ -79,12 +79,12 @@ class PlacementSweep:
     ) -> Iterator[Part]:
         """The margins of all placements, as many at a time as the memory budget allows."""
         weights = _head_differences(self.layout.network, labels)
-        matrices: dict[tuple, tuple[Tensor, Tensor]] = {}
+        shared: dict[tuple, tuple[Tensor, Tensor]] = {}
         for group in self.groups:
             size = self.chunk(group, len(labels), rounding)
             for start in range(0, len(group), size):
                 stop = min(start + size, len(group))
-                sweep = Sweep(self.layout, clean, group, start, stop, rounding, matrices)
+                sweep = Sweep(self.layout, clean, group, start, stop, rounding, shared)
                 state = sweep.run(self._start(sweep, epsilon))
                 margins = _margins(sweep, state, weights)
                 yield Part(group.members[start:stop], zero_at_label(margins, labels[:, None]))
@@ -135,10 +135,11 @@ class PlacementSweep:
             radius, deviation = (upper - lower) * 0.5, (upper + lower) * 0.5 - pixels
         if sweep.rounding.is_outward:
             radius = radius * (1 + 16 * sweep.rounding.unit) + 4 * sweep.rounding.unit
-        return Windows(deviation, radius).map(lambda part: part * self.stamp)
+        return Windows(deviation, radius).map(lambda part: part * self.stamp[:, :, None])
 
 
 _LIVE_COPIES = 12
+_LIVE_COPIES_FUSED = 6
 """So many tensors of the size of the largest window are alive at once in a monotone layer."""
 
 
@@ -160,7 +161,8 @@ def _footprint(layout: Layout, group: Group, rounding: Rounding) -> tuple[int, i
             assert target is not None
             unfolded = max(unfolded, 2 * operation.weight()[0].numel() * target.height * target.width)
         sizes.append(inputs)
-    return _LIVE_COPIES * max(sizes) + unfolded, columns
+    copies = _LIVE_COPIES_FUSED if group.members.is_cuda else _LIVE_COPIES
+    return copies * max(sizes) + unfolded, columns
 
 
 def _head_differences(network: Network, labels: Tensor) -> Tensor:
@@ -177,17 +179,20 @@ def _margins(sweep: Sweep, state: Windows, weights: Tensor) -> Tensor:
     if cells is None:
         rounding, columns = sweep.rounding, weights.transpose(1, 2)
         shift = product(state.deviation.transpose(0, 1), columns, rounding)
-        radius = state.radius.expand_as(state.deviation).transpose(0, 1)
-        spread = product(radius, columns.abs(), rounding)
+        spread = product(_full(state)[1].transpose(0, 1), columns.abs(), rounding)
     else:
-        channels = state.deviation.shape[2]
-        columns = weights.unflatten(2, (channels, -1))[..., cells.index]  # (n, classes, c, p, cells)
-        shift = torch.einsum("pnck,nzcpk->npz", state.deviation.flatten(3), columns)
-        spread = torch.einsum("pnck,nzcpk->npz", state.radius.expand_as(state.deviation).flatten(3), columns.abs())
+        columns = weights.unflatten(2, (state.deviation.shape[4], -1)).permute(0, 3, 2, 1)[:, cells.index].flatten(2, 3)
+        deviation, radius = (part.transpose(0, 1).flatten(2).unsqueeze(2) for part in _full(state))  # (n, p, 1, k)
+        shift = product(deviation, columns, sweep.rounding).squeeze(2)
+        spread = product(radius, columns.abs(), sweep.rounding).squeeze(2)
     clean = sweep.clean.margins.unsqueeze(1)
     if not sweep.rounding.is_outward:
         return clean + shift - spread
     return _lowered(clean, shift, spread, weights.shape[2], sweep.rounding)
+
+
+def _full(state: Windows) -> tuple[Tensor, Tensor]:
+    return state.deviation, state.radius.expand_as(state.deviation)
 
 
 def _lowered(clean: Tensor, shift: Tensor, spread: Tensor, features: int, rounding: Rounding) -> Tensor:

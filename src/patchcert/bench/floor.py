@@ -1,0 +1,46 @@
+"""The least work all placements of one image need: products of the windows, and one trip of each window to memory."""
+
+from dataclasses import dataclass
+
+from patchcert.bench.timing import Ceilings
+from patchcert.bounds.operations import Convolution, Linear
+from patchcert.engine import PlacementSweep
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Floating-point operations and bytes per image, for deviation and radius over all placements."""
+
+    operations: float
+    bytes: float
+
+    @staticmethod
+    def of(sweep: PlacementSweep) -> "Work":
+        """Counted over the windows: a product and a sum per weight used, a write and a read per number kept."""
+        operations, numbers = 0.0, 0.0
+        for group in sweep.groups:
+            for position, step in enumerate(sweep.layout.network.steps):
+                products, kept = _step_work(sweep, group.windows, position, step)
+                operations += 4.0 * products * len(group)
+                numbers += 2.0 * kept * len(group)
+        return Work(operations, 2 * 4 * numbers)
+
+    def seconds(self, ceilings: Ceilings, tf32: bool) -> float:
+        """The larger of both times: no way of doing this work is faster."""
+        rate = ceilings.tf32 if tf32 else ceilings.float32
+        return max(self.operations / rate, self.bytes / ceilings.bandwidth)
+
+
+def _step_work(sweep, windows, position, step) -> tuple[float, float]:  # noqa: ANN001
+    operation, layout = step.operation, sweep.layout
+    source, area = windows[step.inputs[0]], layout.maps[step.inputs[0]]
+    if isinstance(operation, Linear):
+        outputs, inputs = operation.weight().shape
+        if source is not None and area is not None:
+            inputs = area.channels * source.height * source.width
+        return inputs * outputs, outputs
+    if isinstance(operation, Convolution):
+        target = windows[position + 1]
+        outputs = operation.weight().shape[0] * target.height * target.width
+        return outputs * operation.weight()[0].numel(), outputs
+    return 0.0, 0.0

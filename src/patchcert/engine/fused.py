@@ -1,0 +1,71 @@
+"""The ReLU step of the window engine as one kernel: each number is read once and written once.
+
+Its plain twin is `_between` in `windows`; both are held equal by a test on machines with CUDA.
+"""
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from patchcert.engine.geometry import Cells
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_fused(value: Tensor) -> bool:
+    """Whether the kernel takes this tensor: float32 on CUDA, with Triton there to compile it."""
+    return value.is_cuda and value.dtype == torch.float32 and _has_triton()
+
+
+def fused_relu(
+    deviation: Tensor,
+    radius: Tensor,
+    clean: Tensor,
+    cells: Cells | None,
+    factor: float,
+    widen: float,
+    slack: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Deviation and radius after ReLU, for (p, n, h, w, c) with clean places (n, places, c), or (p, n, features).
+
+    The radius is first taken times `factor` plus the first slack (n,), the result's times `widen` plus the second.
+    """
+    from patchcert.engine.kernels import relu_windows
+
+    deviation, radius = deviation.contiguous(), radius.contiguous()
+    placements, images = deviation.shape[:2]
+    channels, inner = deviation.shape[-1], deviation[0, 0].numel()
+    new_deviation, new_radius = torch.empty_like(deviation), torch.empty_like(deviation)
+    block = min(1 << (inner - 1).bit_length(), 1024)
+    rows = max(1, 1024 // block)
+    grid = (-(-placements * images // rows), -(-inner // block))
+    relu_windows[grid](
+        deviation,
+        radius,
+        clean,
+        cells.signed if cells is not None else clean,
+        slack[0] if slack is not None else clean,
+        slack[1] if slack is not None else clean,
+        new_deviation,
+        new_radius,
+        placements * images,
+        images,
+        radius.stride(0) if radius.shape[0] > 1 else 0,
+        radius.stride(1) if radius.shape[1] > 1 else 0,
+        clean.stride(0),
+        factor,
+        widen,
+        CHANNELS=channels,
+        INNER=inner,
+        HAS_PLACES=cells is not None,
+        HAS_SLACK=slack is not None,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return new_deviation, new_radius

@@ -1,0 +1,60 @@
+"""Triton kernels; imported only where tensors are on CUDA and Triton is installed."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _relu(value):  # noqa: ANN001, ANN202
+    return tl.where(value < 0, 0.0, value)  # NaN is not below 0, so it stays
+
+
+@triton.jit
+def relu_windows(  # noqa: D103
+    deviation,  # noqa: ANN001
+    radius,  # noqa: ANN001
+    clean,  # noqa: ANN001
+    cells,  # noqa: ANN001
+    slack_before,  # noqa: ANN001
+    slack_after,  # noqa: ANN001
+    new_deviation,  # noqa: ANN001
+    new_radius,  # noqa: ANN001
+    row_count,  # noqa: ANN001
+    images,  # noqa: ANN001
+    radius_placement_stride,  # noqa: ANN001
+    radius_image_stride,  # noqa: ANN001
+    clean_image_stride,  # noqa: ANN001
+    factor,  # noqa: ANN001
+    widen,  # noqa: ANN001
+    CHANNELS: tl.constexpr,
+    INNER: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
+    HAS_SLACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    inner = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    is_row, image, placement = row < row_count, row % images, row // images
+    is_here = is_row & (inner < INNER)
+    offset = row.to(tl.int64) * INNER + inner
+    if HAS_PLACES:
+        cell = tl.load(cells + placement * (INNER // CHANNELS) + inner // CHANNELS, mask=is_here, other=-1)
+        is_inside = is_here & (cell >= 0)
+        place = image.to(tl.int64) * clean_image_stride + cell * CHANNELS + inner % CHANNELS
+    else:
+        is_inside = is_here
+        place = image.to(tl.int64) * clean_image_stride + inner
+    value = tl.load(clean + place, mask=is_inside, other=0.0)
+    shift = tl.load(deviation + offset, mask=is_inside, other=0.0)
+    at = placement.to(tl.int64) * radius_placement_stride + image.to(tl.int64) * radius_image_stride + inner
+    spread = tl.load(radius + at, mask=is_inside, other=0.0) * factor
+    if HAS_SLACK:
+        spread += tl.load(slack_before + image, mask=is_row, other=0.0)
+    lower, upper = _relu(value + shift - spread), _relu(value + shift + spread)
+    shift = (lower + upper) * 0.5 - _relu(value)
+    spread = (upper - lower) * 0.5 * widen
+    if HAS_SLACK:
+        spread += tl.load(slack_after + image, mask=is_row, other=0.0)
+    tl.store(new_deviation + offset, tl.where(is_inside, shift, 0.0), mask=is_here)
+    tl.store(new_radius + offset, tl.where(is_inside, spread, 0.0), mask=is_here)
