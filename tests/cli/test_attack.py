@@ -7,12 +7,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import patchcert as pc
-from patchcert.attacks import AdaptiveAttack, TransferAttack
+from patchcert.attacks import AdaptiveAttack, TransferAttack, tune_defense
 from patchcert.cli.app import run
 from patchcert.cli.attack_choice import AttackChoice, describe_attack
 from patchcert.cli.attack_steps import draw_images, parse_settings
 from patchcert.data import load_dataset
-from patchcert.defenses import Defended, LocalGradientSmoothing
+from patchcert.defenses import Defended, LocalGradientSmoothing, smoothing_grid
 from patchcert.errors import InvalidInput
 from patchcert.experiments.runs import Run
 from patchcert.experiments.spec import AllTraining, DataChoice, ModelChoice, Spec
@@ -139,6 +139,22 @@ def test_defended_models_are_attacked_with_and_without_knowing_the_defense(capsy
     assert summary["settings"]["kind"] == type(whole).__name__
 
 
+def test_settings_are_tuned_on_training_images(capsys, trained_file):
+    options = ["--defense", "lgs", "--tune", "20", "--largest-drop", "1", "--images", "5"]
+    assert (
+        attack(trained_file, "--data", "mnist-mini", "--patch", 4, "--steps", 4, "--restarts", 2, *options)
+        == 0
+    )
+    tuning = answer(capsys)["tuning"]
+    assert tuning["images"] == 20
+    model, images = load(trained_file)[0], load_dataset("mnist-mini").train[5980:]
+    inner = pc.PatchAttack(steps=4, restarts=2)
+    result = tune_defense(
+        inner, model, images.floats(), images.labels, pc.Patch(4), smoothing_grid(), largest_drop=1
+    )
+    assert tuning["weak_accuracy"] == max(trial.weak_accuracy for trial in result.trials)
+
+
 def test_certified_images_withstand_everything(capsys, run_folder):
     options = ["--steps", "5", "--restarts", "1", "--images", "40", "--patch", "1", "--certified-only"]
     assert attack(run_folder.path, *options) == 0
@@ -178,7 +194,10 @@ def test_nothing_certified_is_said(capsys, run_folder):
     ("options", "message"),
     [
         (["--adaptive"], "--adaptive needs a defense"),
-        (["--setting", "window=3"], "--setting window=3 needs a defense"),
+        (["--setting", "window=3"], "--setting needs a defense"),
+        (["--tune", "5"], "--tune needs a defense"),
+        (["--defense", "lgs", "--tune", "5", "--setting", "window=3"], "--tune chooses what --setting sets"),
+        (["--defense", "lgs", "--tune", "7000"], "--tune 7000: mnist-mini has 6000 training images"),
         (["--defense", "magic"], "--defense magic is unknown"),
         (["--defense", "lgs", "--setting", "size=3"], "lgs has no setting 'size'"),
         (["--defense", "lgs", "--setting", "window=big"], "--setting window=big is no number"),
@@ -239,7 +258,7 @@ def test_settings_are_read_as_the_defense_takes_them():
 
 
 def test_defaults_depend_on_threat_and_images():
-    choice = AttackChoice(150, None, None, None, None, "none", (), False, False, None)
+    choice = AttackChoice(150, None, None, None, None, "none", (), False, None, 0.02, False, None)
     cpu = torch.device("cpu")
     patch, sparse = choice.build(pc.Patch(5), False, cpu), choice.build(pc.SparsePixels(4), False, cpu)
     corners = choice.build(pc.Patch(42, placements="corners"), True, cpu)

@@ -15,3 +15,4 @@ from patchcert.attacks.soundness import Challenge as Challenge
 from patchcert.attacks.soundness import challenge as challenge
 from patchcert.attacks.soundness import strongest_attack as strongest_attack
 from patchcert.attacks.sparse import SparseAttack as SparseAttack
+from patchcert.attacks.tuning import tune_defense as tune_defense

@@ -57,7 +57,7 @@ class Findings:
     def unchanged(cls, images: Tensor) -> "Findings":
         """The findings of an attack that does nothing."""
         nowhere = torch.full((len(images), 2), -1, dtype=torch.long, device=images.device)
-        return cls(images, nowhere, nowhere.new_zeros(len(images)))
+        return cls(images.clone(), nowhere, nowhere.new_zeros(len(images)))
 
     def part(self, index: Tensor) -> "Findings":
         """The findings for some of the images."""

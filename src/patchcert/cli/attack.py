@@ -58,6 +58,13 @@ def attack(
     adaptive: Annotated[
         bool, typer.Option("--adaptive", help="The attack knows the defense; without, it does not.")
     ] = False,
+    tune: Annotated[
+        int | None,
+        typer.Option(min=1, help="Choose the defense's settings on the last N training images."),
+    ] = None,
+    largest_drop: Annotated[
+        float, typer.Option(min=0, max=1, help="With --tune: clean accuracy that a defense may cost.")
+    ] = 0.02,
     certified_only: Annotated[
         bool,
         typer.Option("--certified-only", help="Certified images only; exit code 1 if one breaks."),
@@ -90,6 +97,8 @@ def attack(
         defense,
         tuple(setting or ()),
         adaptive,
+        tune,
+        largest_drop,
         certified_only,
         batch_size,
     )
@@ -181,7 +190,7 @@ def _proven(
 def _defended(
     choice: "AttackChoice", subject: "Subject", threat: "Patch | SparsePixels", place: "torch.device"
 ) -> "tuple[torch.nn.Module, dict[str, Any]]":
-    from patchcert.cli.attack_steps import build_defense
+    from patchcert.cli.attack_steps import build_defense, describe_trial, tuned
     from patchcert.defenses import Defended
     from patchcert.threats import Patch
 
@@ -189,9 +198,17 @@ def _defended(
         return subject.model, {"defense": None}
     if not isinstance(threat, Patch):
         raise InvalidInput(f"--defense {choice.defense} is for patches, not {threat}", hint="give --patch.")
+    tuning: dict[str, Any] | None = None
     defense = build_defense(choice.defense, choice.settings, subject, threat)
+    if choice.tune is not None:
+        attack = choice.inner(threat, subject.is_imagenet, place)
+        with progress_bar("tuning", "settings") as report:
+            best = tuned(choice.defense, attack, subject, threat, choice.tune, choice.largest_drop, report)
+        defense = best.defense
+        tuning = {"images": choice.tune, "largest_drop": choice.largest_drop, **describe_trial(best)}
     described = f"{type(defense).__name__}({defense.extra_repr()})"
-    return Defended(defense, subject.model).to(place), {"defense": described, "adaptive": choice.adaptive}
+    extra = {"defense": described, "adaptive": choice.adaptive, "tuning": tuning}
+    return Defended(defense, subject.model).to(place), extra
 
 
 def _name_words(choice: "AttackChoice", images: int, limit: int | None, seed: int) -> list[object]:
@@ -199,9 +216,17 @@ def _name_words(choice: "AttackChoice", images: int, limit: int | None, seed: in
     if choice.certified_only:
         return ["certified-only", drawn]
     knowing = "adaptive" if choice.adaptive else ""
+    tuned = "" if choice.tune is None else f"tuned-{choice.tune}"
     given = (choice.loss, choice.search, choice.restarts, choice.steps)
     defense = "" if choice.defense == "none" else choice.defense
-    return [defense, *choice.settings, knowing, drawn, *("" if word is None else word for word in given)]
+    return [
+        defense,
+        *choice.settings,
+        tuned,
+        knowing,
+        drawn,
+        *("" if word is None else word for word in given),
+    ]
 
 
 def _provenance(subject: "Subject", place: "torch.device", images: int, limit: int | None) -> dict[str, Any]:

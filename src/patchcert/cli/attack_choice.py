@@ -32,14 +32,19 @@ class AttackChoice:
     defense: str
     settings: tuple[str, ...]
     adaptive: bool
+    tune: int | None
+    largest_drop: float
     certified_only: bool
     batch_size: int | None
 
     def __post_init__(self) -> None:
         undefended = self.defense == "none"
-        if undefended and (self.adaptive or self.settings):
-            given = "--adaptive" if self.adaptive else f"--setting {self.settings[0]}"
-            raise InvalidInput(f"{given} needs a defense", hint="give --defense lgs or --defense dw.")
+        given = {"--adaptive": self.adaptive, "--setting": self.settings, "--tune": self.tune}
+        lonely = [option for option, value in given.items() if value]
+        if undefended and lonely:
+            raise InvalidInput(f"{lonely[0]} needs a defense", hint="give --defense lgs or --defense dw.")
+        if self.tune and self.settings:
+            raise InvalidInput("--tune chooses what --setting sets", hint="leave one of them out.")
         if self.certified_only and not undefended:
             raise InvalidInput(
                 f"--certified-only is about the model itself, not about --defense {self.defense}",
@@ -63,12 +68,13 @@ class AttackChoice:
         if self.certified_only:
             size = self._batch_size(is_imagenet, device)
             return strongest_attack(threat, self.steps, 20 if self.restarts is None else self.restarts, size)
-        attack = self._inner(threat, is_imagenet, device)
+        attack = self.inner(threat, is_imagenet, device)
         if self.defense == "none":
             return attack
         return AdaptiveAttack(attack) if self.adaptive else TransferAttack(attack)
 
-    def _inner(self, threat: Patch | SparsePixels, is_imagenet: bool, device: torch.device) -> Attack:
+    def inner(self, threat: Patch | SparsePixels, is_imagenet: bool, device: torch.device) -> Attack:
+        """The attack as it would be on an undefended model."""
         batch_size = self._batch_size(is_imagenet, device)
         loss = None if self.loss is None else cast("Loss", self.loss)
         if isinstance(threat, SparsePixels):

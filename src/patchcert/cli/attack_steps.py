@@ -12,13 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from patchcert.attacks import AttackResult, evidence_columns
+from patchcert.attacks import Attack, AttackResult, evidence_columns, tune_defense
 from patchcert.attacks.imagenet_corners import find_imagenet
 from patchcert.certify import certify
 from patchcert.cli.progress import Report
 from patchcert.cli.target import choose_images, open_data, open_target
 from patchcert.data import Dataset, Split, load_dataset
-from patchcert.defenses import Defense, DigitalWatermarking, LocalGradientSmoothing
+from patchcert.defenses import (
+    Defense,
+    DigitalWatermarking,
+    LocalGradientSmoothing,
+    Trial,
+    smoothing_grid,
+    watermarking_grid,
+)
 from patchcert.errors import InvalidInput
 from patchcert.experiments.runs import Run
 from patchcert.files import atomic_write, sha256
@@ -116,6 +123,44 @@ def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 
     except ValueError as error:
         raise InvalidInput(f"--setting {setting} is no number", hint="write it like window=7.") from error
     return value
+
+
+def tuned(
+    name: str,
+    attack: Attack,
+    subject: Subject,
+    threat: Patch,
+    count: int,
+    largest_drop: float,
+    report: Report,
+) -> Trial:
+    """The best setting of a defense on the last training images, which no result is about."""
+    train = subject.dataset.train
+    if count > len(train):
+        raise InvalidInput(
+            f"--tune {count}: {subject.dataset.name} has {len(train)} training images",
+            hint="tune on fewer, or give the settings with --setting.",
+        )
+    device = next(subject.model.parameters()).device
+    images = train[len(train) - count :].to(device)
+    side = max(threat.height, threat.width)
+    fills = (subject.dataset.mean, "ring")
+    grid = smoothing_grid() if name == "lgs" else watermarking_grid(subject.model, side, fills=fills)
+    model, pixels = subject.model, images.floats()
+    result = tune_defense(
+        attack, model, pixels, images.labels, threat, grid, largest_drop=largest_drop, progress=report
+    )
+    if result.best is None:
+        raise InvalidInput(
+            f"every setting of {name} costs more than {largest_drop} of {result.undefended_accuracy:.3f}",
+            hint="allow more with --largest-drop.",
+        )
+    return result.best
+
+
+def describe_trial(trial: Trial) -> dict[str, float]:
+    """What a setting reached on the images it was chosen on."""
+    return {"clean_accuracy": trial.clean_accuracy, "weak_accuracy": trial.weak_accuracy}
 
 
 def known_proofs(subject: Subject, threat: Patch | SparsePixels, index: Tensor) -> Tensor | None:
