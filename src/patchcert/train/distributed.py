@@ -35,7 +35,7 @@ class World:
         """Every tensor becomes its sum over all processes, by one message per kind of number."""
         if self.size == 1:
             return
-        for dtype in {tensor.dtype for tensor in tensors}:
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             group = [tensor for tensor in tensors if tensor.dtype == dtype]
             joined = torch.cat([tensor.reshape(-1) for tensor in group])
             with lost_processes_named():
