@@ -29,7 +29,7 @@ TINY = (
     "run.check_images=4",
     "run.checkpoint_seconds=0.0",
 )
-LONG = ("data.limit=120", "optimiser.batch_size=10", "schedule.epochs=20")
+LONG = ("data.limit=120", "optimiser.batch_size=10", "schedule.epochs=40")
 SHORT = ("data.limit=90", "optimiser.batch_size=17", "schedule.epochs=4", "run.check_every=2")
 
 
@@ -124,7 +124,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(forks, tmp_path):
         assert process.finish()[0] == -signal.SIGKILL
         assert not (broken / "weights.safetensors").exists()
     code, output, errors = forks.train(broken, (*TINY, *LONG), "--resume").finish()
-    assert (code, json.loads(output)["epochs"]) == (0, 20), errors
+    assert (code, json.loads(output)["epochs"]) == (0, 40), errors
     assert same_weights(straight, broken)
     assert [row["loss"] for row in rows_of(straight)] == [row["loss"] for row in rows_of(broken)]
     assert len(json.loads((broken / "environment.json").read_text())["sessions"]) == 4
@@ -223,7 +223,7 @@ def test_a_lost_process_ends_the_run_with_a_message_and_a_folder_to_resume(forks
     assert "--resume" in errors
     assert "Traceback" not in errors
     code, output, errors = forks.train(folder, (*TINY, *LONG), "--resume").finish()
-    assert (code, json.loads(output)["epochs"]) == (0, 20), errors
+    assert (code, json.loads(output)["epochs"]) == (0, 40), errors
 
 
 def test_a_refused_folder_ends_all_processes(forks, tmp_path):
