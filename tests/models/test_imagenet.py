@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from patchcert.errors import ModelError
 from patchcert.models.imagenet import (
+    CaffeInput,
     SameConv2d,
     imagenet_names,
     load_imagenet,
@@ -55,6 +56,11 @@ def test_networks_recognise_most_of_a_few_real_images(name):
 @pytest.mark.parametrize(("name", "right"), [("resnet50", 316), ("efficientnet_lite2", 312)])
 def test_networks_reach_their_known_accuracy(name, right):
     assert right_answers(name, 400) == pytest.approx(right, abs=1)
+
+
+def test_input_of_the_caffe_network_is_blue_first_and_centred():
+    red = torch.tensor([1.0, 0.0, 0.0]).reshape(1, 3, 1, 1)
+    torch.testing.assert_close(CaffeInput()(red).flatten(), torch.tensor([-103.939, -116.779, 255 - 123.68]))
 
 
 def test_same_padding_gives_the_odd_pixel_to_the_bottom_and_right():

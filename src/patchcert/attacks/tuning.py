@@ -25,8 +25,8 @@ def tune_defense(
 ) -> SearchResult:
     """Every defense tried on validation images and on the same images as attacked on the undefended model.
 
-    Best is what withstands this weak attack and costs at most `largest_drop` of clean accuracy; the images must
-    not be those that the defense is later judged on.
+    Best is what withstands this weak attack and costs at most `largest_drop` of clean accuracy; the images
+    must not be those that the defense is later judged on.
     """
     check_batch(model, images, labels)
     task = Task(images, labels, threat, generator or torch.Generator().manual_seed(0))

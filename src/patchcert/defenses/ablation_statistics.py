@@ -35,7 +35,7 @@ def certified_radius(probability: NDArray[np.float64], pixels: int, retained: in
         needed = Fraction(1, 2) + seen_probability(pixels, retained, changed)
         if needed >= 1:
             break
-        thresholds.append(math.nextafter(float(needed), 1.0))
+        thresholds.append(math.nextafter(float(needed), 1.0))  # rounding must not add a pixel
     return np.searchsorted(np.asarray(thresholds), probability, side="left") - 1
 
 
