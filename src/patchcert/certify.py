@@ -13,7 +13,7 @@ from patchcert.bounds.operations import dtype_holds
 from patchcert.engine.clean import audit_network, exact_clean_pass
 from patchcert.engine.dense import dense_margins
 from patchcert.engine.memory import default_budget, image_numbers, rows_within
-from patchcert.engine.sweep import Least, Part, PlacementSweep, covering_sweep
+from patchcert.engine.sweep import PlacementSweep, covering_sweep
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.threats import Patch, SparsePixels
 
@@ -84,8 +84,7 @@ class IntervalCertifier:
         """Certificates for the images under the threat."""
         with torch.no_grad(), precise_arithmetic():
             task = _Task.of(self, model, images, labels, threat)
-            pieces = [task.least(chunk) for chunk in task.chunks()]
-            return task.certificates(pieces)
+            return task.certificates([task.least(chunk) for chunk in task.chunks()])
 
     def placement_margins(self, model: nn.Module, images: Tensor, labels: Tensor, threat: Patch) -> Tensor:
         """The whole certificate map: margins (n, placements, classes)."""
@@ -189,42 +188,39 @@ class _Task:
         numbers = image_numbers(self.network, self.images, unfolded=True)
         if isinstance(self.threat, SparsePixels):
             numbers += 6 * sparse_numbers(self.network, self.images)
+        else:
+            numbers += self.classes * len(self.threat.placements(*self.images.shape[-2:]))
         return max(1, min(self.budget // (16 * numbers), 1024))
 
-    def least(self, chunk: slice) -> Least:
+    def least(self, chunk: slice) -> "_Least":
         """The least margins of some of the images over the whole threat."""
         images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
         if isinstance(threat, SparsePixels):
             margins = self.network.sparse_margins(
                 images, labels, threat.pixels, threat.bound, rounding=self.rounding
             )
-            return Least(margins, torch.full_like(labels, -1), margins[:, 0])
-        if self.sweep is not None:
-            clean = exact_clean_pass(self.audit, images, labels, images.dtype)
-            return self.sweep.least(clean, labels, self.rounding)
-        found = Least.none(images.new_empty(len(images), self.classes))
-        for part in self._dense_parts(images, labels, threat):
-            found = found.lowered_by(part, labels)
-        return found
+            return _Least(margins, torch.full_like(labels, -1))
+        return _Least.of(self.margins(chunk), labels)
 
     def margins(self, chunk: slice) -> Tensor:
         """The margins of some of the images at every placement."""
         images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
         assert isinstance(threat, Patch)
-        if self.sweep is not None:
-            clean = exact_clean_pass(self.audit, images, labels, images.dtype)
-            return self.sweep.margins(clean, labels, rounding=self.rounding)
-        return torch.cat([part.margins for part in self._dense_parts(images, labels, threat)], dim=1)
+        if self.sweep is None:
+            return self._dense_margins(images, labels, threat)
+        clean = exact_clean_pass(self.audit, images, labels, images.dtype)
+        return self.sweep.margins(clean, labels, rounding=self.rounding)
 
-    def _dense_parts(self, images: Tensor, labels: Tensor, threat: Patch) -> Iterator[Part]:
+    def _dense_margins(self, images: Tensor, labels: Tensor, threat: Patch) -> Tensor:
         corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
         size = rows_within(self.network, images, self.budget, len(images), unfolded=True)
-        for start in range(0, len(corners), size):
-            chosen = corners[start : start + size]
-            margins = dense_margins(self.network, images, labels, threat, chosen, rounding=self.rounding)
-            yield Part(torch.arange(start, start + len(chosen), device=images.device), margins)
+        parts = [
+            dense_margins(self.network, images, labels, threat, chosen, rounding=self.rounding)
+            for chosen in corners.split(size)
+        ]
+        return torch.cat(parts, dim=1)
 
-    def certificates(self, pieces: list[Least]) -> Certificates:
+    def certificates(self, pieces: list["_Least"]) -> Certificates:
         """The verdicts; everything that is not strictly proven, NaN and infinity included, is not certified."""
         empty = self.images.new_empty(0, self.classes)
         margins = torch.cat([piece.margins for piece in pieces]) if pieces else empty
@@ -233,11 +229,26 @@ class _Task:
         certified = proven & (self.predictions == self.labels) & self.is_finite
         return Certificates(certified, margins, self._worst(pieces), self.predictions, self.labels)
 
-    def _worst(self, pieces: list[Least]) -> Tensor:
+    def _worst(self, pieces: list["_Least"]) -> Tensor:
         if not pieces or isinstance(self.threat, SparsePixels):
             return self.labels.new_full((len(self.labels), 2), -1)
         corners = self.threat.placements(self.images.shape[-2], self.images.shape[-1]).corners
         return corners.to(self.labels.device)[torch.cat([piece.weakest for piece in pieces])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """Margins (n, classes), each the least over all placements, and per image the index of the weakest placement."""
+
+    margins: Tensor
+    weakest: Tensor
+
+    @staticmethod
+    def of(margins: Tensor, labels: Tensor) -> "_Least":
+        """NaN counts as the weakest of all, and stays NaN."""
+        own = labels[:, None, None].expand(-1, margins.shape[1], 1)
+        others = margins.scatter(2, own, torch.inf).amin(dim=2)
+        return _Least(margins.amin(dim=1), torch.where(others.isnan(), -torch.inf, others).argmin(dim=1))
 
 
 def sparse_numbers(network: Network, images: Tensor) -> int:

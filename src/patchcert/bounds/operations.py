@@ -177,7 +177,10 @@ def _convolve_by_product(value: Tensor, weight: Tensor, geometry: Geometry, grou
     below = _under_kernel(geometry.pad(value), geometry, height, width).unflatten(1, (groups, -1))
     rows = below.permute(1, 0, 5, 6, 3, 4, 2).reshape(groups, len(value) * height * width, -1)
     columns = weight.unflatten(0, (groups, -1)).permute(0, 3, 4, 2, 1).flatten(1, 3)
-    output = blocked_product(rows, columns)  # (groups, places, outputs)
+    if groups == 1:
+        output = blocked_product(rows[0], columns[0])[None]
+    else:
+        output = blocked_product(rows, columns)  # (groups, places, outputs)
     output = output.permute(1, 0, 2).reshape(len(value), height, width, weight.shape[0])
     return output.permute(0, 3, 1, 2)
 

@@ -8,8 +8,10 @@ from patchcert.bounds.operations import Convolution
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes for intermediate results: what stays in or near the caches of a CPU, a small part of a GPU's memory."""
-    return 2**30 if device.type == "cuda" else 2**26
+    """Bytes for intermediate results: what stays near the caches of a CPU, a thirty-second of a GPU's memory."""
+    if device.type != "cuda":
+        return 2**26
+    return torch.cuda.get_device_properties(device).total_memory // 32
 
 
 def image_numbers(network: Network, images: Tensor, unfolded: bool) -> int:

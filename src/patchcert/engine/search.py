@@ -12,6 +12,10 @@ from patchcert.engine.sweep import PlacementSweep, covering_sweep
 from patchcert.threats import Patch
 
 
+_TRAINING_BUDGET = 2**30
+"""Training leaves the rest of the memory to the gradient and to other runs on the same device."""
+
+
 class WeakestPlacements:
     """Finds, per image and class, the placement with the least margin; keeps its geometry between calls."""
 
@@ -23,7 +27,7 @@ class WeakestPlacements:
     @torch.no_grad()
     def find(self, network: Network, images: Tensor, labels: Tensor, epsilon: float | Tensor) -> Tensor:
         """Indices (n, classes) into the threat's placements; products may run in TF32, which only ranks placements."""
-        budget = self.memory_budget or default_budget(images.device)
+        budget = self.memory_budget or min(default_budget(images.device), _TRAINING_BUDGET)
         with fast_arithmetic():
             sweep = self._sweep(network, images, budget)
             if sweep is None:

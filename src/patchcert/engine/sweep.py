@@ -1,7 +1,6 @@
 """Margins for every placement of a patch: the fast engine where it covers the network, the dense way elsewhere."""
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,44 +12,10 @@ from patchcert.bounds.operations import Convolution, Linear
 from patchcert.bounds.rounding import summed_roundings
 from patchcert.engine.clean import Clean
 from patchcert.engine.geometry import Group, Layout, NotCovered, groups
-from patchcert.engine.windows import Sweep, Windows, product
+from patchcert.engine.windows import Shared, Sweep, Windows, product
 from patchcert.threats import Patch
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The margins (n, p, classes) of some placements, and their indices (p,)."""
-
-    members: Tensor
-    margins: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Least:
-    """Margins (n, classes), each the least over the placements seen so far; per image the weakest placement."""
-
-    margins: Tensor
-    weakest: Tensor
-    weakest_margin: Tensor
-
-    @staticmethod
-    def none(like: Tensor) -> "Least":
-        """Before any placement was seen."""
-        margins = torch.full_like(like, torch.inf)
-        return Least(margins, torch.zeros_like(margins[:, 0], dtype=torch.long), margins[:, 0].clone())
-
-    def lowered_by(self, part: Part, labels: Tensor) -> "Least":
-        """With the placements of the part seen too; NaN counts as the weakest of all and stays."""
-        others = part.margins.scatter(2, labels[:, None, None].expand(-1, part.margins.shape[1], 1), torch.inf)
-        worst, position = others.amin(dim=2).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).min(dim=1)
-        lower = worst < self.weakest_margin
-        return Least(
-            torch.minimum(self.margins, part.margins.amin(dim=1)),
-            torch.where(lower, part.members[position], self.weakest),
-            torch.where(lower, worst, self.weakest_margin),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,56 +36,33 @@ class PlacementSweep:
             layout = Layout.of(network, network.values(images[:1]))
         placements = threat.placements(images.shape[-2], images.shape[-1])
         made = groups(layout, placements, images.device)
-        stamp = threat.stamp.to(images.device)
+        stamp = threat.stamp.to(images.device, images.dtype)[:, :, None]
         return PlacementSweep(layout, threat, stamp, tuple(made), len(placements), memory_budget)
-
-    def parts(
-        self, clean: Clean, labels: Tensor, epsilon: float | Tensor = 1.0, rounding: Rounding = NEAREST
-    ) -> Iterator[Part]:
-        """The margins of all placements, as many at a time as the memory budget allows."""
-        weights = _head_differences(self.layout.network, labels)
-        shared: dict[tuple, tuple[Tensor, Tensor]] = {}
-        for group in self.groups:
-            size = self.chunk(group, len(labels), rounding)
-            for start in range(0, len(group), size):
-                stop = min(start + size, len(group))
-                sweep = Sweep(self.layout, clean, group, start, stop, rounding, shared)
-                state = sweep.run(self._start(sweep, epsilon))
-                margins = _margins(sweep, state, weights)
-                yield Part(group.members[start:stop], zero_at_label(margins, labels[:, None]))
 
     def margins(
         self, clean: Clean, labels: Tensor, epsilon: float | Tensor = 1.0, rounding: Rounding = NEAREST
     ) -> Tensor:
-        """Margins (n, placements, classes)."""
-        classes = clean.margins.shape[1]
-        margins = clean.values[0].new_empty(len(labels), self.placements, classes)
-        for part in self.parts(clean, labels, epsilon, rounding):
-            margins[:, part.members] = part.margins
-        return margins
+        """Margins (n, placements, classes), swept as many placements at a time as the memory budget allows."""
+        margins = clean.values[0].new_empty(len(labels), self.placements, clean.margins.shape[1])
+        shared = Shared(self.layout, clean, rounding)
+        head = _Head.of(self.layout.network, clean, labels)
+        for group in self.groups:
+            size = self.chunk(group, len(labels), rounding)
+            for start in range(0, len(group), size):
+                sweep = Sweep(shared, group, start, min(start + size, len(group)))
+                state = sweep.run(self._start(sweep, epsilon))
+                margins[:, group.members[start : start + size]] = head.margins(sweep, state)
+        return zero_at_label(margins, labels[:, None])
 
     def worst(self, clean: Clean, labels: Tensor, epsilon: float | Tensor = 1.0) -> Tensor:
-        """The placement (n, classes) with the least margin for each class; the first of several equal ones."""
-        least = torch.full_like(clean.margins, torch.inf)
-        worst = torch.zeros_like(least, dtype=torch.long)
-        for part in self.parts(clean, labels, epsilon):
-            margins, position = part.margins.min(dim=1)
-            lower = margins < least
-            least, worst = least.where(~lower, margins), worst.where(~lower, part.members[position])
-        return worst
-
-    def least(self, clean: Clean, labels: Tensor, rounding: Rounding) -> "Least":
-        """The least margin per class over all placements, and the weakest placement of each image."""
-        found = Least.none(clean.margins.to(clean.values[0].dtype))
-        for part in self.parts(clean, labels, rounding=rounding):
-            found = found.lowered_by(part, labels)
-        return found
+        """The placement (n, classes) with the least margin for each class."""
+        return self.margins(clean, labels, epsilon).argmin(dim=1)
 
     def chunk(self, group: Group, images: int, rounding: Rounding) -> int:
         """How many placements of the group are swept at once."""
-        state, columns = _footprint(self.layout, group, rounding)
-        item = 8 if rounding.unit and rounding.unit < 1e-10 else 4
-        by_state = self.memory_budget // (item * state * max(images, 1))
+        numbers, columns = _footprint(self.layout, group, rounding)
+        item = self.stamp.element_size()
+        by_state = self.memory_budget // (item * numbers * max(images, 1))
         by_columns = self.memory_budget // (4 * item * max(columns, 1))
         return max(1, min(by_state, by_columns, len(group)))
 
@@ -128,14 +70,16 @@ class PlacementSweep:
         """The patch itself: at epsilon 1 the box is [0, 1] whatever the image, so all share one radius."""
         pixels = sweep.clean_windows(0)
         if isinstance(epsilon, float | int) and epsilon >= 1:
-            radius = torch.full_like(pixels[:1, :1], 0.5)
-            deviation = 0.5 - pixels
+            radius, deviation = 0.5 * self.stamp[None, None].expand_as(pixels[:1, :1]), 0.5 - pixels
         else:
             lower, upper = (pixels - epsilon).clamp(min=0), (pixels + epsilon).clamp(max=1)
             radius, deviation = (upper - lower) * 0.5, (upper + lower) * 0.5 - pixels
+        unit = sweep.rounding.unit
         if sweep.rounding.is_outward:
-            radius = radius * (1 + 16 * sweep.rounding.unit) + 4 * sweep.rounding.unit
-        return Windows(deviation, radius).map(lambda part: part * self.stamp[:, :, None])
+            radius = radius * (1 + 16 * unit) + 4 * unit
+        if not self.threat.is_solid:
+            deviation, radius = deviation * self.stamp, radius * self.stamp
+        return Windows(deviation, radius)
 
 
 _LIVE_COPIES = 12
@@ -165,34 +109,46 @@ def _footprint(layout: Layout, group: Group, rounding: Rounding) -> tuple[int, i
     return copies * max(sizes) + unfolded, columns
 
 
-def _head_differences(network: Network, labels: Tensor) -> Tensor:
-    """Row label minus row class of the last layer's weights, (n, classes, features)."""
-    head = network.head
-    assert head is not None
-    weight = head.weight()
-    return weight[labels].unsqueeze(1) - weight
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The last layer merged with the specification: row label minus row class of its weights, (n, features, classes)."""
+
+    weights: Tensor
+    absolute: Tensor
+    clean: Tensor
+
+    @staticmethod
+    def of(network: Network, clean: Clean, labels: Tensor) -> "_Head":
+        head = network.head
+        assert head is not None
+        weight = head.weight()
+        difference = weight[labels].unsqueeze(2) - weight.T
+        return _Head(difference, difference.abs(), clean.margins.unsqueeze(1))
+
+    def margins(self, sweep: Sweep, state: Windows) -> Tensor:
+        """The clean margins moved by the deviation and lowered by the radius, (n, p, classes)."""
+        cells, rounding = sweep.cells(sweep.steps[-1].inputs[0]), sweep.rounding
+        radius = state.radius.expand_as(state.deviation)
+        if cells is not None:
+            parts, columns = _by_place(state.deviation, radius, self.weights, cells.index)
+            shift = product(parts[0], columns, rounding).squeeze(2)
+            spread = product(parts[1], columns.abs(), rounding).squeeze(2)
+        elif rounding.is_outward:
+            shift = product(state.deviation.transpose(0, 1), self.weights, rounding)
+            spread = product(radius.transpose(0, 1), self.absolute, rounding)
+        else:
+            moved = torch.baddbmm(self.clean, state.deviation.transpose(0, 1), self.weights)
+            return moved.baddbmm_(radius.transpose(0, 1), self.absolute, alpha=-1)
+        if not rounding.is_outward:
+            return self.clean + shift - spread
+        return _lowered(self.clean, shift, spread, self.weights.shape[1], rounding)
 
 
-def _margins(sweep: Sweep, state: Windows, weights: Tensor) -> Tensor:
-    """The clean margins moved by the deviation and lowered by the radius, through the merged last layer."""
-    cells = sweep.cells(sweep.steps[-1].inputs[0])
-    if cells is None:
-        rounding, columns = sweep.rounding, weights.transpose(1, 2)
-        shift = product(state.deviation.transpose(0, 1), columns, rounding)
-        spread = product(_full(state)[1].transpose(0, 1), columns.abs(), rounding)
-    else:
-        columns = weights.unflatten(2, (state.deviation.shape[4], -1)).permute(0, 3, 2, 1)[:, cells.index].flatten(2, 3)
-        deviation, radius = (part.transpose(0, 1).flatten(2).unsqueeze(2) for part in _full(state))  # (n, p, 1, k)
-        shift = product(deviation, columns, sweep.rounding).squeeze(2)
-        spread = product(radius, columns.abs(), sweep.rounding).squeeze(2)
-    clean = sweep.clean.margins.unsqueeze(1)
-    if not sweep.rounding.is_outward:
-        return clean + shift - spread
-    return _lowered(clean, shift, spread, weights.shape[2], sweep.rounding)
-
-
-def _full(state: Windows) -> tuple[Tensor, Tensor]:
-    return state.deviation, state.radius.expand_as(state.deviation)
+def _by_place(deviation: Tensor, radius: Tensor, weights: Tensor, cells: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Both parts as rows (n, p, 1, k), and for each image and placement the weights (k, classes) of its window."""
+    places = weights.unflatten(1, (deviation.shape[4], -1)).transpose(1, 2)  # (n, places, c, classes)
+    rows = [part.transpose(0, 1).flatten(2).unsqueeze(2) for part in (deviation, radius)]
+    return rows, places[:, cells].flatten(2, 3)
 
 
 def _lowered(clean: Tensor, shift: Tensor, spread: Tensor, features: int, rounding: Rounding) -> Tensor:

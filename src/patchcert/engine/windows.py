@@ -12,7 +12,7 @@ before and after the function.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -77,16 +77,45 @@ class Windows:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
-    """What all rules need: the network, its clean pass, and a slice of one group of placements."""
+class Shared:
+    """What the sweeps of all groups share: the clean pass, and weights in the forms that windows need."""
 
     layout: Layout
     clean: Clean
+    rounding: Rounding
+    weights: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    slacks: dict[tuple, Tensor] = field(default_factory=dict)
+
+    def slack(self, index: int, units: int, extra: float) -> Tensor:
+        """What the clean value `index` may be off by, with some units of rounding in sums with it, (n,), plus extra."""
+        key = (index, units, extra)
+        if key not in self.slacks:
+            assert self.clean.slack is not None and self.clean.largest is not None
+            slack = self.clean.slack[index] + self.clean.largest[index] * (units * self.rounding.unit)
+            self.slacks[key] = slack * (1 + 8 * self.rounding.unit) + (2 * self.rounding.tiny + 2 * extra)
+        return self.slacks[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A slice of one group of placements on its way through the network."""
+
+    shared: Shared
     group: Group
     start: int
     stop: int
-    rounding: Rounding
-    weights: dict[tuple, tuple[Tensor, Tensor]]
+
+    @property
+    def layout(self) -> Layout:
+        return self.shared.layout
+
+    @property
+    def clean(self) -> Clean:
+        return self.shared.clean
+
+    @property
+    def rounding(self) -> Rounding:
+        return self.shared.rounding
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -121,12 +150,6 @@ class Sweep:
 
     def _gather(self, index: int, cells: Tensor) -> Tensor:
         return self.clean.places(index, self.layout)[:, cells].transpose(0, 1)
-
-    def slack(self, index: int, units: int) -> Tensor:
-        """What the clean value `index` may be off by, with some units of rounding in sums with it; (n,)."""
-        assert self.clean.slack is not None and self.clean.largest is not None
-        slack = self.clean.slack[index] + self.clean.largest[index] * (units * self.rounding.unit)
-        return slack * (1 + 8 * self.rounding.unit) + self.rounding.tiny
 
     def run(self, start: Windows) -> Windows:
         """Deviation and radius of the input of the last layer."""
@@ -196,10 +219,10 @@ def _slide_by_matrix(
 ) -> Windows:
     shape = tuple(state.deviation.shape[2:])
     key = (position, geometry, shape)
-    if key not in sweep.weights:
+    if key not in sweep.shared.weights:
         matrix = window_matrix(geometry, weight, groups, shape)
-        sweep.weights[key] = (matrix, matrix.abs())
-    matrix, absolute = sweep.weights[key]
+        sweep.shared.weights[key] = (matrix, matrix.abs())
+    matrix, absolute = sweep.shared.weights[key]
     height, width = geometry.output_size(shape[0], shape[1])
     terms = weight[0].numel()
 
@@ -246,21 +269,24 @@ def _pairs(first: Windows, second: Windows) -> tuple[tuple[Tensor, Tensor], tupl
 def _columns(operation: Linear, sweep: Sweep, position: int) -> tuple[Tensor, Tensor]:
     """Transposed weights and their absolute values; (places, channels, out) where the input still has places."""
     key = (position,)
-    if key not in sweep.weights:
+    if key not in sweep.shared.weights:
         area, weight = sweep.layout.maps[sweep.steps[position].inputs[0]], operation.weight()
         if area is None:
             columns = weight.T
         else:
             columns = weight.unflatten(1, (area.channels, -1)).permute(2, 1, 0)
         columns = columns.contiguous()
-        sweep.weights[key] = (columns, columns.abs())
-    return sweep.weights[key]
+        sweep.shared.weights[key] = (columns, columns.abs())
+    return sweep.shared.weights[key]
 
 
 def _channel_scale(operation: ChannelScale, inputs: Sequence[Windows], sweep: Sweep, position: int) -> Windows:
-    (state,) = inputs
-    scale = operation.scale().to(state.deviation.dtype).flatten()
-    return Windows(state.deviation * scale, state.radius * scale.abs()).widened(8, sweep.rounding)
+    (state,), key = inputs, (position,)
+    if key not in sweep.shared.weights:
+        scale = operation.scale().to(state.deviation.dtype).flatten()
+        sweep.shared.weights[key] = (scale, scale.abs())
+    scale, absolute = sweep.shared.weights[key]
+    return Windows(state.deviation * scale, state.radius * absolute).widened(8, sweep.rounding)
 
 
 def _monotone(operation: Monotone, inputs: Sequence[Windows], sweep: Sweep, position: int) -> Windows:
@@ -301,12 +327,12 @@ def _between(
     centre, radius, rounding = before + state.deviation, state.radius, sweep.rounding
     shape = (-1, *[1] * (state.deviation.dim() - 2))
     if rounding.is_outward:
-        slack = sweep.slack(sweep.steps[position].inputs[0], 3).reshape(shape)
-        radius = radius * (state.factor * (1 + 8 * rounding.unit)) + (slack + state.extra)
+        slack = sweep.shared.slack(sweep.steps[position].inputs[0], 3, state.extra).reshape(shape)
+        radius = radius * (state.factor * (1 + 8 * rounding.unit)) + slack
     lower, upper = function(centre - radius), function(centre + radius)
     deviation, spread = (lower + upper) * 0.5 - after, (upper - lower) * 0.5
     if rounding.is_outward:
-        slack = sweep.slack(position + 1, 4 + units).reshape(shape)
+        slack = sweep.shared.slack(position + 1, 4 + units, 0.0).reshape(shape)
         spread = spread * (1 + (8 + 2 * units) * rounding.unit) + slack
     return Windows(deviation, spread, is_ragged=True).settled(sweep.cells(position + 1))
 
@@ -318,7 +344,7 @@ def _fused_relu(state: Windows, sweep: Sweep, position: int) -> Windows:
     clean = sweep.clean.values[index].flatten(1) if cells is None else sweep.clean.places(index, sweep.layout)
     slack = None
     if rounding.is_outward:
-        slack = (sweep.slack(index, 3) + state.extra, sweep.slack(position + 1, 4))
+        slack = (sweep.shared.slack(index, 3, state.extra), sweep.shared.slack(position + 1, 4, 0.0))
     factor, widen = state.factor * (1 + 8 * rounding.unit), 1 + 8 * rounding.unit
     deviation, radius = fused_relu(state.deviation, state.radius, clean, cells, factor, widen, slack)
     return Windows(deviation, radius)
