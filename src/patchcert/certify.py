@@ -14,6 +14,7 @@ from patchcert.engine.clean import audit_network, exact_clean_pass
 from patchcert.engine.dense import dense_margins
 from patchcert.engine.memory import default_budget, image_numbers, rows_within
 from patchcert.engine.sweep import PlacementSweep, covering_sweep
+from patchcert.engine.verdicts import VerdictSweep
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.threats import Patch, SparsePixels
 
@@ -71,12 +72,15 @@ class IntervalCertifier:
     """Proofs by interval bounds, exact over all placements and sound under rounding.
 
     `dtype` is the arithmetic of the bounds (default: the model's, float32 at least); float64 is an audit with far
-    less widening. `memory_budget` is in bytes; results do not depend on it.
+    less widening. `memory_budget` is in bytes; results do not depend on it. With `verdicts_only` an image is let go as
+    soon as it is decided: the same images are certified in less time, but no margins and placements are given: they
+    are NaN and (-1, -1).
     """
 
     dtype: torch.dtype | None = None
     memory_budget: int | None = None
     progress: Progress | None = None
+    verdicts_only: bool = False
 
     def certify(
         self, model: nn.Module, images: Tensor, labels: Tensor, threat: Patch | SparsePixels
@@ -84,12 +88,16 @@ class IntervalCertifier:
         """Certificates for the images under the threat."""
         with torch.no_grad(), precise_arithmetic():
             task = _Task.of(self, model, images, labels, threat)
+            if task.verdicts is not None:
+                return task.bare_verdicts(torch.cat([task.proven(chunk) for chunk in task.chunks()]))
             return task.certificates([task.least(chunk) for chunk in task.chunks()])
 
     def placement_margins(self, model: nn.Module, images: Tensor, labels: Tensor, threat: Patch) -> Tensor:
         """The whole certificate map: margins (n, placements, classes)."""
         if not isinstance(threat, Patch):
-            raise InvalidInput(f"{threat} has no placements", hint="use certify for threats without placements")
+            raise InvalidInput(
+                f"{threat} has no placements", hint="use certify for threats without placements"
+            )
         with torch.no_grad(), precise_arithmetic():
             task = _Task.of(self, model, images, labels, threat)
             pieces = [task.margins(chunk) for chunk in task.chunks()]
@@ -106,9 +114,11 @@ def certify(
     dtype: torch.dtype | None = None,
     memory_budget: int | None = None,
     progress: Progress | None = None,
+    verdicts_only: bool = False,
 ) -> Certificates:
     """Proves, image by image, that no member of the threat changes the model's prediction away from the label."""
-    return IntervalCertifier(dtype, memory_budget, progress).certify(model, images, labels, threat)
+    certifier = IntervalCertifier(dtype, memory_budget, progress, verdicts_only)
+    return certifier.certify(model, images, labels, threat)
 
 
 def placement_margins(
@@ -136,6 +146,7 @@ class _Task:
     audit: Network
     threat: Patch | SparsePixels
     sweep: PlacementSweep | None
+    verdicts: VerdictSweep | None
     images: Tensor
     labels: Tensor
     predictions: Tensor
@@ -146,7 +157,11 @@ class _Task:
 
     @staticmethod
     def of(
-        certifier: IntervalCertifier, model: nn.Module, images: Tensor, labels: Tensor, threat: Patch | SparsePixels
+        certifier: IntervalCertifier,
+        model: nn.Module,
+        images: Tensor,
+        labels: Tensor,
+        threat: Patch | SparsePixels,
     ) -> "_Task":
         _check_images(images, labels)
         dtype = _bound_dtype(model, images, certifier.dtype)
@@ -155,12 +170,18 @@ class _Task:
         _check_logits(logits, images, labels)
         converted, budget = images.to(dtype), certifier.memory_budget or default_budget(images.device)
         weights_finite = all(bool(value.isfinite().all()) for value in model.state_dict().values())
-        has_sweep = isinstance(threat, Patch) and len(images) > 0
+        sweep, verdicts = None, None
+        if isinstance(threat, Patch) and len(images):
+            if certifier.verdicts_only:
+                verdicts = VerdictSweep.of(network, converted, threat, budget)
+            else:
+                sweep = covering_sweep(network, converted, threat, budget)
         return _Task(
             network=network,
             audit=audit_network(model),
             threat=threat,
-            sweep=covering_sweep(network, converted, threat, budget) if has_sweep else None,
+            sweep=sweep,
+            verdicts=verdicts,
             images=converted,
             labels=labels,
             predictions=logits.argmax(dim=1) if len(logits) else labels.new_empty(0),
@@ -220,6 +241,20 @@ class _Task:
         ]
         return torch.cat(parts, dim=1)
 
+    def proven(self, chunk: slice) -> Tensor:
+        """Which of some of the images are proven at every placement."""
+        assert self.verdicts is not None
+        images, labels = self.images[chunk], self.labels[chunk]
+        clean = exact_clean_pass(self.audit, images, labels, images.dtype)
+        return self.verdicts.proven(clean, labels, self.rounding)
+
+    def bare_verdicts(self, proven: Tensor) -> Certificates:
+        """Certificates without margins."""
+        margins = self.images.new_full((len(self.labels), self.classes), torch.nan)
+        certified = proven & (self.predictions == self.labels) & self.is_finite
+        nowhere = self.labels.new_full((len(self.labels), 2), -1)
+        return Certificates(certified, margins, nowhere, self.predictions, self.labels)
+
     def certificates(self, pieces: list["_Least"]) -> Certificates:
         """The verdicts; everything that is not strictly proven, NaN and infinity included, is not certified."""
         empty = self.images.new_empty(0, self.classes)
@@ -263,10 +298,14 @@ def sparse_numbers(network: Network, images: Tensor) -> int:
 
 
 def _bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    own = next((value.dtype for value in model.state_dict().values() if value.is_floating_point()), images.dtype)
+    own = next(
+        (value.dtype for value in model.state_dict().values() if value.is_floating_point()), images.dtype
+    )
     dtype = wanted if wanted is not None else torch.promote_types(own, torch.float32)
     if dtype not in (torch.float32, torch.float64):
-        raise InvalidInput(f"bounds are computed in float32 or float64, got dtype={dtype}", hint="use torch.float64")
+        raise InvalidInput(
+            f"bounds are computed in float32 or float64, got dtype={dtype}", hint="use torch.float64"
+        )
     for name, source in (("model", own), ("images", images.dtype)):
         if not dtype_holds(dtype, source):
             raise InvalidInput(
@@ -287,7 +326,9 @@ def _check_images(images: Tensor, labels: Tensor) -> None:
             hint="give one class index per image",
         )
     if labels.device != images.device:
-        raise InvalidInput(f"images are on {images.device}, labels on {labels.device}", hint="put both on one device")
+        raise InvalidInput(
+            f"images are on {images.device}, labels on {labels.device}", hint="put both on one device"
+        )
     if images.numel() and not bool(((images >= 0) & (images <= 1)).all()):
         raise InvalidInput(
             f"images must lie in [0, 1], got values from {float(images.min())} to {float(images.max())}",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from patchcert.bench.timing import Ceilings
 from patchcert.bounds.operations import Convolution, Linear
 from patchcert.engine import PlacementSweep
+from patchcert.engine.geometry import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,8 @@ class Work:
         """Counted over the windows: a product and a sum per weight used, a write and a read per number kept."""
         operations, numbers = 0.0, 0.0
         for group in sweep.groups:
-            for position, step in enumerate(sweep.layout.network.steps):
-                products, kept = _step_work(sweep, group.windows, position, step)
+            for position in range(len(sweep.layout.network.steps)):
+                products, kept = _step_work(sweep, group, position)
                 operations += 4.0 * products * len(group)
                 numbers += 2.0 * kept * len(group)
         return Work(operations, 2 * 4 * numbers)
@@ -31,16 +32,18 @@ class Work:
         return max(self.operations / rate, self.bytes / ceilings.bandwidth)
 
 
-def _step_work(sweep, windows, position, step) -> tuple[float, float]:  # noqa: ANN001
-    operation, layout = step.operation, sweep.layout
-    source, area = windows[step.inputs[0]], layout.maps[step.inputs[0]]
-    if isinstance(operation, Linear):
-        outputs, inputs = operation.weight().shape
+def _step_work(sweep: PlacementSweep, group: Group, position: int) -> tuple[int, int]:
+    """Products and results of one step for one placement."""
+    step = sweep.layout.network.steps[position]
+    source, area = group.windows[step.inputs[0]], sweep.layout.maps[step.inputs[0]]
+    if isinstance(step.operation, Linear):
+        outputs, inputs = step.operation.weight().shape
         if source is not None and area is not None:
             inputs = area.channels * source.height * source.width
         return inputs * outputs, outputs
-    if isinstance(operation, Convolution):
-        target = windows[position + 1]
-        outputs = operation.weight().shape[0] * target.height * target.width
-        return outputs * operation.weight()[0].numel(), outputs
-    return 0.0, 0.0
+    target = group.windows[position + 1]
+    if isinstance(step.operation, Convolution) and target is not None:
+        weight = step.operation.weight()
+        outputs = weight.shape[0] * target.height * target.width
+        return outputs * weight[0].numel(), outputs
+    return 0, 0

@@ -1,14 +1,15 @@
 """One case measured: dense bounds, the engine's sweep, certification and a whole training step."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchcert.bench.cases import Case
 from patchcert.bench.floor import Work
 from patchcert.bench.timing import Ceilings, seconds, synchronise
-from patchcert.bounds import Rounding, precise_arithmetic, trace
+from patchcert.bounds import Network, precise_arithmetic, trace
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.certify import certify
 from patchcert.data import Split
@@ -19,14 +20,17 @@ from patchcert.train.step import StepSettings, Trainee, TrainingStep
 from patchcert.train.strategies import AllPlacements
 from patchcert.train.strategy import margin_loss
 
+Call = Callable[[], object]
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where is measured, and for how long each call is repeated."""
+    """Where is measured, how many images at once, how many are certified, and for how long calls are repeated."""
 
     device: torch.device
     ceilings: Ceilings
     batch: int
+    certified_images: int
     spend: float
 
 
@@ -41,6 +45,7 @@ class Measurement:
     sweep_float32: float
     sweep_tf32: float
     certification: float
+    verdicts: float
     training_step: float
     floor_float32: float
     floor_tf32: float
@@ -73,49 +78,70 @@ class Measurement:
 
 def run_case(case: Case, machine: Machine) -> Measurement:
     """All figures of one case, measured after one another on the same machine."""
-    device, micro = machine.device, 1e6
-    model = case.build(device)
+    model = case.build(machine.device)
     network = trace(model)
-    images, labels = case.images(machine.batch, device)
-    placements = len(case.threat.placements(case.size, case.size))
+    images, labels = case.images(machine.batch, machine.device)
     dense = _Dense(network, images, labels, case, machine)
     dense_forward, dense_step = dense.forward(), dense.step()
-    dense_gigabytes = _peak(device)
-    sweep = PlacementSweep.of(network, images, case.threat, default_budget(device))
+    dense_gigabytes = _peak(machine.device)
+    sweep = PlacementSweep.of(network, images, case.threat, default_budget(machine.device))
     work = Work.of(sweep)
+    exact, fast = _sweeps(sweep, images, labels, machine)
+    certification, verdicts = _certifications(model, case, machine)
+    _reset_peak(machine.device)
+    step = _micro(_training_step(case, machine), machine, machine.batch)
+    return Measurement(
+        case=case.name,
+        placements=sweep.placements,
+        dense_forward=dense_forward,
+        dense_step=dense_step,
+        sweep_float32=exact,
+        sweep_tf32=fast,
+        certification=certification,
+        verdicts=verdicts,
+        training_step=step,
+        floor_float32=work.seconds(machine.ceilings, tf32=False) * 1e6,
+        floor_tf32=work.seconds(machine.ceilings, tf32=True) * 1e6,
+        dense_gigabytes=dense_gigabytes,
+        step_gigabytes=_peak(machine.device),
+    )
+
+
+def _micro(call: Call, machine: Machine, images: int) -> float:
+    """Microseconds per image of a call on so many images."""
+    return seconds(call, machine.device, machine.spend) / images * 1e6
+
+
+def _sweeps(sweep: PlacementSweep, images: Tensor, labels: Tensor, machine: Machine) -> tuple[float, float]:
+    """The search for the weakest placements, in float32 and in TF32."""
 
     @torch.no_grad()
     def swept() -> None:
-        sweep.worst(clean_pass(network, images, labels), labels)
+        sweep.worst(clean_pass(sweep.layout.network, images, labels), labels)
 
     with precise_arithmetic():
-        exact = seconds(_graphed(swept, device), device, machine.spend)
+        exact = _micro(_graphed(swept, machine.device), machine, len(images))
     with fast_arithmetic():
-        fast = seconds(_graphed(swept, device), device, machine.spend)
-    certified = seconds(lambda: certify(model, images, labels, case.threat), device, machine.spend)
-    _reset_peak(device)
-    step = seconds(_training_step(case, machine), device, machine.spend)
-    scale = micro / machine.batch
-    return Measurement(
-        case=case.name,
-        placements=placements,
-        dense_forward=dense_forward * micro,
-        dense_step=dense_step * micro,
-        sweep_float32=exact * scale,
-        sweep_tf32=fast * scale,
-        certification=certified * scale,
-        training_step=step * scale,
-        floor_float32=work.seconds(machine.ceilings, tf32=False) * micro,
-        floor_tf32=work.seconds(machine.ceilings, tf32=True) * micro,
-        dense_gigabytes=dense_gigabytes,
-        step_gigabytes=_peak(device),
-    )
+        fast = _micro(_graphed(swept, machine.device), machine, len(images))
+    return exact, fast
+
+
+def _certifications(model: nn.Module, case: Case, machine: Machine) -> tuple[float, float]:
+    """Whole calls of `certify`, sound and from the model on: with all margins, and for verdicts only."""
+    images, labels = case.images(machine.certified_images, machine.device)
+
+    def call(verdicts_only: bool) -> Call:
+        return lambda: certify(model, images, labels, case.threat, verdicts_only=verdicts_only)
+
+    return _micro(call(False), machine, len(images)), _micro(call(True), machine, len(images))
 
 
 class _Dense:
     """The published way: every placement is a whole image. Measured on as many placements as fit, and scaled up."""
 
-    def __init__(self, network, images: Tensor, labels: Tensor, case: Case, machine: Machine) -> None:  # noqa: ANN001
+    def __init__(
+        self, network: Network, images: Tensor, labels: Tensor, case: Case, machine: Machine
+    ) -> None:
         self.network, self.threat, self.machine = network, case.threat, machine
         corners = self.threat.placements(case.size, case.size).corners
         self.placements = len(corners)
@@ -126,35 +152,31 @@ class _Dense:
         count = max(1, min(boxes // self.placements, len(images), 64))
         self.images, self.labels = images[:count], labels[:count]
 
-    def _per_image(self, call) -> float:  # noqa: ANN001
-        _reset_peak(self.machine.device)
-        spent = seconds(call, self.machine.device, self.machine.spend)
-        return spent / len(self.images) * self.placements / len(self.corners)
-
     def forward(self) -> float:
-        """Seconds per image, bounds only."""
-
-        @torch.no_grad()
-        def call() -> None:
-            dense_margins(self.network, self.images, self.labels, self.threat, self.corners)
-
-        with precise_arithmetic():
-            return self._per_image(call)
+        """Microseconds per image, bounds only."""
+        return self._per_image(torch.no_grad()(self._margins))
 
     def step(self) -> float:
-        """Seconds per image, with the gradient through every placement."""
+        """Microseconds per image, with the gradient through every placement."""
+        count = len(self.labels)
+        return self._per_image(
+            lambda: margin_loss(self._margins().amin(dim=1), self.labels, count).backward()
+        )
 
-        def call() -> None:
-            margins = dense_margins(self.network, self.images, self.labels, self.threat, self.corners)
-            margin_loss(margins.amin(dim=1), self.labels, len(self.labels)).backward()
+    def _margins(self) -> Tensor:
+        return dense_margins(self.network, self.images, self.labels, self.threat, self.corners)
 
+    def _per_image(self, call: Call) -> float:
+        _reset_peak(self.machine.device)
         with precise_arithmetic():
-            return self._per_image(call)
+            measured = _micro(call, self.machine, len(self.images))
+        return measured * self.placements / len(self.corners)
 
 
-def _training_step(case: Case, machine: Machine):  # noqa: ANN202
+def _training_step(case: Case, machine: Machine) -> Call:
+    """A whole step of all-patch training at epsilon 1, with the default settings, as the training loop runs it."""
     images, labels = case.images(machine.batch, machine.device)
-    settings = StepSettings(batch_size=machine.batch, tf32=True)
+    settings = StepSettings(batch_size=machine.batch)
     trainee = Trainee(case.build(machine.device), None, settings)
     trainee.learning_rate.fill_(1e-4)
     data = Split((images * 255).to(torch.uint8), labels)
@@ -168,12 +190,11 @@ def _training_step(case: Case, machine: Machine):  # noqa: ANN202
     return lambda: captured(index)
 
 
-def _graphed(call, device: torch.device):  # noqa: ANN001, ANN202
+def _graphed(call: Call, device: torch.device) -> Call:
     """The call recorded as a CUDA graph, where there is CUDA: what is timed is then work, not launches."""
     if device.type != "cuda":
         return call
-    aside = torch.cuda.Stream(device)
-    with torch.cuda.stream(aside):
+    with torch.cuda.stream(torch.cuda.Stream(device)):
         call()
     synchronise(device)
     graph = torch.cuda.CUDAGraph()

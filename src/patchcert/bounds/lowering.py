@@ -321,7 +321,9 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Operation:
     if training:
-        raise ModelError("it normalises by the statistics of the batch (training=True)", hint="call model.eval()")
+        raise ModelError(
+            "it normalises by the statistics of the batch (training=True)", hint="call model.eval()"
+        )
     return ChannelScale(running_mean, lambda: (running_var().double() + eps).sqrt(), weight, bias)
 
 
@@ -370,7 +372,10 @@ def _reshape(*shape: Any) -> Operation:
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
     batch, *rest = sizes
     if not (batch is BATCH_SIZE or batch == -1) or not all(isinstance(size, int) for size in rest):
-        refuse(f"it reshapes to {sizes}: the first size must be the batch, the others numbers", hint="use nn.Flatten")
+        refuse(
+            f"it reshapes to {sizes}: the first size must be the batch, the others numbers",
+            hint="use nn.Flatten",
+        )
     return Reshape(lambda value: value.reshape(value.shape[0], *rest))
 
 

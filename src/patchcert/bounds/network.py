@@ -94,7 +94,9 @@ class Network:
         for step in self.steps[start:stop]:
             inputs = [values[index] for index in step.inputs]
             if any(value is None for value in inputs):
-                raise UnsupportedLayer(f"layer '{step.name}' looks back past the layer from which bounds go on")
+                raise UnsupportedLayer(
+                    f"layer '{step.name}' looks back past the layer from which bounds go on"
+                )
             values.append(step.operation.interval(*inputs, rounding=rounding))
         return values
 
@@ -191,7 +193,9 @@ class _Lowering:
             else:
                 self.values[node] = self._lower(node)
         if not isinstance(result, _Value) or result.index != len(self.steps):
-            raise UnsupportedLayer("the model must return one tensor of logits, the result of its last operation")
+            raise UnsupportedLayer(
+                "the model must return one tensor of logits, the result of its last operation"
+            )
         return Network(tuple(self.steps))
 
     def _lower(self, node: fx.Node) -> Any:
@@ -202,24 +206,36 @@ class _Lowering:
             return lambda: operator.attrgetter(path)(self.model)
         if node.op == "call_module":
             layer = self.model.get_submodule(str(node.target))
-            return self._apply(node, str(node.target), type(layer).__name__, LAYER_RULES.get(type(layer)), (layer,))
+            return self._apply(
+                node, str(node.target), type(layer).__name__, LAYER_RULES.get(type(layer)), (layer,)
+            )
         size = self._batch_size(node)
         if size is not None:
             return size
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        name = (
+            node.target
+            if isinstance(node.target, str)
+            else getattr(node.target, "__name__", str(node.target))
+        )
         return self._apply(node, node.name, str(name), FUNCTION_RULES.get(node.target), None)
 
     def _placeholder(self, node: fx.Node) -> Any:
         if any(isinstance(value, _Value) for value in self.values.values()):
             if node.args:
                 return node.args[0]
-            raise UnsupportedLayer(f"the model takes a second input {node.name!r}; bounds exist for images alone")
+            raise UnsupportedLayer(
+                f"the model takes a second input {node.name!r}; bounds exist for images alone"
+            )
         return _Value(0)
 
-    def _apply(self, node: fx.Node, place: str, kind: str, rule: Callable | None, settings: tuple | None) -> Any:
+    def _apply(
+        self, node: fx.Node, place: str, kind: str, rule: Callable | None, settings: tuple | None
+    ) -> Any:
         where = f"layer '{place}' is a {kind}"
         if rule is None:
-            raise UnsupportedLayer(f"{where}, for which no bound is known; {_known_rules()}", hint=_REGISTER_HINT)
+            raise UnsupportedLayer(
+                f"{where}, for which no bound is known; {_known_rules()}", hint=_REGISTER_HINT
+            )
         arguments = [self._resolve(argument) for argument in node.args]
         keywords = {key: self._resolve(argument) for key, argument in node.kwargs.items()}
         keywords_in = [keywords.pop(key) for key in ("input", "other") if key in keywords]
@@ -233,10 +249,14 @@ class _Lowering:
             raise UnsupportedLayer(f"{where} called in a way that has no bound: {error}") from error
         return self._append(place, where, operation, inputs)
 
-    def _append(self, place: str, where: str, operation: Operation | None, inputs: Sequence["_Value"]) -> "_Value":
+    def _append(
+        self, place: str, where: str, operation: Operation | None, inputs: Sequence["_Value"]
+    ) -> "_Value":
         expected = 2 if type(operation).__name__ == "Add" else 1
         if len(inputs) != expected:
-            raise UnsupportedLayer(f"{where} of {len(inputs)} results of the network; bounds exist for {expected}")
+            raise UnsupportedLayer(
+                f"{where} of {len(inputs)} results of the network; bounds exist for {expected}"
+            )
         if operation is None:
             return inputs[0]
         self.steps.append(Step(place, operation, tuple(value.index for value in inputs)))

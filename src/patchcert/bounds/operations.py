@@ -244,7 +244,9 @@ class ChannelScale(Affine):
 
     def offset_magnitude(self, like: Tensor) -> Tensor | None:
         magnitude = (self.mean().double() * self.scale()).abs()
-        return _per_channel(magnitude if self.shift is None else magnitude + self.shift().double().abs(), like)
+        return _per_channel(
+            magnitude if self.shift is None else magnitude + self.shift().double().abs(), like
+        )
 
     def roundings(self, value: Tensor) -> int:
         return 8
@@ -302,7 +304,10 @@ class Add(Operation):
         first, second = inputs
         lower, upper = first.lower + second.lower, first.upper + second.upper
         if rounding.is_outward:
-            lower, upper = lower - lower.abs() * (4 * rounding.unit), upper + upper.abs() * (4 * rounding.unit)
+            lower, upper = (
+                lower - lower.abs() * (4 * rounding.unit),
+                upper + upper.abs() * (4 * rounding.unit),
+            )
         return Interval(lower, upper)
 
 
@@ -320,7 +325,9 @@ class Reshape(Operation):
         return Interval(self.reshape(box.lower), self.reshape(box.upper))
 
 
-def plain_average_pool(kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]) -> Geometry:
+def plain_average_pool(
+    kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
+) -> Geometry:
     """The geometry of an average pooling that counts its padding."""
     return Geometry(kernel, stride, (padding[0], padding[0], padding[1], padding[1]), (1, 1))
 

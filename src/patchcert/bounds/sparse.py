@@ -46,7 +46,9 @@ class FirstLayer:
                 scales.append(step.operation)
             elif not isinstance(step.operation, Reshape):
                 break
-        raise UnsupportedLayer("a sparse bound needs a Linear or Conv2d layer first, after normalisation at most")
+        raise UnsupportedLayer(
+            "a sparse bound needs a Linear or Conv2d layer first, after normalisation at most"
+        )
 
     def pixel_weight(self, channels: int) -> Tensor:
         """Weights (neurons, channels, positions) per unit of raw pixel value."""
@@ -58,7 +60,13 @@ class FirstLayer:
 
 
 def sparse_first_layer(
-    layer: FirstLayer, clean: Interval, images: Tensor, pixels: int, bound: str, epsilon: float | Tensor, rounding: Rounding
+    layer: FirstLayer,
+    clean: Interval,
+    images: Tensor,
+    pixels: int,
+    bound: str,
+    epsilon: float | Tensor,
+    rounding: Rounding,
 ) -> Interval:
     """Contains the results of the first layer for every image that differs in at most `pixels` pixels.
 
@@ -67,7 +75,9 @@ def sparse_first_layer(
     if bound not in BOUNDS:
         raise InvalidInput(f"unknown sparse bound {bound!r}; expected one of {', '.join(BOUNDS)}")
     if isinstance(layer.operation, Convolution) and layer.operation.groups != 1:
-        raise UnsupportedLayer("a sparse bound of a grouped convolution is not known", hint="use groups=1 in the first layer")
+        raise UnsupportedLayer(
+            "a sparse bound of a grouped convolution is not known", hint="use groups=1 in the first layer"
+        )
     weight = layer.pixel_weight(images.shape[1])
     if bound == "tight":
         up, down = _tight_moves(layer, weight, images, epsilon, pixels)

@@ -12,7 +12,10 @@ from patchcert.errors import InvalidInput
 def bench(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")] = "auto",
     only: Annotated[str | None, typer.Option(help="Only the cases whose name holds this text.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Images at once: 256 on a GPU, 32 on a CPU.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Images at once: 256 on a GPU, 32 on a CPU.")
+    ] = None,
+    certify_images: Annotated[int | None, typer.Option(min=1, help="Images to certify: 8 batches.")] = None,
     spend: Annotated[float, typer.Option(min=0, help="Seconds to repeat each call for.")] = 1.0,
     sizes: Annotated[bool, typer.Option(help="Also measure larger images.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -28,7 +31,7 @@ def bench(
     if not cases:
         raise InvalidInput(f"no case holds {only!r}", hint=f"cases: {', '.join(case.name for case in CASES)}")
     images = batch or (256 if chosen.type == "cuda" else 32)
-    machine = Machine(chosen, Ceilings.of(chosen), images, spend)
+    machine = Machine(chosen, Ceilings.of(chosen), images, certify_images or 8 * images, spend)
     measurements = []
     for case in cases:
         say(f"measuring {case.name} ...")

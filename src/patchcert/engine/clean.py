@@ -25,6 +25,15 @@ class Clean:
     largest: list[Tensor] | None = None
     _places: dict[int, Tensor] = field(default_factory=dict)
 
+    def select(self, images: Tensor) -> "Clean":
+        """The clean pass of some of the images."""
+
+        def chosen(parts: list[Tensor] | None) -> list[Tensor] | None:
+            return None if parts is None else [part.index_select(0, images) for part in parts]
+
+        values = [value.index_select(0, images) for value in self.values]
+        return Clean(values, self.margins.index_select(0, images), chosen(self.slack), chosen(self.largest))
+
     def places(self, index: int, layout: Layout) -> Tensor:
         """Value `index` as (n, places, channels), laid out for windows to be read from it."""
         if index not in self._places:
@@ -54,7 +63,11 @@ def exact_clean_pass(audit: Network, images: Tensor, labels: Tensor, dtype: torc
     values, slack, largest = [], [], []
     for interval in intervals:
         value = interval.centre.to(dtype)
-        error = (value.double() - interval.centre).abs() + interval.radius * (1 + 1e-9) + interval.centre.abs() * 1e-15
+        error = (
+            (value.double() - interval.centre).abs()
+            + interval.radius * (1 + 1e-9)
+            + interval.centre.abs() * 1e-15
+        )
         values.append(value)
         slack.append(_round_up(error.flatten(1).amax(dim=1), dtype))
         largest.append(_round_up(value.flatten(1).abs().amax(dim=1), dtype))

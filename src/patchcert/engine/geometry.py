@@ -82,7 +82,11 @@ def _overhang(
 ) -> tuple[int, int]:
     stride, padding = geometry.stride[axis], geometry.padding[2 * axis]
     first = stride * output_origin - padding
-    last = stride * (output_origin + output_extent - 1) - padding + geometry.dilation[axis] * (geometry.kernel[axis] - 1)
+    last = (
+        stride * (output_origin + output_extent - 1)
+        - padding
+        + geometry.dilation[axis] * (geometry.kernel[axis] - 1)
+    )
     return origin - first, last - (origin + extent - 1)
 
 
@@ -90,34 +94,34 @@ def _overhang(
 class Cells:
     """For each placement the cells (p, cells) of the feature map that its window covers, as flat indices.
 
-    Cells outside the map have the index of the nearest one inside, and -1 in `signed`. `inside` (p, 1, h, w, 1) says
-    which are inside; it is None where no window sticks out.
+    Cells outside the map have the index of the nearest one inside, and -1 in `signed`. `outside` (p, 1, h, w, 1) says
+    which they are; it is None where no window sticks out.
     """
 
     index: Tensor
     signed: Tensor
-    inside: Tensor | None
+    outside: Tensor | None
 
     def slice(self, start: int, stop: int) -> "Cells":
         """The cells of some of the placements."""
-        inside = None if self.inside is None else self.inside[start:stop]
-        return Cells(self.index[start:stop], self.signed[start:stop], inside)
+        outside = None if self.outside is None else self.outside[start:stop]
+        return Cells(self.index[start:stop], self.signed[start:stop], outside)
 
     def to(self, device: torch.device) -> "Cells":
         """The same cells on another device."""
-        inside = None if self.inside is None else self.inside.to(device)
-        return Cells(self.index.to(device), self.signed.to(device), inside)
+        outside = None if self.outside is None else self.outside.to(device)
+        return Cells(self.index.to(device), self.signed.to(device), outside)
 
 
 def cells(window: Window, shifts: Tensor, height: int, width: int) -> Cells:
     """The cells of the window moved by the given image-pixel shifts (p, 2) on a map of the given size."""
     rows = _axis_cells(window.top, window.height, shifts[:, 0], window.row_step)
     columns = _axis_cells(window.left, window.width, shifts[:, 1], window.column_step)
-    row_inside, column_inside = (rows >= 0) & (rows < height), (columns >= 0) & (columns < width)
-    inside = row_inside[:, :, None] & column_inside[:, None, :]
+    row_outside, column_outside = (rows < 0) | (rows >= height), (columns < 0) | (columns >= width)
+    outside = row_outside[:, :, None] | column_outside[:, None, :]
     index = rows.clamp(0, height - 1)[:, :, None] * width + columns.clamp(0, width - 1)[:, None, :]
-    signed = index.where(inside, -1).int().flatten(1)
-    return Cells(index.flatten(1), signed, None if bool(inside.all()) else inside[:, None, :, :, None])
+    signed = index.masked_fill(outside, -1).int().flatten(1)
+    return Cells(index.flatten(1), signed, outside[:, None, :, :, None] if bool(outside.any()) else None)
 
 
 def _axis_cells(origin: int, extent: int, shifts: Tensor, step: int) -> Tensor:
@@ -165,7 +169,9 @@ class Layout:
         return tuple(windows)
 
 
-def _next_map(operation: Operation, source: FeatureMap | None, dimensions: int, shape: Shape) -> FeatureMap | None:
+def _next_map(
+    operation: Operation, source: FeatureMap | None, dimensions: int, shape: Shape
+) -> FeatureMap | None:
     if source is None:
         if not isinstance(operation, Linear | Monotone | ChannelScale | Add) and len(shape) != 1:
             raise NotCovered("features are used as a map again")
@@ -192,10 +198,16 @@ def _pool_geometry(operation: AveragePool, source: FeatureMap) -> Geometry | Non
 def is_global(operation: AveragePool, source: FeatureMap) -> bool:
     """The pooling takes the mean of the whole map, so that places end there."""
     geometry = _pool_geometry(operation, source)
-    return geometry is not None and geometry.kernel == (source.height, source.width) and not any(geometry.padding)
+    return (
+        geometry is not None
+        and geometry.kernel == (source.height, source.width)
+        and not any(geometry.padding)
+    )
 
 
-def _next_window(operation: Operation, inputs: list[Window | None], source: FeatureMap | None) -> Window | None:
+def _next_window(
+    operation: Operation, inputs: list[Window | None], source: FeatureMap | None
+) -> Window | None:
     window = inputs[0]
     if window is None or source is None or isinstance(operation, Linear):
         return None
@@ -233,7 +245,9 @@ class Group:
 
 def groups(layout: Layout, placements: Placements, device: torch.device) -> list[Group]:
     """All placements, grouped by their alignment to the strides of the network."""
-    windows = [window for window in layout.windows(Window(0, 0, placements.height, placements.width)) if window]
+    windows = [
+        window for window in layout.windows(Window(0, 0, placements.height, placements.width)) if window
+    ]
     row_step = math.lcm(*(window.row_step for window in windows))
     column_step = math.lcm(*(window.column_step for window in windows))
     corners = placements.corners.cpu()
@@ -252,10 +266,17 @@ def _group(
     shifts = corners[members] - first
 
     def covered(window: Window | None, area: FeatureMap | None) -> Cells | None:
-        return None if window is None or area is None else cells(window, shifts, area.height, area.width).to(device)
+        return (
+            None
+            if window is None or area is None
+            else cells(window, shifts, area.height, area.width).to(device)
+        )
 
     around = [
-        covered(_seen_by_pool(step.operation, windows[step.inputs[0]], windows[position + 1]), layout.maps[step.inputs[0]])
+        covered(
+            _seen_by_pool(step.operation, windows[step.inputs[0]], windows[position + 1]),
+            layout.maps[step.inputs[0]],
+        )
         for position, step in enumerate(layout.network.steps)
     ]
     inner = [covered(window, area) for window, area in zip(windows, layout.maps, strict=True)]

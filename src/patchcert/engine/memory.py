@@ -10,7 +10,7 @@ from patchcert.bounds.operations import Convolution
 def default_budget(device: torch.device) -> int:
     """Bytes for intermediate results: what stays near the caches of a CPU, a thirty-second of a GPU's memory."""
     if device.type != "cuda":
-        return 2**26
+        return 2**24
     return torch.cuda.get_device_properties(device).total_memory // 32
 
 
@@ -34,4 +34,6 @@ def image_numbers(network: Network, images: Tensor, unfolded: bool) -> int:
 
 def rows_within(network: Network, images: Tensor, budget: int, batch: int, unfolded: bool = False) -> int:
     """How many boxes per image fit the budget when `batch` images are bounded densely at once; at least one."""
-    return max(1, budget // (images.element_size() * image_numbers(network, images, unfolded) * max(batch, 1)))
+    return max(
+        1, budget // (images.element_size() * image_numbers(network, images, unfolded) * max(batch, 1))
+    )

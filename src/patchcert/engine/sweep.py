@@ -1,6 +1,7 @@
 """Margins for every placement of a patch: the fast engine where it covers the network, the dense way elsewhere."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,12 +48,30 @@ class PlacementSweep:
         shared = Shared(self.layout, clean, rounding)
         head = _Head.of(self.layout.network, clean, labels)
         for group in self.groups:
-            size = self.chunk(group, len(labels), rounding)
-            for start in range(0, len(group), size):
-                sweep = Sweep(shared, group, start, min(start + size, len(group)))
-                state = sweep.run(self._start(sweep, epsilon))
-                margins[:, group.members[start : start + size]] = head.margins(sweep, state)
+            for start, stop in self._slices(group, len(labels), rounding):
+                margins[:, group.members[start:stop]] = self._swept(shared, head, group, start, stop, epsilon)
         return zero_at_label(margins, labels[:, None])
+
+    def group_margins(self, group: Group, clean: Clean, labels: Tensor, rounding: Rounding) -> Tensor:
+        """Margins (n, classes), each the least over the placements of one group; infinite at the label."""
+        shared = Shared(self.layout, clean, rounding)
+        head = _Head.of(self.layout.network, clean, labels)
+        parts = [
+            self._swept(shared, head, group, start, stop, 1.0).amin(dim=1)
+            for start, stop in self._slices(group, len(labels), rounding)
+        ]
+        return torch.stack(parts).amin(dim=0).scatter(1, labels.unsqueeze(1), torch.inf)
+
+    def _swept(
+        self, shared: Shared, head: "_Head", group: Group, start: int, stop: int, epsilon: float | Tensor
+    ) -> Tensor:
+        sweep = Sweep(shared, group, start, stop)
+        return head.margins(sweep, sweep.run(self._start(sweep, epsilon)))
+
+    def _slices(self, group: Group, images: int, rounding: Rounding) -> Iterator[tuple[int, int]]:
+        size = self.chunk(group, images, rounding)
+        for start in range(0, len(group), size):
+            yield start, min(start + size, len(group))
 
     def worst(self, clean: Clean, labels: Tensor, epsilon: float | Tensor = 1.0) -> Tensor:
         """The placement (n, classes) with the least margin for each class."""
@@ -144,7 +163,9 @@ class _Head:
         return _lowered(self.clean, shift, spread, self.weights.shape[1], rounding)
 
 
-def _by_place(deviation: Tensor, radius: Tensor, weights: Tensor, cells: Tensor) -> tuple[list[Tensor], Tensor]:
+def _by_place(
+    deviation: Tensor, radius: Tensor, weights: Tensor, cells: Tensor
+) -> tuple[list[Tensor], Tensor]:
     """Both parts as rows (n, p, 1, k), and for each image and placement the weights (k, classes) of its window."""
     places = weights.unflatten(1, (deviation.shape[4], -1)).transpose(1, 2)  # (n, places, c, classes)
     rows = [part.transpose(0, 1).flatten(2).unsqueeze(2) for part in (deviation, radius)]
@@ -160,7 +181,9 @@ def _lowered(clean: Tensor, shift: Tensor, spread: Tensor, features: int, roundi
     return (margins - margins.abs() * (2 * unit)).to(shift.dtype)
 
 
-def covering_sweep(network: Network, images: Tensor, threat: Patch, memory_budget: int) -> PlacementSweep | None:
+def covering_sweep(
+    network: Network, images: Tensor, threat: Patch, memory_budget: int
+) -> PlacementSweep | None:
     """The fast engine for this network and image size, or None where only the dense way goes."""
     try:
         return PlacementSweep.of(network, images, threat, memory_budget)

@@ -63,8 +63,8 @@ class Windows:
         deviation, radius = self.deviation, self.radius
         if self.factor != 1 or self.extra:
             radius = radius * self.factor + self.extra
-        if self.is_ragged and cells is not None and cells.inside is not None:
-            deviation, radius = deviation.where(cells.inside, 0.0), radius.where(cells.inside, 0.0)
+        if self.is_ragged and cells is not None and cells.outside is not None:
+            deviation, radius = (part.masked_fill(cells.outside, 0.0) for part in (deviation, radius))
         return Windows(deviation, radius)
 
     def widened(self, roundings: int, rounding: Rounding) -> "Windows":
@@ -146,7 +146,7 @@ class Sweep:
         assert cells is not None
         chosen = cells.slice(self.start, self.stop)
         values = self._gather(index, chosen.index).unflatten(2, (height, width))
-        return values if chosen.inside is None else values.where(chosen.inside, -torch.inf)
+        return values if chosen.outside is None else values.masked_fill(chosen.outside, -torch.inf)
 
     def _gather(self, index: int, cells: Tensor) -> Tensor:
         return self.clean.places(index, self.layout)[:, cells].transpose(0, 1)
@@ -158,7 +158,9 @@ class Sweep:
         for position, step in enumerate(self.steps[:-1]):
             inputs = [states[index] for index in step.inputs]
             if not isinstance(step.operation, Monotone | Reshape):
-                inputs = [state.settled(self.cells(index)) for state, index in zip(inputs, step.inputs, strict=True)]
+                inputs = [
+                    state.settled(self.cells(index)) for state, index in zip(inputs, step.inputs, strict=True)
+                ]
             state = RULES[type(step.operation)](step.operation, inputs, self, position)
             for index in set(step.inputs):
                 if last_use[index] <= position:
@@ -180,7 +182,9 @@ def _average_pool(operation: AveragePool, inputs: Sequence[Windows], sweep: Swee
     if is_global(operation, area):
         mean = state.map(lambda part: part.sum(dim=(2, 3)) / (area.height * area.width))
         return mean.widened(state.deviation.shape[2] * state.deviation.shape[3] + 1, sweep.rounding)
-    weight = clean.new_full((area.channels, 1, *geometry.kernel), 1.0 / (geometry.kernel[0] * geometry.kernel[1]))
+    weight = clean.new_full(
+        (area.channels, 1, *geometry.kernel), 1.0 / (geometry.kernel[0] * geometry.kernel[1])
+    )
     return _slide(geometry, weight, area.channels, state, sweep, position)
 
 
@@ -203,7 +207,9 @@ _DENSE_FACTOR = 8
 """A convolution on a small window is written as one dense matrix when that costs at most this many times the work."""
 
 
-def _slide_by_convolution(geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: Sweep) -> Windows:
+def _slide_by_convolution(
+    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: Sweep
+) -> Windows:
     precise = sweep.rounding.is_outward
 
     def slide(part: Tensor, taps: Tensor) -> Tensor:
@@ -236,7 +242,9 @@ def _slide_by_matrix(
 def window_matrix(geometry: Geometry, weight: Tensor, groups: int, shape: Sequence[int]) -> Tensor:
     """The convolution on a window of the given (height, width, channels) as a matrix (inputs, outputs), exactly."""
     count = shape[0] * shape[1] * shape[2]
-    basis = torch.eye(count, dtype=weight.dtype, device=weight.device).reshape(count, *shape).permute(0, 3, 1, 2)
+    basis = (
+        torch.eye(count, dtype=weight.dtype, device=weight.device).reshape(count, *shape).permute(0, 3, 1, 2)
+    )
     return convolve(basis, weight, geometry, groups, precise=True).permute(0, 2, 3, 1).flatten(1)
 
 
@@ -256,7 +264,9 @@ def _linear(operation: Linear, inputs: Sequence[Windows], sweep: Sweep, position
     else:
         flat = state.map(lambda part: part.flatten(2))
         columns, absolute = columns[cells.index].flatten(1, 2), absolute[cells.index].flatten(1, 2)
-    moved = Windows(product(flat.deviation, columns, sweep.rounding), product(flat.radius, absolute, sweep.rounding))
+    moved = Windows(
+        product(flat.deviation, columns, sweep.rounding), product(flat.radius, absolute, sweep.rounding)
+    )
     if cells is None:
         moved = Windows(*(part.unflatten(0, old.shape[:2]) for part, old in _pairs(moved, state)))
     return moved.widened(summed_roundings(columns.shape[-2]) + 1, sweep.rounding)
@@ -280,7 +290,9 @@ def _columns(operation: Linear, sweep: Sweep, position: int) -> tuple[Tensor, Te
     return sweep.shared.weights[key]
 
 
-def _channel_scale(operation: ChannelScale, inputs: Sequence[Windows], sweep: Sweep, position: int) -> Windows:
+def _channel_scale(
+    operation: ChannelScale, inputs: Sequence[Windows], sweep: Sweep, position: int
+) -> Windows:
     (state,), key = inputs, (position,)
     if key not in sweep.shared.weights:
         scale = operation.scale().to(state.deviation.dtype).flatten()
@@ -329,11 +341,12 @@ def _between(
     if rounding.is_outward:
         slack = sweep.shared.slack(sweep.steps[position].inputs[0], 3, state.extra).reshape(shape)
         radius = radius * (state.factor * (1 + 8 * rounding.unit)) + slack
-    lower, upper = function(centre - radius), function(centre + radius)
-    deviation, spread = (lower + upper) * 0.5 - after, (upper - lower) * 0.5
+    upper, lower = function(centre + radius), function(centre.sub_(radius))
+    spread = upper.sub_(lower).mul_(0.5)
+    deviation = lower.add_(spread).sub_(after)
     if rounding.is_outward:
         slack = sweep.shared.slack(position + 1, 4 + units, 0.0).reshape(shape)
-        spread = spread * (1 + (8 + 2 * units) * rounding.unit) + slack
+        spread = spread.mul_(1 + (8 + 2 * units) * rounding.unit).add_(slack)
     return Windows(deviation, spread, is_ragged=True).settled(sweep.cells(position + 1))
 
 
@@ -353,7 +366,8 @@ def _fused_relu(state: Windows, sweep: Sweep, position: int) -> Windows:
 def _add(operation: Add, inputs: Sequence[Windows], sweep: Sweep, position: int) -> Windows:
     step, target = sweep.steps[position], sweep.group.windows[position + 1]
     first, second = (
-        _extend(state, sweep.group.windows[index], target) for state, index in zip(inputs, step.inputs, strict=True)
+        _extend(state, sweep.group.windows[index], target)
+        for state, index in zip(inputs, step.inputs, strict=True)
     )
     total = Windows(first.deviation + second.deviation, first.radius + second.radius)
     return replace(total.widened(2, sweep.rounding), is_ragged=True)
