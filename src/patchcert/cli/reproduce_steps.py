@@ -1,0 +1,79 @@
+"""Runs of `patchcert reproduce`: started, watched, stopped in order, and talked about."""
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from patchcert.cli.output import say
+from patchcert.experiments.reproduce.plan import Effort, Task, plan
+from patchcert.experiments.reproduce.runner import Runner, State, StopOrder, Workshop
+
+if TYPE_CHECKING:
+    from patchcert.experiments.reproduce.runner import Job
+    from patchcert.experiments.reproduce.tables import Entry
+
+FAILED, LEFT_OVER, INTERRUPTED = 1, 3, 130
+TALK_EVERY = 30.0
+
+
+def carry_out(entries: "Sequence[Entry]", effort: Effort, shop: Workshop) -> int:
+    """Train and certify what the rows need and is not there yet; the exit code that says how it went."""
+    tasks = plan(entries, effort, shop.data_dir)
+    say(f"{len(entries)} rows need {len(tasks)} runs ({effort.scale.words}) on {shop.device}")
+    with stop_on_signals() as stop:
+        states = Runner(shop, Talk(), stop).run(tasks)
+    counted = Counter(states.values())
+    say(", ".join(f"{count} {state}" for state, count in counted.items()) or "nothing to run")
+    if stop.is_given:
+        say("stopped; give the same command again to go on")
+        return INTERRUPTED
+    if counted["failed"]:
+        return FAILED
+    if counted["waiting"] or counted["interrupted"]:
+        say("the time limit is reached; give the same command again to go on")
+        return LEFT_OVER
+    return 0
+
+
+class Talk:
+    """A line for whatever happens, and from time to time one on how far everything is."""
+
+    def __init__(self) -> None:
+        self._said_at = time.monotonic()
+
+    def changed(self, task: Task, state: State, note: str) -> None:
+        """Say what became of a run."""
+        say(f"{state}: {task.label} [{task.name}]{', ' if note else ''}{note}")
+
+    def passed(self, states: dict[str, State], running: "Sequence[Job]") -> None:
+        """Say how far the runs are, unless it was said just now."""
+        if time.monotonic() - self._said_at < TALK_EVERY:
+            return
+        self._said_at = time.monotonic()
+        ended = sum(state not in ("waiting", "running") for state in states.values())
+        say(f"{ended} of {len(states)} runs; now {'; '.join(job.words for job in running)}")
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopOrder]:
+    """While this lasts Ctrl-C and a polite kill ask for an orderly stop; a second one does not wait."""
+    order = StopOrder()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if order.is_given:
+            raise KeyboardInterrupt
+        order.is_given = True
+        say("stopping: every run saves its state")
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield order
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

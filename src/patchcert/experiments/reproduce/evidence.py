@@ -1,0 +1,115 @@
+"""Evidence of certified runs, one row per test image, small enough to be kept beside the code."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from patchcert.certify import Certificates
+from patchcert.errors import RunError
+from patchcert.experiments.reproduce.rows import AnyThreat
+from patchcert.threats import Patch, threat_from_dict
+
+COLUMNS = ("label", "prediction", "verdict", "margin", "worst_top", "worst_left")
+
+
+def evidence_name(threat: AnyThreat, limit: int | None) -> str:
+    """The name of a threat's evidence; different threats have different names."""
+    words = re.sub(r"[^a-z0-9]+", "-", str(threat).lower()).strip("-")
+    plain = json.dumps(threat.to_dict(), sort_keys=True)
+    is_solid = isinstance(threat, Patch) and threat.pixels == threat.height * threat.width
+    digest = "" if is_solid else f"-{hashlib.sha256(plain.encode()).hexdigest()[:8]}"
+    return f"certify-{words}{digest}{'' if limit is None else f'-first-{limit}'}"
+
+
+def certificate_columns(certificates: Certificates) -> dict[str, NDArray[Any]]:
+    """The rows in the smallest types that hold them; margins are rounded down, so that they stay proven."""
+    tops, lefts = certificates.worst_placement.cpu().numpy().T
+    classes = np.int16 if certificates.margins.shape[1] > np.iinfo(np.int8).max else np.int8
+    return {
+        "label": certificates.labels.cpu().numpy().astype(classes),
+        "prediction": certificates.predictions.cpu().numpy().astype(classes),
+        "verdict": certificates.certified.cpu().numpy(),
+        "margin": round_down(certificates.least_margin.double().cpu().numpy()),
+        "worst_top": tops.astype(np.int16),
+        "worst_left": lefts.astype(np.int16),
+    }
+
+
+def round_down(values: NDArray[np.float64]) -> NDArray[np.float32]:
+    """The largest float32 that is not above each value."""
+    rounded = values.astype(np.float32)
+    return np.where(rounded > values, np.nextafter(rounded, np.float32(-np.inf)), rounded)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The evidence in one file; reading it checks that verdicts, predictions and margins agree."""
+
+    path: Path
+    columns: Mapping[str, NDArray[Any]]
+    meta: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> "Rows":
+        """The rows in a file of evidence, refused if they contradict themselves."""
+        with np.load(path, allow_pickle=False) as stored:
+            columns = {key: stored[key] for key in stored.files}
+        missing = [name for name in (*COLUMNS, "meta") if name not in columns]
+        if missing:
+            raise RunError(f"{path} lacks the column {missing[0]!r}", hint="certify the run again")
+        meta = json.loads(str(columns.pop("meta")))
+        rows = cls(path, columns, meta)
+        rows.check()
+        return rows
+
+    @property
+    def threat(self) -> AnyThreat:
+        """What the images were certified against."""
+        return threat_from_dict(self.meta["threat"])
+
+    @property
+    def limit(self) -> int | None:
+        """How many of the first test images the rows are about; None for all."""
+        return self.meta["data"].get("limit")
+
+    @property
+    def is_of_test_images(self) -> bool:
+        """Whether the images are those of the test set."""
+        return self.meta["data"].get("split") == "test"
+
+    @property
+    def total(self) -> int:
+        """How many images there are."""
+        return len(self.columns["label"])
+
+    @property
+    def correct(self) -> int:
+        """How many are predicted rightly without a patch."""
+        return int(np.count_nonzero(self.columns["prediction"] == self.columns["label"]))
+
+    @property
+    def certified(self) -> int:
+        """How many are proven."""
+        return int(np.count_nonzero(self.columns["verdict"]))
+
+    def check(self) -> None:
+        """A proven image is predicted rightly, and its margin is positive."""
+        lengths = {len(self.columns[name]) for name in COLUMNS}
+        if len(lengths) != 1 or not self.total:
+            raise RunError(f"{self.path} has columns of {sorted(lengths)} rows; expected one number above 0")
+        verdict = self.columns["verdict"].astype(bool)
+        right = self.columns["prediction"] == self.columns["label"]
+        broken = np.flatnonzero(verdict & ~(right & (self.columns["margin"] > 0)))
+        if broken.size:
+            raise RunError(
+                f"{self.path} contradicts itself: image {broken[0]} is certified, but its prediction is wrong "
+                "or its margin not positive",
+                hint="certify the run again",
+            )

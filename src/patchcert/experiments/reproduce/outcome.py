@@ -1,0 +1,154 @@
+"""Rows of tables recomputed from evidence: nothing here reads an accuracy that was written down before."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Literal
+
+from patchcert.experiments.reproduce.results import Result, Results
+from patchcert.experiments.reproduce.rows import AnyThreat, recipe
+from patchcert.experiments.reproduce.scales import Scale
+from patchcert.experiments.reproduce.tables import Entry
+from patchcert.experiments.spec import Spec
+
+Status = Literal["measured", "partly run", "not run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """So many images of so many."""
+
+    successes: int
+    total: int
+
+    @property
+    def percent(self) -> float:
+        """The share in per cent."""
+        return 100 * self.successes / self.total
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """One run: how many images are right, and how many are proven against each threat."""
+
+    fingerprint: str
+    spec: Spec
+    clean: Count
+    certified: tuple[tuple[AnyThreat, Count], ...]
+    seconds: float
+    device: str
+
+    @property
+    def worst(self) -> tuple[AnyThreat, Count]:
+        """The threat that leaves the fewest images proven."""
+        return min(self.certified, key=lambda pair: pair[1].percent)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What we have for a row: for each seed one run, or one of each model where the row is a mean."""
+
+    entry: Entry
+    status: Status
+    seeds: tuple[tuple[RunOutcome, ...], ...] = ()
+    scale: float = 1.0
+    note: str = ""
+
+    @property
+    def clean(self) -> float | None:
+        """Mean clean accuracy in per cent."""
+        return fmean(self._clean) if self.seeds else None
+
+    @property
+    def certified(self) -> float | None:
+        """Mean certified accuracy in per cent, each run against its worst threat."""
+        return fmean(self._certified) if self.seeds else None
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation of the certified accuracy over seeds, in points."""
+        return stdev(self._certified) if len(self.seeds) > 1 else None
+
+    @property
+    def difference(self) -> float | None:
+        """Our certified accuracy minus the paper's, in points."""
+        if self.certified is None or self.entry.certified is None:
+            return None
+        return self.certified - self.entry.certified
+
+    @property
+    def seconds(self) -> float | None:
+        """Mean training time of a run."""
+        return fmean(run.seconds for seed in self.seeds for run in seed) if self.seeds else None
+
+    @property
+    def hardware(self) -> str:
+        """The devices that trained, and whether steps were rounded to TF32."""
+        runs = [run for seed in self.seeds for run in seed]
+        words = dict.fromkeys(run.device + (", TF32" if run.spec.optimiser.tf32 else "") for run in runs)
+        return "; ".join(words)
+
+    @property
+    def _clean(self) -> list[float]:
+        return [fmean(run.clean.percent for run in seed) for seed in self.seeds]
+
+    @property
+    def _certified(self) -> list[float]:
+        return [fmean(run.worst[1].percent for run in seed) for seed in self.seeds]
+
+
+def outcomes(
+    entries: Sequence[Entry], folder: Path, scale: Scale | None, seeds: int | None = None
+) -> tuple[Outcome, ...]:
+    """The rows from a folder of results. Without a scale each row takes the fullest schedule that there is."""
+    results = Results(folder)
+    return tuple(_outcome(entry, results, scale, seeds) for entry in entries)
+
+
+def _outcome(entry: Entry, results: Results, scale: Scale | None, seeds: int | None) -> Outcome:
+    made = recipe(entry)
+    if made is None:
+        return Outcome(entry, "not run", note="needs attacks or votes, not certified training")
+    limit = scale.test_images if scale is not None else None
+    specs = scale.apply(made).specs if scale is not None and scale.quick else made.specs
+    found = [_found(spec, results, made.threats, limit) for spec in specs]
+    factors = set.intersection(*(set(by_factor) for by_factor in found))
+    if scale is not None and not scale.quick:
+        factors &= {scale.factor}
+    for factor in sorted(factors, key=lambda factor: (factor != 1.0, -factor)):
+        common = set.intersection(*(set(by_factor[factor]) for by_factor in found))
+        chosen = sorted(common)[:seeds]
+        if chosen:
+            runs = tuple(tuple(by_factor[factor][seed] for by_factor in found) for seed in chosen)
+            return Outcome(entry, "measured", runs, factor)
+    some = sum(bool(by_factor) for by_factor in found)
+    if some:
+        return Outcome(entry, "partly run", note=f"{some} of {len(found)} runs")
+    return Outcome(entry, "not run")
+
+
+def _found(
+    spec: Spec, results: Results, threats: Sequence[AnyThreat], limit: int | None
+) -> dict[float, dict[int, RunOutcome]]:
+    """By scale and seed, the runs of this experiment with evidence for all threats; exact steps before TF32."""
+    found: dict[float, dict[int, RunOutcome]] = {}
+    for result in sorted(results.of(spec), key=lambda result: result.spec.optimiser.tf32):
+        factor = float(result.summary["scale"])
+        is_same = result.spec.schedule == (spec if factor == 1.0 else spec.scaled(factor)).schedule
+        if is_same and result.covers(threats, limit):
+            found.setdefault(factor, {}).setdefault(result.spec.seed, _count(result, threats, limit))
+    return found
+
+
+def _count(result: Result, threats: Sequence[AnyThreat], limit: int | None) -> RunOutcome:
+    evidence = [rows for threat in threats if (rows := result.evidence(threat, limit)) is not None]
+    summary: Any = result.summary
+    return RunOutcome(
+        fingerprint=result.path.name,
+        spec=result.spec,
+        clean=Count(evidence[0].correct, evidence[0].total),
+        certified=tuple((rows.threat, Count(rows.certified, rows.total)) for rows in evidence),
+        seconds=float(summary["training_seconds"]),
+        device=str(summary["device"]),
+    )

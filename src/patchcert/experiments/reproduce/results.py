@@ -1,0 +1,173 @@
+"""The folder of results: for each finished run its specification, circumstances and evidence, without weights."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import patchcert
+from patchcert.errors import RunError
+from patchcert.experiments.read import read_spec
+from patchcert.experiments.reproduce.evidence import Rows
+from patchcert.experiments.reproduce.plan import FIRST_SEED, Task
+from patchcert.experiments.reproduce.rows import AnyThreat
+from patchcert.experiments.reproduce.worker import TASK_FILE
+from patchcert.experiments.runs import ENVIRONMENT, SPEC, Run, write_text
+from patchcert.experiments.spec import RunSettings, Spec
+from patchcert.files import atomic_write, sha256
+from patchcert.train.schedules import Schedule
+
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run's folder of results. Accuracies are counted in its rows; the summary is for people."""
+
+    path: Path
+    spec: Spec
+
+    @classmethod
+    def open(cls, path: Path) -> "Result":
+        """The result in a folder."""
+        return cls(path, read_spec(path / SPEC))
+
+    @cached_property
+    def summary(self) -> Mapping[str, Any]:
+        """What was noted when the result was collected: seconds, device, versions, scale."""
+        return json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
+
+    @cached_property
+    def rows(self) -> tuple[Rows, ...]:
+        """All evidence, checked: gathered with one set of weights, and on the data that named the folder."""
+        found = tuple(Rows.read(file) for file in sorted(self.path.glob("*.npz")))
+        if len({rows.meta["weights_sha256"] for rows in found}) > 1:
+            raise RunError(f"{self.path} holds evidence of different weights", hint="collect the run again")
+        for rows in found:
+            if self.spec.fingerprint(rows.meta["data"]["sha256"]) != self.path.name:
+                raise RunError(
+                    f"{rows.path} is not evidence of the run that its folder is named after",
+                    hint="the specification or the data were changed afterwards; collect the run again",
+                )
+        return found
+
+    def evidence(self, threat: AnyThreat, limit: int | None) -> Rows | None:
+        """The rows for a threat on the first test images, or on all of them, where they are there."""
+        for rows in self.rows:
+            if rows.is_of_test_images and rows.limit == limit and rows.threat == threat:
+                return rows
+        return None
+
+    def covers(self, threats: Sequence[AnyThreat], limit: int | None) -> bool:
+        """Whether there is evidence for all threats."""
+        return all(self.evidence(threat, limit) is not None for threat in threats)
+
+
+def experiment_key(spec: Spec) -> str:
+    """The same for runs that differ only in seed, schedule, rounding of training steps and housekeeping."""
+    optimiser = replace(spec.optimiser, tf32=False)
+    return replace(
+        spec, seed=FIRST_SEED, schedule=Schedule(), optimiser=optimiser, run=RunSettings()
+    ).fingerprint()
+
+
+class Results:
+    """All results in a folder, found by what was trained."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._by_key: dict[str, list[Result]] = {}
+        for spec_file in sorted(folder.glob(f"*/{SPEC}")):
+            result = Result.open(spec_file.parent)
+            self._by_key.setdefault(experiment_key(result.spec), []).append(result)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_key.values()))
+
+    def of(self, spec: Spec) -> tuple[Result, ...]:
+        """The results of this experiment, whatever their seed and schedule."""
+        return tuple(self._by_key.get(experiment_key(spec), ()))
+
+
+def find_result(folder: Path | None, task: Task) -> Result | None:
+    """What the folder of results has of this very run."""
+    if folder is None or not (folder / task.name / SPEC).is_file():
+        return None
+    return Result.open(folder / task.name)
+
+
+def is_complete(folder: Path | None, task: Task) -> bool:
+    """Whether the results have evidence for everything the task asks."""
+    result = find_result(folder, task)
+    return result is not None and result.covers(task.threats, task.test_images)
+
+
+def collect(run: Run, name: str, folder: Path, scale: float = 1.0) -> Result:
+    """Copy what a finished run has to say into the folder of results; evidence of other weights is removed."""
+    target = folder / name
+    weights = sha256(run.weights)
+    for file in target.glob("*.npz"):
+        if Rows.read(file).meta["weights_sha256"] != weights:
+            file.unlink()
+    evidence = sorted((run.path / "evidence").glob("certify-*.npz"))
+    for file in evidence:
+        if Rows.read(file).meta["weights_sha256"] == weights:
+            _copy(file, target / file.name)
+    write_text(target / ENVIRONMENT, json.dumps(run.environment(), indent=2) + "\n")
+    write_text(target / SUMMARY, json.dumps(_summary(run, target, scale), indent=2) + "\n")
+    _copy(run.path / SPEC, target / SPEC)
+    return Result.open(target)
+
+
+def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
+    """Copy every finished and certified run below a folder to the results; the names they have there."""
+    names = []
+    for spec_file in sorted(runs.glob(f"*/{SPEC}")):
+        run = Run.open(spec_file.parent)
+        if run.is_finished and any(name.startswith("certify-") for name in run.evidence_names()):
+            checksums = run.environment().get("data", {}).get("checksums", {})
+            names.append(run.spec.fingerprint(checksums))
+            collect(run, names[-1], folder, _scale_of(run))
+    return tuple(names)
+
+
+def source_sha256() -> str:
+    """A sum over the package's own files, which tells the code apart where there is no commit."""
+    package = Path(patchcert.__file__).parent
+    total = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        total.update(f"{file.relative_to(package).as_posix()}\n".encode())
+        total.update(file.read_bytes())
+    return total.hexdigest()
+
+
+def _scale_of(run: Run) -> float:
+    """The scale that the run was asked for with; runs trained by hand count only with the full schedule."""
+    file = run.path / TASK_FILE
+    return float(json.loads(file.read_text(encoding="utf-8"))["scale"]) if file.is_file() else 1.0
+
+
+def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
+    rows = [Rows.read(file) for file in sorted(target.glob("*.npz"))]
+    environment = run.environment()
+    return {
+        "fingerprint": target.name,
+        "scale": scale,
+        "clean_accuracy": rows[0].correct / rows[0].total if rows else None,
+        "certified_accuracy": {each.path.stem: each.certified / each.total for each in rows},
+        "training_seconds": round(run.training_seconds, 1),
+        "device": environment.get("device", ""),
+        "versions": environment.get("versions", {}),
+        "commit": environment.get("commit", ""),
+        "source_sha256": source_sha256(),
+        "weights_sha256": sha256(run.weights),
+    }
+
+
+def _copy(source: Path, target: Path) -> None:
+    with source.open("rb") as read, atomic_write(target) as write:
+        shutil.copyfileobj(read, write)

@@ -1,0 +1,221 @@
+"""Several runs at once on one device, each in its own process: what is done is skipped, what was cut short goes on."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+import patchcert
+from patchcert.experiments.reproduce.plan import Task
+from patchcert.experiments.reproduce.results import collect, find_result, is_complete
+from patchcert.experiments.reproduce.worker import STOP_FILE, TASK_FILE, missing_evidence
+from patchcert.experiments.runs import METRICS, SPEC, Run, write_text
+
+State = Literal["waiting", "running", "done", "already done", "interrupted", "failed"]
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 45.0
+LOG = "log.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """Where runs are carried out and kept. Run folders need not last; results are what counts.
+
+    From the deadline on, a reading of `time.monotonic`, no run is started and those in progress are stopped.
+    """
+
+    runs: Path
+    results: Path | None = None
+    device: str = "cpu"
+    data_dir: Path | None = None
+    jobs: int = 1
+    deadline: float | None = None
+
+
+class Watcher(Protocol):
+    """Hears what becomes of runs."""
+
+    def changed(self, task: Task, state: State, note: str) -> None:
+        """A run was started, or has come to some end."""
+        ...
+
+    def passed(self, states: dict[str, State], running: Sequence["Job"]) -> None:
+        """Time has passed."""
+        ...
+
+
+@dataclass(slots=True)
+class StopOrder:
+    """Set from outside to have everything stop in order."""
+
+    is_given: bool = False
+
+
+@dataclass(slots=True)
+class Job:
+    """A run in progress."""
+
+    task: Task
+    folder: Path
+    process: subprocess.Popen[bytes]
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def epochs_done(self) -> int:
+        """How many epochs have been trained so far."""
+        file = self.folder / METRICS
+        return len(file.read_bytes().splitlines()) if file.is_file() else 0
+
+    @property
+    def words(self) -> str:
+        """How far it is."""
+        total = self.task.spec.schedule.epochs
+        done = self.epochs_done
+        return f"{self.task.label} {'certifying' if done >= total else f'{done}/{total}'}"
+
+    def stop(self) -> None:
+        """Ask it to save its state and end."""
+        (self.folder / STOP_FILE).touch()
+
+
+class Runner:
+    """Carries out tasks, as many at a time as there are jobs; one that fails does not stop the others."""
+
+    def __init__(self, shop: Workshop, watcher: Watcher, stop: StopOrder) -> None:
+        self.shop, self.watcher, self.stop = shop, watcher, stop
+        self.states: dict[str, State] = {}
+        self._running: list[Job] = []
+
+    def run(self, tasks: Sequence[Task]) -> dict[str, State]:
+        """What became of each task."""
+        self.states = {task.name: "waiting" for task in tasks}
+        waiting = deque(task for task in tasks if not self._is_done(task))
+        try:
+            while (waiting and not self._must_stop) or self._running:
+                if self._must_stop:
+                    self._end_all()
+                    break
+                while waiting and len(self._running) < self.shop.jobs:
+                    self._start(waiting.popleft())
+                time.sleep(POLL_SECONDS)
+                self._look()
+        finally:
+            self._end_all()
+        return self.states
+
+    @property
+    def _must_stop(self) -> bool:
+        deadline = self.shop.deadline
+        return self.stop.is_given or (deadline is not None and time.monotonic() >= deadline)
+
+    def _is_done(self, task: Task) -> bool:
+        if is_complete(self.shop.results, task):
+            self._set(task, "already done")
+            return True
+        folder = self.shop.runs / task.name
+        if not (folder / SPEC).is_file():
+            return False
+        run = Run.open(folder)
+        if not run.is_finished or missing_evidence(run, _plain(task)):
+            return False
+        self._collect(task)
+        self._set(task, "already done")
+        return True
+
+    def _start(self, task: Task) -> None:
+        folder = self.shop.runs / task.name
+        (folder / STOP_FILE).unlink(missing_ok=True)
+        if not (folder / SPEC).is_file():
+            Run.create(folder, task.spec)
+        task = self._with_earlier_threats(task)
+        write_text(folder / TASK_FILE, json.dumps(_plain(task)))
+        with (folder / LOG).open("ab") as log:
+            process = subprocess.Popen(
+                self._command(folder),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(self.shop.jobs),
+                start_new_session=True,
+            )
+        self._running.append(Job(task, folder, process))
+        self._set(task, "running")
+
+    def _command(self, folder: Path) -> list[str]:
+        command = [sys.executable, "-m", "patchcert.experiments.reproduce.worker", str(folder.resolve())]
+        command += ["--device", self.shop.device, "--parent", str(os.getpid())]
+        return command + (["--data-dir", str(self.shop.data_dir)] if self.shop.data_dir else [])
+
+    def _with_earlier_threats(self, task: Task) -> Task:
+        """Results of earlier weights are replaced, so that the new ones must answer what those answered."""
+        result = find_result(self.shop.results, task)
+        if result is None or (self.shop.runs / task.name / "weights.safetensors").is_file():
+            return task
+        earlier = [rows.threat for rows in result.rows if rows.limit == task.test_images]
+        return replace(task, threats=tuple(dict.fromkeys((*task.threats, *earlier))))
+
+    def _look(self) -> None:
+        for job in [job for job in self._running if job.process.poll() is not None]:
+            self._running.remove(job)
+            self._finish(job)
+        self.watcher.passed(self.states, self._running)
+
+    def _finish(self, job: Job, stopped: bool = False) -> None:
+        (job.folder / STOP_FILE).unlink(missing_ok=True)
+        code = job.process.returncode
+        if code == 0:
+            note = self._collect(job.task)
+            self._set(job.task, "done", note)
+        elif stopped or code == 130:
+            self._set(job.task, "interrupted", f"after {job.epochs_done} epochs")
+        else:
+            self._set(job.task, "failed", f"exit code {code}, {job.folder / LOG}: {_last_line(job.folder)}")
+
+    def _end_all(self) -> None:
+        """Ask all to stop and wait; what does not stop in time is killed, and goes on from its last state."""
+        for job in self._running:
+            job.stop()
+        until = time.monotonic() + GRACE_SECONDS
+        while self._running:
+            job = self._running.pop()
+            try:
+                job.process.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                job.process.kill()
+                job.process.wait()
+            self._finish(job, stopped=True)
+
+    def _collect(self, task: Task) -> str:
+        """Bring a finished run's evidence to the results; what it found, in words."""
+        run = Run.open(self.shop.runs / task.name)
+        if self.shop.results is not None:
+            collect(run, task.name, self.shop.results, task.scale)
+        return f"trained in {run.training_seconds:.0f} s"
+
+    def _set(self, task: Task, state: State, note: str = "") -> None:
+        self.states[task.name] = state
+        self.watcher.changed(task, state, note)
+
+
+def _plain(task: Task) -> dict[str, object]:
+    threats = [threat.to_dict() for threat in task.threats]
+    return {"threats": threats, "limit": task.test_images, "scale": task.scale}
+
+
+def _environment(jobs: int) -> dict[str, str]:
+    """The same package for the processes, and a fair share of the processor for each."""
+    source = str(Path(patchcert.__file__).resolve().parents[1])
+    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    return {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1"}
+
+
+def _last_line(folder: Path) -> str:
+    lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "no output"

@@ -1,0 +1,76 @@
+"""How much of the paper's effort is spent on a table: all of it, a share of the epochs, or a quick look."""
+
+from dataclasses import dataclass, replace
+
+from patchcert.errors import InvalidInput
+from patchcert.experiments.reproduce.rows import Recipe
+from patchcert.experiments.spec import DataChoice, GuidedTraining, ModelChoice, RunSettings, Spec
+from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
+
+QUICK_DATA = "mnist-mini"
+QUICK_SCHEDULE = Schedule(5, EpsilonSchedule(1, 2), LearningRateSchedule(initial=2e-3))
+QUICK_MODELS = {"cnn4": "cnn2", "cnn5w": "cnn2", "cnn4_c11": "cnn2", "cnn4_c13": "cnn2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """`factor` shrinks every part of the schedule; `quick` replaces data, models and schedule by small ones.
+
+    A quick look shows that everything works and what a table looks like. Its numbers are about other images
+    and networks than the paper's, so that they are no results, and are never counted as such.
+    """
+
+    factor: float = 1.0
+    quick: bool = False
+    quick_train: int = 400
+    quick_test: int = 100
+
+    @property
+    def words(self) -> str:
+        """How tables are labelled."""
+        if self.quick:
+            return "quick"
+        return "full schedule" if self.factor == 1.0 else f"schedule scaled by {self.factor:g}"
+
+    @property
+    def test_images(self) -> int | None:
+        """How many test images are certified; None for all."""
+        return self.quick_test if self.quick else None
+
+    def apply(self, recipe: Recipe) -> Recipe:
+        """The runs at this scale, against the same threats."""
+        if self.quick:
+            return replace(recipe, specs=tuple(dict.fromkeys(map(self._quick, recipe.specs))))
+        if self.factor == 1.0:
+            return recipe
+        return replace(recipe, specs=tuple(spec.scaled(self.factor) for spec in recipe.specs))
+
+    def _quick(self, spec: Spec) -> Spec:
+        strategy = spec.strategy
+        if isinstance(strategy, GuidedTraining):
+            strategy = replace(strategy, width=2)
+        return replace(
+            spec,
+            data=DataChoice(QUICK_DATA, limit=self.quick_train),
+            model=ModelChoice(QUICK_MODELS.get(spec.model.name, spec.model.name), hidden=32),
+            strategy=strategy,
+            schedule=QUICK_SCHEDULE,
+            optimiser=replace(spec.optimiser, batch_size=50),
+            run=RunSettings(check_every=0),
+        )
+
+
+def parse_scale(text: str) -> Scale:
+    """`paper`, `quick`, or a factor such as 0.1 for every part of the schedule."""
+    if text == "paper":
+        return Scale()
+    if text == "quick":
+        return Scale(quick=True)
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < float("inf"):
+        hint = "0.1 runs a tenth of the epochs"
+        raise InvalidInput(f"--scale {text} is neither paper, quick nor a number above 0", hint=hint)
+    return Scale(factor)

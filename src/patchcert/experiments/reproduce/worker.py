@@ -1,0 +1,143 @@
+"""One run in a process of its own: trained to its end, then certified against every threat asked for.
+
+Started as `python -m patchcert.experiments.reproduce.worker RUN ...`; its output goes to a log. It ends in order,
+with its state saved, when a file named `.stop` appears in the folder or when the process that started it is gone.
+"""
+
+import _thread
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from patchcert.errors import PatchcertError
+
+if TYPE_CHECKING:
+    import torch
+
+    from patchcert.data import Dataset
+    from patchcert.experiments.reproduce.rows import AnyThreat
+    from patchcert.experiments.runs import Run
+
+TASK_FILE, STOP_FILE = ".task.json", ".stop"
+FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
+LOOK_EVERY = 0.3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of one run: 0 done, 2 a mistake, 130 interrupted with its state saved."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    options = _parse(arguments)
+    _log(f"working on {options.run} on {options.device}")
+    threading.Thread(target=_watch, args=(options.run, options.parent), daemon=True).start()
+    try:
+        carry_out(options.run, options.device, options.data_dir)
+    except KeyboardInterrupt:
+        _log("interrupted")
+        return INTERRUPTED
+    except PatchcertError as error:
+        _log(f"error: {error}")
+        return MISTAKEN
+    _log("done")
+    return 0
+
+
+def carry_out(folder: Path, device_name: str, data_dir: Path | None) -> None:
+    """Train the run in the folder to its end, and leave evidence for each threat of its task."""
+    import torch
+
+    from patchcert.data import load_dataset
+    from patchcert.experiments.runs import Run
+    from patchcert.experiments.training import Workplace, train_run
+
+    task = json.loads((folder / TASK_FILE).read_text(encoding="utf-8"))
+    device = torch.device(device_name)
+    spec = Run.open(folder).spec
+    run = train_run(spec, folder, Workplace(device, data_dir), resume=True, listener=_EpochLog())
+    dataset = load_dataset(spec.data.name, data_dir)
+    for threat in missing_evidence(run, task):
+        _certify(run, dataset, threat, task["limit"], device)
+
+
+def missing_evidence(run: "Run", task: Mapping[str, Any]) -> "list[AnyThreat]":
+    """The threats of the task for which the run's weights have no evidence yet."""
+    from patchcert.experiments.reproduce.evidence import evidence_name
+    from patchcert.files import sha256
+    from patchcert.threats import threat_from_dict
+
+    weights = sha256(run.weights)
+    threats = [threat_from_dict(plain) for plain in task["threats"]]
+    return [
+        threat
+        for threat in threats
+        if (name := evidence_name(threat, task["limit"])) not in run.evidence_names()
+        or run.evidence_meta(name).get("weights_sha256") != weights
+    ]
+
+
+def _certify(
+    run: "Run", dataset: "Dataset", threat: "AnyThreat", limit: int | None, device: "torch.device"
+) -> None:
+    from patchcert.certify import certify
+    from patchcert.experiments.environment import device_name
+    from patchcert.experiments.reproduce.evidence import certificate_columns, evidence_name
+    from patchcert.files import sha256
+
+    images = dataset.test.take(limit or len(dataset.test)).to(device)
+    began = time.perf_counter()
+    found = certify(run.model(device), images.floats(), images.labels, threat)
+    meta = {
+        "kind": "certify",
+        "command": " ".join(["python", "-m", "patchcert.experiments.reproduce.worker", *sys.argv[1:]]),
+        "weights_sha256": sha256(run.weights),
+        "data": {"name": dataset.name, "split": "test", "limit": limit, "sha256": dict(dataset.checksums)},
+        "threat": threat.to_dict(),
+        "settings": {"dtype": "float32", "memory_budget": None},
+        "seconds": round(time.perf_counter() - began, 3),
+        "device": device_name(device),
+        "versions": run.environment().get("versions", {}),
+    }
+    run.write_evidence(evidence_name(threat, limit), certificate_columns(found), meta)
+    _log(f"{threat}: {found.clean_accuracy:.2%} right, {found.certified_accuracy:.2%} certified")
+
+
+class _EpochLog:
+    """One line of the log for each epoch."""
+
+    def on_batch(self, position: object, batches: int) -> None:
+        """Batches are not logged."""
+
+    def on_epoch(self, row: Mapping[str, Any]) -> None:
+        """Everything that is known of the epoch."""
+        _log(json.dumps(dict(row)))
+
+
+def _watch(folder: Path, parent: int) -> None:
+    """Asks the main thread to stop once; runs beside it to the end of the process."""
+    while not (folder / STOP_FILE).exists() and os.getppid() == parent:
+        time.sleep(LOOK_EVERY)
+    _thread.interrupt_main()
+
+
+def _parse(arguments: Sequence[str] | None) -> Namespace:
+    parser = ArgumentParser()
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--parent", type=int, default=os.getppid())
+    return parser.parse_args(arguments)
+
+
+def _log(line: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

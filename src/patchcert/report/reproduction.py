@@ -1,0 +1,169 @@
+"""The paper's tables beside ours, for terminals, documents and programs; what was not run says so."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from patchcert.experiments.reproduce.outcome import Outcome, RunOutcome
+from patchcert.experiments.reproduce.tables import DATA_NAMES, PaperTable
+from patchcert.report.tables import Cell, Column, Table
+
+ABSENT = "-"
+QUICK_LABEL = "QUICK LOOK, NOT A RESULT (small images, networks and schedules stand in for the paper's)"
+
+HEADING = """# Results
+
+Every number of ours is counted from the rows of evidence in [`results/`](../results), one per test image, by
+
+```bash
+patchcert reproduce all --from results --write docs/results.md
+```
+
+and a test holds this page to them. The last epoch counts; nothing was chosen on test images; certificates cover every
+placement, and all test images. Accuracies are in per cent, differences in points. [How to reproduce them](guides/reproduce.md).
+"""
+
+
+def reproduction_table(table: PaperTable, outcomes: Sequence[Outcome], quick: bool = False) -> Table:
+    """One row for each row of the paper's table, with its numbers and ours."""
+    title = f"{QUICK_LABEL}: {table.title}" if quick else _title(table)
+    attacked = any(outcome.entry.empirical is not None for outcome in outcomes)
+    several = any(outcome.spread is not None for outcome in outcomes)
+    columns = [
+        *(Column(name, numeric=False) for name in ("data", "threat", "training", "model")),
+        *(Column(name) for name in ("paper clean", "clean")),
+        *((Column("paper under attack"), Column("under attack")) if attacked else ()),
+        *(Column(name) for name in ("paper certified", "certified")),
+        Column("difference", signed=True),
+        *((Column("spread over seeds", decimals=2),) if several else ()),
+        *(Column("seeds"), Column("paper hours"), Column("training seconds", decimals=0)),
+        *(Column(name, numeric=False) for name in ("hardware", "schedule")),
+    ]
+    rows = tuple(_row(outcome, attacked, several, quick) for outcome in outcomes)
+    return Table(title, tuple(columns), rows)
+
+
+def reproduction_document(tables: Sequence[tuple[PaperTable, Sequence[Outcome]]]) -> str:
+    """A Markdown page of all tables, the same for the same evidence."""
+    parts = [HEADING, _overview(tables)]
+    for table, outcomes in tables:
+        notes = "".join(f"- {note}\n" for note in table.notes)
+        grid = reproduction_table(table, outcomes).to_markdown().partition("\n\n")[2]
+        head = f"## {table.title}\n\n{_source(table)}{table.caption}\n"
+        parts.append("\n".join(filter(None, [head, notes, grid])))
+    return "\n".join(parts)
+
+
+def reproduction_json(
+    table: PaperTable, outcomes: Sequence[Outcome], quick: bool = False
+) -> Mapping[str, Any]:
+    """All that is known, down to the counts of every run."""
+    return {
+        "table": table.name,
+        "title": table.title,
+        "quick": quick,
+        "rows": [_plain_outcome(outcome) for outcome in outcomes],
+    }
+
+
+def _overview(tables: Sequence[tuple[PaperTable, Sequence[Outcome]]]) -> str:
+    columns = (
+        Column("table", numeric=False),
+        Column("rows"),
+        Column("run"),
+        Column("with the full schedule"),
+    )
+    rows = tuple(
+        (
+            table.name,
+            len(outcomes),
+            sum(outcome.status == "measured" for outcome in outcomes),
+            sum(outcome.status == "measured" and outcome.scale == 1.0 for outcome in outcomes),
+        )
+        for table, outcomes in tables
+    )
+    return Table("What was run", columns, rows).to_markdown()
+
+
+def _title(table: PaperTable) -> str:
+    return f"{table.title} ({_source(table).rstrip('. ').lower()})" if table.section else table.title
+
+
+def _source(table: PaperTable) -> str:
+    return f"Section {table.section} of the paper. " if table.section else ""
+
+
+def _row(outcome: Outcome, attacked: bool, several: bool, quick: bool) -> tuple[Cell, ...]:
+    entry = outcome.entry
+    missing = outcome.status if not outcome.note else f"{outcome.status} ({outcome.note})"
+    ours = outcome.certified if outcome.status == "measured" else missing
+    cells: list[Cell] = [
+        DATA_NAMES.get(entry.dataset, entry.dataset) + (" (by mnist-mini)" if quick else ""),
+        entry.threat_words,
+        _training(outcome),
+        entry.model_words,
+        _number(entry.clean),
+        _number(outcome.clean),
+    ]
+    if attacked:
+        cells += [_number(entry.empirical), ABSENT]
+    cells += [_number(entry.certified), ours, _number(outcome.difference)]
+    if several:
+        cells.append(_number(outcome.spread))
+    cells += [
+        len(outcome.seeds) or ABSENT,
+        _number(entry.hours),
+        _number(outcome.seconds),
+        outcome.hardware or ABSENT,
+        _schedule(outcome, quick),
+    ]
+    return tuple(cells)
+
+
+def _training(outcome: Outcome) -> str:
+    entry = outcome.entry
+    attack = f", {entry.attack} attack" if entry.attack else ""
+    return entry.preset or (f"{entry.defense}{attack}" if entry.defense else entry.strategy)
+
+
+def _schedule(outcome: Outcome, quick: bool) -> str:
+    if not outcome.seeds:
+        return ABSENT
+    if quick:
+        return "quick"
+    return "full" if outcome.scale == 1.0 else f"scaled by {outcome.scale:g}"
+
+
+def _number(value: float | None) -> Cell:
+    return ABSENT if value is None else float(value)
+
+
+def _plain_outcome(outcome: Outcome) -> dict[str, Any]:
+    entry = outcome.entry
+    return {
+        "row": entry.label,
+        "status": outcome.status,
+        "note": outcome.note,
+        "paper": {name: getattr(entry, name) for name in ("clean", "empirical", "certified", "hours")},
+        "clean": outcome.clean,
+        "certified": outcome.certified,
+        "difference": outcome.difference,
+        "spread": outcome.spread,
+        "seconds": outcome.seconds,
+        "scale": outcome.scale if outcome.seeds else None,
+        "runs": [_plain_run(run) for seed in outcome.seeds for run in seed],
+    }
+
+
+def _plain_run(run: RunOutcome) -> dict[str, Any]:
+    return {
+        "fingerprint": run.fingerprint,
+        "model": run.spec.model.name,
+        "seed": run.spec.seed,
+        "images": run.clean.total,
+        "correct": run.clean.successes,
+        "certified": [
+            {"threat": threat.to_dict(), "certified": count.successes} for threat, count in run.certified
+        ],
+        "seconds": run.seconds,
+        "device": run.device,
+    }
