@@ -109,7 +109,7 @@ def _check_options(output: str, pack: Path | None, write: Path | None) -> None:
 
 
 def _choose(name: str, texts: list[str], everything: bool) -> "list[tuple[PaperTable, tuple[Entry, ...]]]":
-    """The tables asked for, each with the rows asked for; of several, those without such rows are left out."""
+    """The tables asked for with the rows asked for; of all tables, only those that have such rows."""
     from patchcert.experiments.reproduce.tables import find_table, table_names
 
     if name != "all":

@@ -18,8 +18,9 @@ Every number of ours is counted from the rows of evidence in [`results/`](../res
 patchcert reproduce all --from results --write docs/results.md
 ```
 
-and a test holds this page to them. The last epoch counts; nothing was chosen on test images; certificates cover every
-placement, and all test images. Accuracies are in per cent, differences in points. [How to reproduce them](guides/reproduce.md).
+and a test holds this page to them. The last epoch counts; nothing was chosen on test images; certificates
+cover every placement, and all test images. Accuracies are in per cent, differences in points.
+[How to reproduce them](guides/reproduce.md).
 """
 
 
@@ -85,7 +86,7 @@ def _overview(tables: Sequence[tuple[PaperTable, Sequence[Outcome]]]) -> str:
 
 
 def _title(table: PaperTable) -> str:
-    return f"{table.title} ({_source(table).rstrip('. ').lower()})" if table.section else table.title
+    return f"{table.title} (section {table.section} of the paper)" if table.section else table.title
 
 
 def _source(table: PaperTable) -> str:

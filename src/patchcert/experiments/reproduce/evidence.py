@@ -109,7 +109,7 @@ class Rows:
         broken = np.flatnonzero(verdict & ~(right & (self.columns["margin"] > 0)))
         if broken.size:
             raise RunError(
-                f"{self.path} contradicts itself: image {broken[0]} is certified, but its prediction is wrong "
-                "or its margin not positive",
+                f"{self.path} contradicts itself: image {broken[0]} is certified, but its prediction is "
+                "wrong or its margin not positive",
                 hint="certify the run again",
             )

@@ -101,7 +101,7 @@ class Outcome:
 def outcomes(
     entries: Sequence[Entry], folder: Path, scale: Scale | None, seeds: int | None = None
 ) -> tuple[Outcome, ...]:
-    """The rows from a folder of results. Without a scale each row takes the fullest schedule that there is."""
+    """The rows from a folder of results. Without a scale each row takes the fullest schedule there is."""
     results = Results(folder)
     return tuple(_outcome(entry, results, scale, seeds) for entry in entries)
 
@@ -131,7 +131,7 @@ def _outcome(entry: Entry, results: Results, scale: Scale | None, seeds: int | N
 def _found(
     spec: Spec, results: Results, threats: Sequence[AnyThreat], limit: int | None
 ) -> dict[float, dict[int, RunOutcome]]:
-    """By scale and seed, the runs of this experiment with evidence for all threats; exact steps before TF32."""
+    """By scale and seed, the runs with evidence for all threats; those with exact steps before TF32."""
     found: dict[float, dict[int, RunOutcome]] = {}
     for result in sorted(results.of(spec), key=lambda result: result.spec.optimiser.tf32):
         factor = float(result.summary["scale"])

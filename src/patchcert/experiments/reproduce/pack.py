@@ -32,14 +32,14 @@ def pack(
     weights: bool = False,
     limit: int | None = None,
 ) -> Packed:
-    """Write all results, and of the runs those that can be resumed, the trained weights, or both.
+    """Write all results, and of the runs those that are to go on, the trained weights, or both.
 
     Results are always packed; runs only while the file stays below `limit` bytes, the smallest first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    chosen = _choose_runs(runs, unfinished, weights) if runs is not None else []
+    chosen = _choose_runs(runs, results, unfinished, weights) if runs is not None else []
     left_out = []
-    with tarfile.open(path, f"w{compression(path)}") as tar:
+    with tarfile.open(path, compression(path)) as tar:
         counted = _add(tar, RESULTS, results, (file for file in sorted(results.rglob("*")) if file.is_file()))
         used = counted
         for run, files in sorted(chosen, key=lambda pair: _size(pair[1])):
@@ -71,11 +71,15 @@ def unpack(path: Path, results: Path, runs: Path) -> Packed:
     return Packed(path, len(found[RESULTS]), len(found[RUNS]), ())
 
 
-def _choose_runs(folder: Path, unfinished: bool, weights: bool) -> list[tuple[Run, list[Path]]]:
+def _choose_runs(
+    folder: Path, results: Path, unfinished: bool, weights: bool
+) -> list[tuple[Run, list[Path]]]:
+    """A run that is trained, but has not come to the results yet, is unfinished here too."""
     chosen = []
     for spec_file in sorted(folder.glob(f"*/{SPEC}")):
         run = Run.open(spec_file.parent)
-        if run.is_finished and weights:
+        is_collected = (results / run.path.name / SPEC).is_file()
+        if run.is_finished and (weights or not is_collected):
             chosen.append((run, _existing(run, (SPEC, ENVIRONMENT, METRICS, TASK_FILE, WEIGHTS))))
         elif not run.is_finished and unfinished:
             chosen.append((run, _existing(run, (SPEC, ENVIRONMENT, METRICS, TASK_FILE, LOG, STATE))))
@@ -98,10 +102,10 @@ def _size(files: Iterable[Path]) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def compression(path: Path) -> Literal["", ":gz"]:
+def compression(path: Path) -> Literal["w", "w:gz"]:
     """How a tar file of this name is written."""
     if path.name.endswith((".tar.gz", ".tgz")):
-        return ":gz"
+        return "w:gz"
     if path.suffix == ".tar":
-        return ""
+        return "w"
     raise InvalidInput(f"--pack {path} is no name of a tar file", hint="end it with .tar or .tar.gz")

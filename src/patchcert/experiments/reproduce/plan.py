@@ -11,6 +11,7 @@ from patchcert.experiments.reproduce.tables import Entry
 from patchcert.experiments.spec import RandomTraining, Spec
 
 FIRST_SEED = 2019
+PAPER_SCALE = Scale()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Task:
 class Effort:
     """At which scale, with how many seeds, and whether training steps may round products to TF32."""
 
-    scale: Scale = Scale()
+    scale: Scale = PAPER_SCALE
     seeds: int = 1
     tf32: bool = False
 

@@ -1,4 +1,4 @@
-"""The folder of results: for each finished run its specification, circumstances and evidence, without weights."""
+"""The folder of results: of each finished run its specification, circumstances and evidence, no weights."""
 
 import hashlib
 import json
@@ -107,7 +107,7 @@ def is_complete(folder: Path | None, task: Task) -> bool:
 
 
 def collect(run: Run, name: str, folder: Path, scale: float = 1.0) -> Result:
-    """Copy what a finished run has to say into the folder of results; evidence of other weights is removed."""
+    """Copy what a finished run leaves into the folder of results; evidence of other weights is removed."""
     target = folder / name
     weights = sha256(run.weights)
     for file in target.glob("*.npz"):

@@ -16,7 +16,7 @@ _CLASSES = 10
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a row's numbers come about: the mean over the specs, each against the threat that is worst for it."""
+    """How a row's numbers come about: the mean over the specs, each against its worst threat."""
 
     specs: tuple[Spec, ...]
     threats: tuple[AnyThreat, ...]

@@ -1,4 +1,4 @@
-"""Several runs at once on one device, each in its own process: what is done is skipped, what was cut short goes on."""
+"""Several runs at once on one device, each in its own process; what was cut short goes on."""
 
 import json
 import os
@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import patchcert
+from patchcert.experiments.reproduce.evidence import Rows
 from patchcert.experiments.reproduce.plan import Task
 from patchcert.experiments.reproduce.results import collect, find_result, is_complete
 from patchcert.experiments.reproduce.worker import STOP_FILE, TASK_FILE, missing_evidence
-from patchcert.experiments.runs import METRICS, SPEC, Run, write_text
+from patchcert.experiments.runs import EVIDENCE, METRICS, SPEC, Run, write_text
 
 State = Literal["waiting", "running", "done", "already done", "interrupted", "failed"]
 POLL_SECONDS = 0.2
@@ -196,7 +197,7 @@ class Runner:
         run = Run.open(self.shop.runs / task.name)
         if self.shop.results is not None:
             collect(run, task.name, self.shop.results, task.scale)
-        return f"trained in {run.training_seconds:.0f} s"
+        return f"{_found(run)}, trained in {run.training_seconds:.0f} s"
 
     def _set(self, task: Task, state: State, note: str = "") -> None:
         self.states[task.name] = state
@@ -214,6 +215,13 @@ def _environment(jobs: int) -> dict[str, str]:
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     return {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1"}
+
+
+def _found(run: Run) -> str:
+    """The accuracies of a finished run against the threat that it was trained on, or the first it has."""
+    rows = [Rows.read(run.path / EVIDENCE / f"{name}.npz") for name in run.evidence_names()]
+    own = next((each for each in rows if each.threat == run.spec.threat), rows[0])
+    return f"{own.correct / own.total:.2%} right, {own.certified / own.total:.2%} certified"
 
 
 def _last_line(folder: Path) -> str:

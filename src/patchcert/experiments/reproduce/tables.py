@@ -129,8 +129,8 @@ def _our_table() -> PaperTable:
         name=OURS,
         section="",
         title="Our own settings",
-        caption="Specifications that come with patchcert, beside the best that the paper has for the same images "
-        "and threat, with whatever model and strategy.",
+        caption="Specifications that come with patchcert, beside the best that the paper has for the same "
+        "images and threat, with whatever model and strategy.",
         notes=(),
         entries=tuple(_our_entry(name, read_spec(name)) for name in presets),
     )

@@ -1,7 +1,7 @@
 """One run in a process of its own: trained to its end, then certified against every threat asked for.
 
-Started as `python -m patchcert.experiments.reproduce.worker RUN ...`; its output goes to a log. It ends in order,
-with its state saved, when a file named `.stop` appears in the folder or when the process that started it is gone.
+Started as `python -m patchcert.experiments.reproduce.worker RUN ...`; its output goes to a log. It ends in
+order, with its state saved, when a file named `.stop` appears in the folder or when its parent is gone.
 """
 
 import _thread
