@@ -48,9 +48,12 @@ _BLOCK = 128
 _FEWEST_ROWS = 32
 
 
-def summed_roundings(terms: int) -> int:
-    """How many roundings one term of a `blocked_product` over that many terms can meet."""
-    return min(terms, _BLOCK) + -(-terms // _BLOCK)
+def summed_roundings(terms: int, length: int | None = None) -> int:
+    """How many roundings one term of a `blocked_product` can meet: those of its block, and one for each later block.
+
+    `length` is over how many terms the product runs where only some of them, anywhere, can differ from zero.
+    """
+    return terms + 1 if terms <= _BLOCK else _BLOCK + -(-(length or terms) // _BLOCK)
 
 
 def blocked_product(left: Tensor, right: Tensor, terms: int | None = None) -> Tensor:
@@ -58,7 +61,8 @@ def blocked_product(left: Tensor, right: Tensor, terms: int | None = None) -> Te
 
     `terms` is how many products of a sum can differ from zero, where that is fewer than all. Libraries sum in another
     order when there are only a few rows: such products get rows of zeros, so that the result of a row does not depend
-    on how many others are computed with it.
+    on how many others are computed with it. Each block is summed by itself before it is added: libraries that add a
+    product to a matrix may start the sum from the matrix, and then every block would round all blocks before it.
     """
     rows, length = left.shape[-2], right.shape[-2]
     if rows < _FEWEST_ROWS:
@@ -68,18 +72,8 @@ def blocked_product(left: Tensor, right: Tensor, terms: int | None = None) -> Te
     total = left[..., :_BLOCK] @ right[..., :_BLOCK, :]
     for start in range(_BLOCK, length, _BLOCK):
         block = slice(start, start + _BLOCK)
-        _add_product(total, left[..., block], right[..., block, :])
+        total += left[..., block] @ right[..., block, :]
     return total[..., :rows, :]
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds in the product's own pass where the library has one for these dimensions."""
-    if total.dim() == 2:
-        total.addmm_(left, right)
-    elif left.dim() == right.dim() == 3 and len(left) == len(right):
-        total.baddbmm_(left, right)
-    else:
-        total += left @ right
 
 
 NEAREST = Rounding(unit=0.0, tiny=0.0)

@@ -196,10 +196,13 @@ def _slide(
     local = Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
     inputs, taps = weight.shape[1] * groups * source.height * source.width, weight[0].numel()
     if inputs <= _DENSE_INPUTS and inputs <= _DENSE_FACTOR * taps:
-        moved = _slide_by_matrix(local, weight, groups, state, sweep, position)
+        moved, roundings = (
+            _slide_by_matrix(local, weight, groups, state, sweep, position),
+            summed_roundings(taps, inputs),
+        )
     else:
-        moved = _slide_by_convolution(local, weight, groups, state, sweep)
-    return replace(moved.widened(summed_roundings(taps) + 2, sweep.rounding), is_ragged=True)
+        moved, roundings = _slide_by_convolution(local, weight, groups, state, sweep), summed_roundings(taps)
+    return replace(moved.widened(roundings + 2, sweep.rounding), is_ragged=True)
 
 
 _DENSE_INPUTS = 1024
