@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from patchcert.bounds import NEAREST, Interval, Network, Rounding, trace
+from patchcert.bounds import Interval, Network, Rounding, trace
 from patchcert.bounds.network import merged_margins
 from patchcert.engine.geometry import Layout
 
@@ -47,10 +47,8 @@ class Clean:
 def clean_pass(network: Network, images: Tensor, labels: Tensor) -> Clean:
     """Plain values, for training."""
     values = network.values(images)
-    head = network.head
-    assert head is not None
-    margins = merged_margins(head, Interval.point(values[-2]), labels, NEAREST)
-    return Clean(values, margins)
+    logits = values[-1]
+    return Clean(values, logits.gather(1, labels.unsqueeze(1)) - logits)
 
 
 def exact_clean_pass(audit: Network, images: Tensor, labels: Tensor, dtype: torch.dtype) -> Clean:

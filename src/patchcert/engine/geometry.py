@@ -274,7 +274,7 @@ def _group(
 
     around = [
         covered(
-            _seen_by_pool(step.operation, windows[step.inputs[0]], windows[position + 1]),
+            seen_by_pool(step.operation, windows[step.inputs[0]], windows[position + 1]),
             layout.maps[step.inputs[0]],
         )
         for position, step in enumerate(layout.network.steps)
@@ -283,7 +283,8 @@ def _group(
     return Group(members.to(device), windows, tuple(inner), tuple(around))
 
 
-def _seen_by_pool(operation: Operation, source: Window | None, target: Window | None) -> Window | None:
+def seen_by_pool(operation: Operation, source: Window | None, target: Window | None) -> Window | None:
+    """What the outputs in the target window of a max pooling look at; None for other operations."""
     if not isinstance(operation, MaxPool) or source is None or target is None:
         return None
     left, right, top, bottom = source.input_padding(operation.geometry, target)

@@ -13,7 +13,7 @@ from patchcert.bounds.operations import Convolution, Linear
 from patchcert.bounds.rounding import summed_roundings
 from patchcert.engine.clean import Clean
 from patchcert.engine.geometry import Group, Layout, NotCovered, groups
-from patchcert.engine.windows import Shared, Sweep, Windows, product
+from patchcert.engine.windows import GroupPass, Shared, Windows, product
 from patchcert.threats import Patch
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class PlacementSweep:
     def _swept(
         self, shared: Shared, head: "_Head", group: Group, start: int, stop: int, epsilon: float | Tensor
     ) -> Tensor:
-        sweep = Sweep(shared, group, start, stop)
+        sweep = GroupPass(shared, group, start, stop)
         return head.margins(sweep, sweep.run(self._start(sweep, epsilon)))
 
     def _slices(self, group: Group, images: int, rounding: Rounding) -> Iterator[tuple[int, int]]:
@@ -85,7 +85,7 @@ class PlacementSweep:
         by_columns = self.memory_budget // (4 * item * max(columns, 1))
         return max(1, min(by_state, by_columns, len(group)))
 
-    def _start(self, sweep: Sweep, epsilon: float | Tensor) -> Windows:
+    def _start(self, sweep: GroupPass, epsilon: float | Tensor) -> Windows:
         """The patch itself: at epsilon 1 the box is [0, 1] whatever the image, so all share one radius."""
         pixels = sweep.clean_windows(0)
         if isinstance(epsilon, float | int) and epsilon >= 1:
@@ -144,9 +144,9 @@ class _Head:
         difference = weight[labels].unsqueeze(2) - weight.T
         return _Head(difference, difference.abs(), clean.margins.unsqueeze(1))
 
-    def margins(self, sweep: Sweep, state: Windows) -> Tensor:
+    def margins(self, sweep: GroupPass, state: Windows) -> Tensor:
         """The clean margins moved by the deviation and lowered by the radius, (n, p, classes)."""
-        cells, rounding = sweep.cells(sweep.steps[-1].inputs[0]), sweep.rounding
+        cells, rounding = sweep.fused_cells(sweep.steps[-1].inputs[0]), sweep.rounding
         radius = state.radius.expand_as(state.deviation)
         if cells is not None:
             parts, columns = _by_place(state.deviation, radius, self.weights, cells.index)

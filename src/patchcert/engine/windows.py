@@ -11,8 +11,10 @@ units of |z| and of the radius, and the clean value itself may be off by its sla
 before and after the function.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -58,13 +60,13 @@ class Windows:
         """Both parts, each changed by the same function."""
         return replace(self, deviation=function(self.deviation), radius=function(self.radius))
 
-    def settled(self, cells: Cells | None) -> "Windows":
+    def settled(self, outside: Tensor | None) -> "Windows":
         """The same windows with nothing left to apply."""
         deviation, radius = self.deviation, self.radius
         if self.factor != 1 or self.extra:
             radius = radius * self.factor + self.extra
-        if self.is_ragged and cells is not None and cells.outside is not None:
-            deviation, radius = (part.masked_fill(cells.outside, 0.0) for part in (deviation, radius))
+        if self.is_ragged and outside is not None:
+            deviation, radius = (part.masked_fill(outside, 0.0) for part in (deviation, radius))
         return Windows(deviation, radius)
 
     def widened(self, roundings: int, rounding: Rounding) -> "Windows":
@@ -96,14 +98,33 @@ class Shared:
         return self.slacks[key]
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """A slice of one group of placements on its way through the network."""
+class WindowPass(ABC):
+    """Placements on their way through the network; who they are decides where their windows lie."""
 
     shared: Shared
-    group: Group
-    start: int
-    stop: int
+    windows: tuple[Window | None, ...]
+
+    @abstractmethod
+    def outside(self, index: int) -> Tensor | None:
+        """Which cells of the windows on value `index` lie outside the feature map; None where none does."""
+
+    @abstractmethod
+    def clean_windows(self, index: int) -> Tensor:
+        """The clean value `index` on the windows (p, n, h, w, c); the value itself where it has no places."""
+
+    @abstractmethod
+    def surroundings(self, position: int, height: int, width: int) -> Tensor:
+        """The clean values that the max pooling at `position` looks at, -infinity outside the feature map."""
+
+    @abstractmethod
+    def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
+        """Windows (p, n, h, w, c) times the weights (places, c, out) of the layer after value `index`."""
+
+    @abstractmethod
+    def fused_cells(self, index: int) -> Cells | None:
+        """The cells of the windows, for fused kernels."""
+
+    is_fused: bool
 
     @property
     def layout(self) -> Layout:
@@ -121,35 +142,11 @@ class Sweep:
     def steps(self) -> tuple[Step, ...]:
         return self.layout.network.steps
 
-    def cells(self, index: int) -> Cells | None:
-        """The cells of the chosen placements on value `index`."""
-        cells = self.group.cells[index]
-        return None if cells is None else cells.slice(self.start, self.stop)
-
     def window(self, index: int) -> Window:
         """The window on value `index`, which must have places."""
-        window = self.group.windows[index]
+        window = self.windows[index]
         assert window is not None
         return window
-
-    def clean_windows(self, index: int) -> Tensor:
-        """The clean value `index` on the windows of the chosen placements; the value itself where it has no places."""
-        cells = self.cells(index)
-        if cells is None:
-            return self.clean.values[index].flatten(1)
-        window = self.window(index)
-        return self._gather(index, cells.index).unflatten(2, (window.height, window.width))
-
-    def surroundings(self, position: int, height: int, width: int) -> Tensor:
-        """The clean values that the max pooling at `position` looks at, -infinity outside the feature map."""
-        index, cells = self.steps[position].inputs[0], self.group.surroundings[position]
-        assert cells is not None
-        chosen = cells.slice(self.start, self.stop)
-        values = self._gather(index, chosen.index).unflatten(2, (height, width))
-        return values if chosen.outside is None else values.masked_fill(chosen.outside, -torch.inf)
-
-    def _gather(self, index: int, cells: Tensor) -> Tensor:
-        return self.clean.places(index, self.layout)[:, cells].transpose(0, 1)
 
     def run(self, start: Windows) -> Windows:
         """Deviation and radius of the input of the last layer."""
@@ -159,7 +156,7 @@ class Sweep:
             inputs = [states[index] for index in step.inputs]
             if not isinstance(step.operation, Monotone | Reshape):
                 inputs = [
-                    state.settled(self.cells(index)) for state, index in zip(inputs, step.inputs, strict=True)
+                    state.settled(self.outside(index)) for state, index in zip(inputs, step.inputs, strict=True)
                 ]
             state = RULES[type(step.operation)](step.operation, inputs, self, position)
             for index in set(step.inputs):
@@ -167,14 +164,54 @@ class Sweep:
                     del states[index]
             states[position + 1] = state
         last = self.steps[-1].inputs[0]
-        return states[last].settled(self.cells(last))
+        return states[last].settled(self.outside(last))
 
 
-def _convolution(operation: Convolution, inputs: Sequence[Windows], sweep: Sweep, position: int) -> Windows:
+@final
+class GroupPass(WindowPass):
+    """A slice of one group: the same placements for every image, aligned alike to the strides of the network."""
+
+    def __init__(self, shared: Shared, group: Group, start: int, stop: int) -> None:
+        self.shared, self.windows = shared, group.windows
+        self.group, self.start, self.stop = group, start, stop
+        self.is_fused = is_fused(shared.clean.values[0])
+
+    def fused_cells(self, index: int) -> Cells | None:
+        cells = self.group.cells[index]
+        return None if cells is None else cells.slice(self.start, self.stop)
+
+    def outside(self, index: int) -> Tensor | None:
+        cells = self.fused_cells(index)
+        return None if cells is None else cells.outside
+
+    def clean_windows(self, index: int) -> Tensor:
+        cells = self.fused_cells(index)
+        if cells is None:
+            return self.clean.values[index].flatten(1)
+        window = self.window(index)
+        return self._gather(index, cells.index).unflatten(2, (window.height, window.width))
+
+    def surroundings(self, position: int, height: int, width: int) -> Tensor:
+        cells = self.group.surroundings[position]
+        assert cells is not None
+        chosen = cells.slice(self.start, self.stop)
+        values = self._gather(self.steps[position].inputs[0], chosen.index).unflatten(2, (height, width))
+        return values if chosen.outside is None else values.masked_fill(chosen.outside, -torch.inf)
+
+    def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
+        cells = self.fused_cells(index)
+        assert cells is not None
+        return product(part.flatten(2), columns[cells.index].flatten(1, 2), self.rounding)
+
+    def _gather(self, index: int, cells: Tensor) -> Tensor:
+        return self.clean.places(index, self.layout)[:, cells].transpose(0, 1)
+
+
+def _convolution(operation: Convolution, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
     return _slide(operation.geometry, operation.weight(), operation.groups, inputs[0], sweep, position)
 
 
-def _average_pool(operation: AveragePool, inputs: Sequence[Windows], sweep: Sweep, position: int) -> Windows:
+def _average_pool(operation: AveragePool, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
     area, clean = sweep.layout.maps[index], sweep.clean.values[index]
     geometry = operation.geometry(clean)
@@ -189,7 +226,7 @@ def _average_pool(operation: AveragePool, inputs: Sequence[Windows], sweep: Swee
 
 
 def _slide(
-    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: Sweep, position: int
+    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass, position: int
 ) -> Windows:
     source, target = sweep.window(sweep.steps[position].inputs[0]), sweep.window(position + 1)
     left, right, top, bottom = source.input_padding(geometry, target)
@@ -211,7 +248,7 @@ _DENSE_FACTOR = 8
 
 
 def _slide_by_convolution(
-    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: Sweep
+    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass
 ) -> Windows:
     precise = sweep.rounding.is_outward
 
@@ -224,7 +261,7 @@ def _slide_by_convolution(
 
 
 def _slide_by_matrix(
-    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: Sweep, position: int
+    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass, position: int
 ) -> Windows:
     shape = tuple(state.deviation.shape[2:])
     key = (position, geometry, shape)
@@ -259,27 +296,25 @@ def product(left: Tensor, right: Tensor, rounding: Rounding, terms: int | None =
     return blocked_product(left, right, terms) if rounding.is_outward else left @ right
 
 
-def _linear(operation: Linear, inputs: Sequence[Windows], sweep: Sweep, position: int) -> Windows:
-    (state,), cells = inputs, sweep.cells(sweep.steps[position].inputs[0])
+def _linear(operation: Linear, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+    (state,), index = inputs, sweep.steps[position].inputs[0]
     columns, absolute = _columns(operation, sweep, position)
-    if cells is None:
-        flat = state.map(lambda part: part.flatten(0, 1))
-    else:
-        flat = state.map(lambda part: part.flatten(2))
-        columns, absolute = columns[cells.index].flatten(1, 2), absolute[cells.index].flatten(1, 2)
+    if sweep.windows[index] is None:
+        moved = Windows(
+            _feature_product(state.deviation, columns, sweep), _feature_product(state.radius, absolute, sweep)
+        )
+        return moved.widened(summed_roundings(columns.shape[0]) + 1, sweep.rounding)
     moved = Windows(
-        product(flat.deviation, columns, sweep.rounding), product(flat.radius, absolute, sweep.rounding)
+        sweep.flat_product(state.deviation, columns, index), sweep.flat_product(state.radius, absolute, index)
     )
-    if cells is None:
-        moved = Windows(*(part.unflatten(0, old.shape[:2]) for part, old in _pairs(moved, state)))
-    return moved.widened(summed_roundings(columns.shape[-2]) + 1, sweep.rounding)
+    return moved.widened(summed_roundings(state.deviation[0, 0].numel()) + 1, sweep.rounding)
 
 
-def _pairs(first: Windows, second: Windows) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    return (first.deviation, second.deviation), (first.radius, second.radius)
+def _feature_product(part: Tensor, columns: Tensor, sweep: WindowPass) -> Tensor:
+    return product(part.flatten(0, 1), columns, sweep.rounding).unflatten(0, part.shape[:2])
 
 
-def _columns(operation: Linear, sweep: Sweep, position: int) -> tuple[Tensor, Tensor]:
+def _columns(operation: Linear, sweep: WindowPass, position: int) -> tuple[Tensor, Tensor]:
     """Transposed weights and their absolute values; (places, channels, out) where the input still has places."""
     key = (position,)
     if key not in sweep.shared.weights:
@@ -294,7 +329,7 @@ def _columns(operation: Linear, sweep: Sweep, position: int) -> tuple[Tensor, Te
 
 
 def _channel_scale(
-    operation: ChannelScale, inputs: Sequence[Windows], sweep: Sweep, position: int
+    operation: ChannelScale, inputs: Sequence[Windows], sweep: WindowPass, position: int
 ) -> Windows:
     (state,), key = inputs, (position,)
     if key not in sweep.shared.weights:
@@ -304,16 +339,16 @@ def _channel_scale(
     return Windows(state.deviation * scale, state.radius * absolute).widened(8, sweep.rounding)
 
 
-def _monotone(operation: Monotone, inputs: Sequence[Windows], sweep: Sweep, position: int) -> Windows:
+def _monotone(operation: Monotone, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
-    if operation.is_relu and is_fused(state.deviation):
+    if operation.is_relu and sweep.is_fused:
         return _fused_relu(state, sweep, position)
     before = sweep.clean_windows(index)
     after = sweep.clean_windows(position + 1) if sweep.rounding.is_outward else operation.function(before)
     return _between(operation.function, operation.units, before, after, state, sweep, position)
 
 
-def _max_pool(operation: MaxPool, inputs: Sequence[Windows], sweep: Sweep, position: int) -> Windows:
+def _max_pool(operation: MaxPool, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
     """The pooled window also sees clean values around the patch's own window."""
     geometry = operation.geometry
     source, target = sweep.window(sweep.steps[position].inputs[0]), sweep.window(position + 1)
@@ -335,7 +370,7 @@ def _between(
     before: Tensor,
     after: Tensor,
     state: Windows,
-    sweep: Sweep,
+    sweep: WindowPass,
     position: int,
 ) -> Windows:
     """The interval around the clean values pushed through a non-decreasing function, as a difference again."""
@@ -344,19 +379,23 @@ def _between(
     if rounding.is_outward:
         slack = sweep.shared.slack(sweep.steps[position].inputs[0], 3, state.extra).reshape(shape)
         radius = radius * (state.factor * (1 + 8 * rounding.unit)) + slack
-    upper, lower = function(centre + radius), function(centre.sub_(radius))
-    spread = upper.sub_(lower).mul_(0.5)
-    deviation = lower.add_(spread).sub_(after)
+    upper, lower = function(centre + radius), function(centre - radius)
+    if torch.is_grad_enabled():
+        spread = (upper - lower) * 0.5
+        deviation = lower + spread - after
+    else:
+        spread = upper.sub_(lower).mul_(0.5)
+        deviation = lower.add_(spread).sub_(after)
     if rounding.is_outward:
         slack = sweep.shared.slack(position + 1, 4 + units, 0.0).reshape(shape)
-        spread = spread.mul_(1 + (8 + 2 * units) * rounding.unit).add_(slack)
-    return Windows(deviation, spread, is_ragged=True).settled(sweep.cells(position + 1))
+        spread = spread * (1 + (8 + 2 * units) * rounding.unit) + slack
+    return Windows(deviation, spread, is_ragged=True).settled(sweep.outside(position + 1))
 
 
-def _fused_relu(state: Windows, sweep: Sweep, position: int) -> Windows:
+def _fused_relu(state: Windows, sweep: WindowPass, position: int) -> Windows:
     """As `_between` for ReLU, in one pass over the memory."""
     index, rounding = sweep.steps[position].inputs[0], sweep.rounding
-    cells = sweep.cells(index)
+    cells = sweep.fused_cells(index)
     clean = sweep.clean.values[index].flatten(1) if cells is None else sweep.clean.places(index, sweep.layout)
     slack = None
     if rounding.is_outward:
@@ -366,10 +405,10 @@ def _fused_relu(state: Windows, sweep: Sweep, position: int) -> Windows:
     return Windows(deviation, radius)
 
 
-def _add(operation: Add, inputs: Sequence[Windows], sweep: Sweep, position: int) -> Windows:
-    step, target = sweep.steps[position], sweep.group.windows[position + 1]
+def _add(operation: Add, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+    step, target = sweep.steps[position], sweep.windows[position + 1]
     first, second = (
-        _extend(state, sweep.group.windows[index], target)
+        _extend(state, sweep.windows[index], target)
         for state, index in zip(inputs, step.inputs, strict=True)
     )
     total = Windows(first.deviation + second.deviation, first.radius + second.radius)
@@ -385,7 +424,7 @@ def _extend(state: Windows, source: Window | None, target: Window | None) -> Win
     return state.map(lambda part: F.pad(part, (0, 0, left, right, top, bottom)))
 
 
-def _reshape(operation: Reshape, inputs: Sequence[Windows], sweep: Sweep, position: int) -> Windows:
+def _reshape(operation: Reshape, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
     return inputs[0]
 
 

@@ -26,20 +26,28 @@ class AllPlacements:
     def __init__(self, threat: Patch) -> None:
         self.patch = PlacedPatch(threat)
         self.search = WeakestPlacements(threat)
-        self.weakest = WeakestPlacements(threat)
 
     def worst_case(
         self, network: Network, batch: Batch, epsilon: float | Tensor, generator: Generator
     ) -> WorstCase:
         """The least margin per class over all placements."""
         images, labels = batch.own_images, batch.own_labels
-        worst = self.weakest.find(network, images, labels, epsilon)
-        chosen = worst.gather(1, other_classes(labels, worst.shape[1]))
-        margins = self.patch.margins(network, images, labels, chosen, epsilon)
-        return WorstCase(margins.amin(dim=1))
+        worst = self.search.find(network, images, labels, epsilon)
+        classes = other_classes(labels, worst.shape[1])
+        margins = self.patch.margins_against(
+            network, images, labels, worst.gather(1, classes), classes, epsilon
+        )
+        own = torch.zeros_like(margins[:, :1])
+        return WorstCase(torch.cat([margins, own], dim=1).gather(1, class_order(labels, worst.shape[1])))
 
 
 def other_classes(labels: Tensor, classes: int) -> Tensor:
     """The classes (n, classes - 1) that are not the image's label."""
     steps = torch.arange(1, classes, device=labels.device)
     return (labels.unsqueeze(1) + steps) % classes
+
+
+def class_order(labels: Tensor, classes: int) -> Tensor:
+    """Where each class (n, classes) stands when `other_classes` come first and the label last."""
+    numbers = torch.arange(classes, device=labels.device)
+    return (numbers - labels.unsqueeze(1) - 1) % classes

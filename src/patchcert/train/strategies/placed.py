@@ -3,18 +3,23 @@
 from torch import Tensor
 
 from patchcert.bounds import Interval, Network
+from patchcert.engine import ChosenPlacements, covering_placements
 from patchcert.threats import Patch
 
 
 class PlacedPatch:
-    """A patch with its allowed corners kept on the device of the images."""
+    """A patch with its allowed corners, and with its windows on the network it was last bounded on.
+
+    Windows and corners stay on the device of the images, so that later steps do not wait for it.
+    """
 
     def __init__(self, threat: Patch) -> None:
         self.threat = threat
         self._corners: dict[tuple[object, ...], Tensor] = {}
+        self._windows: dict[tuple[object, ...], ChosenPlacements | None] = {}
 
     def corners(self, images: Tensor) -> Tensor:
-        """All allowed corners (p, 2), copied to the device once, so that later steps do not wait."""
+        """All allowed corners (p, 2), copied to the device once."""
         key = (images.device, *images.shape[2:])
         if key not in self._corners:
             placements = self.threat.placements(images.shape[2], images.shape[3])
@@ -25,7 +30,38 @@ class PlacedPatch:
         self, network: Network, images: Tensor, labels: Tensor, chosen: Tensor, epsilon: float | Tensor
     ) -> Tensor:
         """Margins (n, k, classes) at the chosen placements (n, k), indices into the allowed corners."""
+        windows = self._cover(network, images)
+        if windows is not None:
+            return windows.margins(images, labels, self.corners(images)[chosen], epsilon)
+        return self.dense_margins(network, images, labels, chosen, epsilon)
+
+    def margins_against(
+        self,
+        network: Network,
+        images: Tensor,
+        labels: Tensor,
+        chosen: Tensor,
+        classes: Tensor,
+        epsilon: float | Tensor,
+    ) -> Tensor:
+        """Margins (n, k), each at its own placement and against its own class."""
+        windows = self._cover(network, images)
+        if windows is not None:
+            return windows.margins(images, labels, self.corners(images)[chosen], epsilon, classes)
+        margins = self.dense_margins(network, images, labels, chosen, epsilon)
+        return margins.gather(2, classes.unsqueeze(2)).squeeze(2)
+
+    def dense_margins(
+        self, network: Network, images: Tensor, labels: Tensor, chosen: Tensor, epsilon: float | Tensor
+    ) -> Tensor:
+        """The same margins the slow, obvious way: one whole image per placement."""
         boxes = self.threat.boxes(images, self.corners(images)[chosen], epsilon)
         flat = Interval(boxes.lower.flatten(0, 1), boxes.upper.flatten(0, 1))
         repeated = labels.unsqueeze(1).expand_as(chosen).flatten()
         return network.margins(flat, repeated).unflatten(0, tuple(chosen.shape))
+
+    def _cover(self, network: Network, images: Tensor) -> ChosenPlacements | None:
+        key = (id(network), images.device, images.dtype, *images.shape[1:])
+        if key not in self._windows:
+            self._windows = {key: covering_placements(network, images, self.threat)}
+        return self._windows[key]
