@@ -168,6 +168,7 @@ def test_maps_attacks_and_what_is_needed_to_check_again_are_on_the_page(read, ru
     assert "versions.torch 9.9.9" in text
     assert "ab" * 32 in text
     assert "Training loss" in text
+    assert "20 images attacked: 2 wrong already, 4 broken, 14 not broken." in text
 
 
 def test_patch_sizes_are_compared_once_two_were_certified(read, run):

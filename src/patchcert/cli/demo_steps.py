@@ -3,7 +3,8 @@
 import platform
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -51,7 +52,7 @@ class DemoPlan:
 def full_plan() -> DemoPlan:
     """A network of one hidden layer against 2x2 patches, with settings chosen on held-out training images."""
     attack = PatchAttack(steps=40, step_size=0.1, restarts=20, search="certificate", batch_size=512)
-    return DemoPlan(_spec(hidden=100, epochs=8, ramp_epochs=3, limit=None), attack)
+    return DemoPlan(_spec(hidden=100, epochs=10, ramp_epochs=3, limit=None), attack)
 
 
 def quick_plan() -> DemoPlan:
@@ -63,24 +64,44 @@ def quick_plan() -> DemoPlan:
 
 def _spec(hidden: int, epochs: int, ramp_epochs: int, limit: int | None) -> Spec:
     return Spec(
-        data=DataChoice("mnist-mini", validation=500, limit=limit),
+        data=DataChoice("mnist-mini", validation=500, limit=limit, crop_padding=1),
         model=ModelChoice("mlp", hidden=hidden),
         threat=Patch(SIDE),
         strategy=AllTraining(),
         schedule=Schedule(
             epochs,
             EpsilonSchedule(natural_epochs=1, ramp_epochs=ramp_epochs),
-            LearningRateSchedule(initial=0.004, decay_factor=0.5, decay_every=1),
+            LearningRateSchedule(initial=0.005, decay_factor=0.6, decay_every=1),
         ),
-        optimiser=OptimiserChoice(batch_size=50),
+        optimiser=OptimiserChoice(batch_size=100),
         run=RunSettings(checkpoint_seconds=5.0, check_every=1, check_images=200),
     )
+
+
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """So many threads for torch while this lasts; sums, and so trained weights, depend on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def train_demo(plan: DemoPlan, folder: Path, device: torch.device) -> Run:
     """The trained run; goes on where an earlier call was interrupted."""
     with training_view(plan.spec.schedule.epochs) as view:
         return train_run(plan.spec, folder, Workplace(device), resume=True, listener=view)
+
+
+def measure(plan: DemoPlan, run: Run, device: torch.device) -> None:
+    """Everything that the plan measures, as evidence in the run's folder."""
+    measurements = Measurements(plan, run, device)
+    measurements.certify(SIDE, plan.images)
+    for side in plan.sides:
+        measurements.certify(side, plan.side_images)
+    measurements.attack()
 
 
 @final
@@ -96,62 +117,59 @@ class Measurements:
 
     def certify(self, side: int, count: int) -> None:
         """Certificates against squares of a side, anywhere."""
-        command = ["certify", "--patch", f"{side}x{side}"]
-        self._once(
-            _Task("certify", "images", Patch(side), count, command, {"dtype": "float32"}, self._certificates)
+        task = _Task(
+            kind="certify",
+            unit="images",
+            threat=Patch(side),
+            limit=self._limit(count),
+            options=["--patch", f"{side}x{side}"],
+            settings={"dtype": "float32"},
         )
+        self._once(task, self._certificates)
 
     def attack(self) -> None:
         """An attack within the threat trained against, which keeps the images that it broke."""
         attack = self.plan.attack
-        words = {name: getattr(attack, name) for name in ("loss", "search", "restarts", "steps", "step_size")}
-        options = [word for name, value in words.items() for word in (_option(name), str(value))]
-        named = [words[name] for name in ("loss", "search", "restarts", "steps")]
-        command = ["attack", *options, "--save-images"]
-        settings = describe_attack(attack)
-        self._once(
-            _Task(
-                "attack",
-                "restarts",
-                Patch(SIDE),
-                self.plan.attacked,
-                command,
-                settings,
-                self._attacked,
-                named,
-            )
+        values = {name: str(getattr(attack, name)) for name in ("loss", "search", "restarts", "steps")}
+        options = values | {"step-size": str(attack.step_size)}
+        task = _Task(
+            kind="attack",
+            unit="restarts",
+            threat=Patch(SIDE),
+            limit=self._limit(self.plan.attacked),
+            options=[
+                *(word for name, value in options.items() for word in (f"--{name}", value)),
+                "--save-images",
+            ],
+            settings=describe_attack(attack),
+            named=tuple(values.values()),
         )
+        self._once(task, self._attacked)
 
-    def _once(self, task: "_Task") -> None:
+    def _limit(self, count: int) -> int | None:
+        return None if count >= len(self.dataset.test) else count
+
+    def _once(self, task: "_Task", take: Callable[[Patch, Split, Report], dict[str, Any]]) -> None:
         """Measure and keep, unless the same was measured with the same weights before."""
-        limit = None if task.count >= len(self.dataset.test) else task.count
-        name = evidence_name(task.kind, [task.threat, "" if limit is None else f"first-{limit}", *task.named])
-        claim = self._claim(task, limit)
-        if name in self.run.evidence_names():
-            known = self.run.evidence_meta(name)
-            if all(known.get(key) == value for key, value in claim.items()):
-                return
+        claim = self._claim(task)
+        known = self.run.evidence_meta(task.name) if task.name in self.run.evidence_names() else {}
+        if known and all(known.get(key) == value for key, value in claim.items()):
+            return
+        images = self.dataset.test[: task.limit].to(self.device)
         started = time.perf_counter()
         with progress_bar(f"{task.kind} {task.threat.height}x{task.threat.width}", task.unit) as report:
-            arrays = task.measure(task.threat, self.dataset.test.take(task.count).to(self.device), report)
-        command, subcommand = ["patchcert", task.command[0], str(self.run.path)], task.command[1:]
-        command += subcommand if limit is None else [*subcommand, "--limit", str(limit)]
+            arrays = take(task.threat, images, report)
         seconds = round(time.perf_counter() - started, 3)
-        circumstances = {"command": shlex.join(command), "seconds": seconds, **_machine(self.device)}
-        self.run.write_evidence(name, arrays, claim | circumstances)
+        circumstances = {"command": task.command(self.run.path), "seconds": seconds, **_machine(self.device)}
+        self.run.write_evidence(task.name, arrays, claim | circumstances)
 
-    def _claim(self, task: "_Task", limit: int | None) -> dict[str, Any]:
+    def _claim(self, task: "_Task") -> dict[str, Any]:
         """What makes two measurements the same."""
-        data = {
-            "name": self.dataset.name,
-            "split": "test",
-            "limit": limit,
-            "sha256": dict(self.dataset.checksums),
-        }
+        checksums = dict(self.dataset.checksums)
         return {
             "kind": task.kind,
             "weights_sha256": self.weights,
-            "data": data,
+            "data": {"name": self.dataset.name, "split": "test", "limit": task.limit, "sha256": checksums},
             "threat": task.threat.to_dict(),
             "settings": task.settings,
         }
@@ -175,18 +193,26 @@ class Measurements:
 
 @dataclass(frozen=True)
 class _Task:
+    """One measurement, and how the command line asks for the same."""
+
     kind: str
     unit: str
     threat: Patch
-    count: int
-    command: list[str]
+    limit: int | None
+    options: Sequence[str]
     settings: dict[str, Any]
-    measure: Callable[[Patch, Split, Report], dict[str, Any]]
-    named: Sequence[object] = ()
+    named: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """The name under which the command of that kind keeps its evidence."""
+        first = "" if self.limit is None else f"first-{self.limit}"
+        return evidence_name(self.kind, [self.threat, first, *self.named])
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    def command(self, folder: Path) -> str:
+        """The command that measures it again."""
+        limit = [] if self.limit is None else ["--limit", str(self.limit)]
+        return shlex.join(["patchcert", self.kind, str(folder), *self.options, *limit])
 
 
 def _machine(device: torch.device) -> dict[str, Any]:

@@ -29,12 +29,13 @@ def reproduction_table(table: PaperTable, outcomes: Sequence[Outcome], quick: bo
     title = f"{QUICK_LABEL}: {table.title}" if quick else _title(table)
     attacked = any(outcome.entry.empirical is not None for outcome in outcomes)
     several = any(outcome.spread is not None for outcome in outcomes)
+    digits = _digits(table)
     columns = [
         *(Column(name, numeric=False) for name in ("data", "threat", "training", "model")),
-        *(Column(name) for name in ("paper clean", "clean")),
-        *((Column("paper under attack"), Column("under attack")) if attacked else ()),
-        *(Column(name) for name in ("paper certified", "certified")),
-        Column("difference", signed=True),
+        *(Column(name, digits) for name in ("paper clean", "clean")),
+        *(Column(name, digits) for name in ("paper under attack", "under attack") if attacked),
+        *(Column(name, digits) for name in ("paper certified", "certified")),
+        Column("difference", digits, signed=True),
         *((Column("spread over seeds", decimals=2),) if several else ()),
         *(Column("seeds"), Column("paper hours"), Column("training seconds", decimals=0)),
         *(Column(name, numeric=False) for name in ("hardware", "schedule")),
@@ -64,6 +65,15 @@ def reproduction_json(
         "quick": quick,
         "rows": [_plain_outcome(outcome) for outcome in outcomes],
     }
+
+
+def _digits(table: PaperTable) -> int:
+    """The decimals that the paper gives in most cells of the table."""
+    values = [
+        value for entry in table.entries for value in (entry.clean, entry.certified) if value is not None
+    ]
+    fine = sum(round(value, 1) != value for value in values)
+    return 2 if 2 * fine > len(values) else 1
 
 
 def _overview(tables: Sequence[tuple[PaperTable, Sequence[Outcome]]]) -> str:

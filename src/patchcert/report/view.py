@@ -135,7 +135,8 @@ def _attack_note(run: RunSummary) -> str:
     if run.bracket is None or run.bracket.clean.total != run.empirical.total:
         return f"Of {attacked}, {wrong:,} ended with a wrong prediction."
     already = run.bracket.clean.total - run.bracket.clean.successes
-    return f"Of {attacked}, {already:,} were wrong already and {wrong - already:,} were broken by the attack."
+    held = run.empirical.successes
+    return f"{attacked}: {already:,} wrong already, {wrong - already:,} broken, {held:,} not broken."
 
 
 def _commands(run: RunSummary) -> tuple[tuple[str, str], ...]:

@@ -1,0 +1,78 @@
+"""Paper and ours side by side: what is there is shown, what is missing says so."""
+
+from dataclasses import replace
+
+import pytest
+
+from patchcert.experiments.read import read_spec
+from patchcert.experiments.reproduce.outcome import Count, Outcome, RunOutcome
+from patchcert.experiments.reproduce.tables import find_table
+from patchcert.report.reproduction import reproduction_document, reproduction_json, reproduction_table
+from patchcert.threats import Patch
+
+TABLE = find_table("strategy-detail-5x5")
+(ENTRY,) = TABLE.chosen(["mnist all mlp"])
+
+
+def run_outcome(certified, seed=2019):
+    spec = replace(read_spec("paper-mnist"), seed=seed)
+    counts = ((Patch(5), Count(certified, 10_000)),)
+    return RunOutcome("f" * 16, spec, Count(9401, 10_000), counts, 55.4, "NVIDIA H200")
+
+
+def cells(outcome, **options):
+    table = reproduction_table(TABLE, [outcome], **options)
+    return dict(zip((column.name for column in table.columns), table.shown()[0], strict=True))
+
+
+def test_a_measured_row_has_both_numbers_and_their_difference():
+    shown = cells(Outcome(ENTRY, "measured", ((run_outcome(6207),),)))
+    assert (shown["paper certified"], shown["certified"], shown["difference"]) == ("61.97", "62.07", "+0.10")
+    assert (shown["paper clean"], shown["clean"]) == ("93.96", "94.01")
+    assert (shown["seeds"], shown["training seconds"], shown["paper hours"]) == ("1", "55", "7.2")
+    assert (shown["hardware"], shown["schedule"]) == ("NVIDIA H200", "full")
+
+
+def test_a_scaled_schedule_is_named():
+    outcome = Outcome(ENTRY, "measured", ((run_outcome(6207),),), scale=0.1)
+    assert cells(outcome)["schedule"] == "scaled by 0.1"
+
+
+def test_a_quick_look_is_labelled_in_every_row_and_in_the_title():
+    outcome = Outcome(ENTRY, "measured", ((run_outcome(6207),),))
+    shown = cells(outcome, quick=True)
+    assert (shown["schedule"], shown["data"]) == ("quick", "MNIST (by mnist-mini)")
+    assert "NOT A RESULT" in reproduction_table(TABLE, [outcome], quick=True).title
+
+
+def test_several_seeds_have_a_spread():
+    shown = cells(Outcome(ENTRY, "measured", ((run_outcome(6200),), (run_outcome(6400, 2020),))))
+    assert (shown["certified"], shown["spread over seeds"], shown["seeds"]) == ("63.00", "1.41", "2")
+
+
+def test_what_was_not_run_says_so():
+    shown = cells(Outcome(ENTRY, "partly run", note="2 of 3 runs"))
+    assert shown["certified"] == "partly run (2 of 3 runs)"
+    assert (shown["clean"], shown["difference"], shown["schedule"]) == ("-", "-", "-")
+
+
+@pytest.mark.parametrize("name", ["compare-defenses", "break-imagenet"])
+def test_tables_of_attacks_have_their_column(name):
+    table = find_table(name)
+    made = reproduction_table(table, [Outcome(entry, "not run") for entry in table.entries])
+    assert "paper under attack" in [column.name for column in made.columns]
+
+
+def test_the_page_has_every_table_and_counts_what_was_run():
+    outcome = Outcome(ENTRY, "measured", ((run_outcome(6207),),))
+    page = reproduction_document([(TABLE, [outcome, Outcome(ENTRY, "not run")])])
+    assert "| strategy-detail-5x5 | 2 | 1 | 1 |" in page
+    assert "## Training strategies by model, 5x5 patches" in page
+    assert page.count("| MNIST | 5x5 | All Patch | mlp |") == 2
+
+
+def test_json_holds_the_counts_of_every_run():
+    plain = reproduction_json(TABLE, [Outcome(ENTRY, "measured", ((run_outcome(6207),),))])
+    (row,) = plain["rows"]
+    assert row["runs"][0]["certified"] == [{"threat": Patch(5).to_dict(), "certified": 6207}]
+    assert row["paper"]["certified"] == 61.97
