@@ -1,0 +1,235 @@
+"""Evidence is small, checked when it is read, and the only source of the numbers in tables."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patchcert.certify import Certificates
+from patchcert.errors import RunError
+from patchcert.experiments.reproduce.evidence import Rows, certificate_columns, evidence_name, round_down
+from patchcert.experiments.reproduce.outcome import outcomes
+from patchcert.experiments.reproduce.results import Results, collect, collect_all, experiment_key
+from patchcert.experiments.reproduce.rows import recipe
+from patchcert.experiments.reproduce.scales import Scale
+from patchcert.experiments.reproduce.tables import find_table
+from patchcert.threats import Patch, SparsePixels, shapes
+
+
+def row(table, text):
+    return find_table(table).chosen([text])
+
+
+def with_model(spec, name):
+    return replace(spec, model=replace(spec.model, name=name))
+
+
+@given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=20))
+def test_margins_are_rounded_down_only(values):
+    exact = np.array(values)
+    rounded = round_down(exact)
+    assert rounded.dtype == np.float32
+    assert (rounded <= exact).all()
+    assert (np.nextafter(rounded, np.float32(np.inf)) > exact).all()
+
+
+def test_all_threats_of_the_tables_have_names_of_their_own():
+    recipes = [
+        recipe(entry) for name in ("shape-transfer", "sparse-detail") for entry in find_table(name).entries
+    ]
+    threats = {threat for made in recipes if made for threat in made.threats}
+    assert len({evidence_name(threat, None) for threat in threats}) == len(threats)
+    assert evidence_name(Patch(5), None) == "certify-patch-5x5-square-everywhere"
+    assert evidence_name(Patch(5), 100) == "certify-patch-5x5-square-everywhere-first-100"
+
+
+def test_evidence_of_ten_thousand_images_is_small(tmp_path, generator):
+    count = 10_000
+    certificates = Certificates(
+        certified=torch.rand(count, generator=generator) < 0.5,
+        margins=torch.randn(count, 10, generator=generator),
+        worst_placement=torch.randint(0, 28, (count, 2), generator=generator),
+        predictions=torch.randint(0, 10, (count,), generator=generator),
+        labels=torch.randint(0, 10, (count,), generator=generator),
+    )
+    np.savez_compressed(tmp_path / "rows.npz", **certificate_columns(certificates))
+    assert (tmp_path / "rows.npz").stat().st_size < 100_000
+
+
+def test_collected_results_hold_no_weights_and_say_where_they_come_from(collected, mlp):
+    result = collected(mlp, {Patch(5): (94, 62)}, seconds=55.0)
+    names = {file.name for file in result.path.iterdir()}
+    assert names == {
+        "spec.toml",
+        "summary.json",
+        "environment.json",
+        "certify-patch-5x5-square-everywhere.npz",
+    }
+    summary = result.summary
+    assert (summary["clean_accuracy"], summary["training_seconds"], summary["commit"]) == (0.94, 55.0, "abc")
+    assert len(summary["source_sha256"]) == 64
+
+
+def test_numbers_come_from_rows_not_from_the_summary(collected, mlp, tmp_path):
+    result = collected(mlp, {Patch(5): (94, 62)})
+    summary = dict(result.summary) | {"clean_accuracy": 1.0, "certified_accuracy": {"x": 1.0}}
+    (result.path / "summary.json").write_text(json.dumps(summary))
+    (outcome,) = outcomes(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results", None)
+    assert (outcome.clean, outcome.certified) == (94.0, 62.0)
+    assert outcome.difference == pytest.approx(0.03)
+    assert (outcome.hardware, outcome.seconds, outcome.scale) == ("NVIDIA H200", 10.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("prediction", 7), ("margin", -1.0), ("margin", 0.0), ("margin", np.nan)]
+)
+def test_rows_that_contradict_themselves_are_refused(collected, mlp, column, value):
+    result = collected(mlp, {Patch(5): (94, 62)})
+    (file,) = result.path.glob("*.npz")
+    with np.load(file) as stored:
+        arrays = dict(stored)
+    arrays[column][3] = value
+    np.savez_compressed(file, **arrays)
+    with pytest.raises(RunError, match="contradicts itself: image 3 is certified"):
+        Rows.read(file)
+
+
+def test_evidence_without_a_column_is_refused(tmp_path):
+    np.savez_compressed(tmp_path / "rows.npz", label=np.zeros(3))
+    with pytest.raises(RunError, match="lacks the column 'prediction'"):
+        Rows.read(tmp_path / "rows.npz")
+
+
+def test_a_changed_specification_no_longer_has_its_evidence(collected, mlp, tmp_path):
+    result = collected(mlp, {Patch(5): (94, 62)})
+    text = (result.path / "spec.toml").read_text()
+    (result.path / "spec.toml").write_text(text.replace("batch_size = 256", "batch_size = 32"))
+    changed = Results(tmp_path / "results").of(replace(mlp, optimiser=replace(mlp.optimiser, batch_size=32)))
+    with pytest.raises(RunError, match="is not evidence of the run that its folder is named after"):
+        assert changed[0].rows
+
+
+def test_evidence_of_earlier_weights_is_replaced(collected, mlp):
+    collected(mlp, {Patch(5): (94, 62), Patch(2): (94, 80)})
+    result = collected(mlp, {Patch(5): (95, 63)}, weights_seed=1)
+    assert [rows.certified for rows in result.rows] == [63]
+
+
+def test_runs_are_the_same_experiment_whatever_their_seed_and_schedule(mlp):
+    key = experiment_key(mlp)
+    assert experiment_key(replace(mlp.scaled(0.1), seed=5)) == key
+    assert experiment_key(replace(mlp, optimiser=replace(mlp.optimiser, tf32=True))) == key
+    assert experiment_key(with_model(mlp, "cnn2")) != key
+
+
+def test_rows_without_evidence_are_not_run(tmp_path):
+    (outcome,) = outcomes(row("strategy-detail-5x5", "mnist all mlp"), tmp_path, None)
+    assert outcome.status == "not run"
+    assert (outcome.clean, outcome.certified, outcome.difference, outcome.seconds) == (None,) * 4
+
+
+def test_a_mean_needs_all_its_models(collected, mlp, tmp_path):
+    entries = row("training-strategies", "mnist 5x5 all")
+    for name, certified in (("mlp", 62), ("cnn2", 59)):
+        collected(with_model(mlp, name), {Patch(5): (90, certified)})
+    (outcome,) = outcomes(entries, tmp_path / "results", None)
+    assert (outcome.status, outcome.note) == ("partly run", "2 of 3 runs")
+    assert outcome.certified is None
+    collected(with_model(mlp, "cnn4"), {Patch(5): (90, 59)})
+    (outcome,) = outcomes(entries, tmp_path / "results", None)
+    assert outcome.certified == 60.0
+
+
+def test_the_worst_variant_of_a_shape_counts(collected, mlp, tmp_path):
+    lines = shapes.transfer_shapes(25)["line"]
+    counts = dict(zip(map(Patch, lines), [(90, 40), (90, 32)], strict=True))
+    collected(with_model(mlp, "cnn4"), counts)
+    (outcome,) = outcomes(row("shape-transfer", "mnist line 5x5"), tmp_path / "results", None)
+    assert outcome.certified == 32.0
+    assert len(outcome.seeds[0][0].certified) == 2
+
+
+def test_several_seeds_give_mean_and_spread(collected, mlp, tmp_path):
+    for seed, certified in ((2019, 60), (2020, 62), (2021, 64)):
+        collected(replace(mlp, seed=seed), {Patch(5): (90, certified)})
+    entries = row("strategy-detail-5x5", "mnist all mlp")
+    (outcome,) = outcomes(entries, tmp_path / "results", None)
+    assert (len(outcome.seeds), outcome.certified, outcome.spread) == (3, 62.0, 2.0)
+    (outcome,) = outcomes(entries, tmp_path / "results", None, seeds=2)
+    assert (len(outcome.seeds), outcome.certified) == (2, 61.0)
+
+
+def test_a_full_schedule_comes_before_a_scaled_one(collected, mlp, tmp_path):
+    entries = row("strategy-detail-5x5", "mnist all mlp")
+    collected(mlp.scaled(0.1), {Patch(5): (90, 40)}, scale=0.1)
+    collected(mlp.scaled(0.5), {Patch(5): (90, 50)}, scale=0.5)
+    (outcome,) = outcomes(entries, tmp_path / "results", None)
+    assert (outcome.scale, outcome.certified) == (0.5, 50.0)
+    (outcome,) = outcomes(entries, tmp_path / "results", Scale(0.1))
+    assert (outcome.scale, outcome.certified) == (0.1, 40.0)
+    collected(mlp, {Patch(5): (90, 62)})
+    (outcome,) = outcomes(entries, tmp_path / "results", None)
+    assert (outcome.scale, outcome.certified) == (1.0, 62.0)
+
+
+def test_another_schedule_is_not_the_papers(collected, mlp, tmp_path):
+    longer = replace(mlp, schedule=replace(mlp.schedule, epochs=300))
+    collected(longer, {Patch(5): (90, 70)})
+    (outcome,) = outcomes(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results", None)
+    assert outcome.status != "measured"
+
+
+def test_exact_training_comes_before_tf32(collected, mlp, tmp_path):
+    entries = row("strategy-detail-5x5", "mnist all mlp")
+    collected(replace(mlp, optimiser=replace(mlp.optimiser, tf32=True)), {Patch(5): (90, 61)})
+    (outcome,) = outcomes(entries, tmp_path / "results", None)
+    assert (outcome.certified, outcome.hardware) == (61.0, "NVIDIA H200, TF32")
+    collected(mlp, {Patch(5): (90, 62)})
+    (outcome,) = outcomes(entries, tmp_path / "results", None)
+    assert outcome.certified == 62.0
+
+
+def test_a_part_of_the_test_images_is_no_result(collected, mlp, tmp_path):
+    collected(mlp, {Patch(5): (90, 62)}, limit=100)
+    (outcome,) = outcomes(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results", None)
+    assert outcome.certified is None
+
+
+def test_quick_looks_are_never_results(collected, tmp_path):
+    quick = Scale(quick=True)
+    (entry,) = row("strategy-detail-5x5", "mnist all mlp")
+    made = recipe(entry)
+    assert made is not None
+    collected(quick.apply(made).specs[0], {Patch(5): (90, 62)}, limit=100)
+    assert outcomes([entry], tmp_path / "results", None)[0].status == "not run"
+    assert outcomes([entry], tmp_path / "results", quick)[0].certified == 62.0
+
+
+def test_sparse_rows_count_only_the_tight_certificate(collected, tmp_path):
+    (entry,) = row("sparse-detail", "mnist 4 pixels mlp")
+    made = recipe(entry)
+    assert made is not None
+    collected(made.specs[0], {SparsePixels(4, "per-pixel"): (97, 85)})
+    assert outcomes([entry], tmp_path / "results", None)[0].certified is None
+    collected(made.specs[0], {SparsePixels(4, "per-pixel"): (97, 85), SparsePixels(4): (97, 90)})
+    assert outcomes([entry], tmp_path / "results", None)[0].certified == 90.0
+
+
+def test_runs_trained_by_hand_are_collected(finished, mlp, tmp_path):
+    run = finished(mlp, {Patch(5): (94, 62)})
+    finished(replace(mlp, seed=1), {})
+    assert collect_all(run.path.parent, tmp_path / "results") == (run.path.name,)
+    (outcome,) = outcomes(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results", None)
+    assert outcome.certified == 62.0
+
+
+def test_collecting_twice_changes_nothing(finished, mlp, tmp_path):
+    run = finished(mlp, {Patch(5): (94, 62)})
+    first = collect(run, run.path.name, tmp_path / "results")
+    before = {file.name: file.read_bytes() for file in first.path.iterdir()}
+    collect(run, run.path.name, tmp_path / "results")
+    assert {file.name: file.read_bytes() for file in first.path.iterdir()} == before
