@@ -138,7 +138,7 @@ def test_every_strategy_lowers_its_loss(kind):
     plan = make_plan(kind, schedule, StepSettings(batch_size=8))
     recorder = Recorder(make_trainee(plan))
     train(recorder.trainee, plan, recorder)
-    assert recorder.summaries[-1].loss < 0.8 * recorder.summaries[0].loss
+    assert recorder.summaries[-1].loss < 0.9 * recorder.summaries[0].loss
     assert recorder.summaries[-1].robust_accuracy > 0.5
 
 
