@@ -34,6 +34,17 @@ class Quiet:
         self.running = [job.words for job in running]
 
 
+class StopAfter(Quiet):
+    """Orders a stop once a run has trained so many epochs."""
+
+    def __init__(self, epochs, stop):
+        super().__init__()
+        self.epochs, self.stop = epochs, stop
+
+    def passed(self, states, running):
+        self.stop.is_given = any(job.epochs_done >= self.epochs for job in running)
+
+
 def tasks(text, scale=TINY, table="strategy-detail-5x5", **effort):
     return plan(find_table(table).chosen([text]), Effort(scale, **effort), None)
 
@@ -85,12 +96,14 @@ def test_a_run_out_of_time_goes_on_where_it_stopped(tmp_path):
     (task,) = tasks("mnist random(1) mlp")
     long = replace(task.spec, schedule=replace(task.spec.schedule, epochs=100_000))
     task = replace(task, spec=long, name=long.fingerprint())
-    for session in range(2):
-        shop = Workshop(tmp_path / "runs", tmp_path / "results", deadline=time.monotonic() + 5)
-        assert Runner(shop, Quiet(), StopOrder()).run([task]) == {task.name: "interrupted"}
-        sessions = Run.open(tmp_path / "runs" / task.name).environment()["sessions"]
-        assert len(sessions) == session + 1
-    assert sessions[1]["epoch"] > 1
+    shop, stop = Workshop(tmp_path / "runs", tmp_path / "results"), StopOrder()
+    assert Runner(shop, StopAfter(3, stop), stop).run([task]) == {task.name: "interrupted"}
+    run, stop = Run.open(tmp_path / "runs" / task.name), StopOrder()
+    done = len(run.metrics())
+    assert Runner(shop, StopAfter(done + 3, stop), stop).run([task]) == {task.name: "interrupted"}
+    sessions = run.environment()["sessions"]
+    assert [session["epoch"] for session in sessions] == [0, done]
+    assert len(run.metrics()) > done
     assert not (tmp_path / "runs" / task.name / ".stop").exists()
     late = Workshop(tmp_path / "runs", deadline=time.monotonic() - 1)
     assert Runner(late, Quiet(), StopOrder()).run([task]) == {task.name: "waiting"}
