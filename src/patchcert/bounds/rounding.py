@@ -1,27 +1,38 @@
 """Rounding as part of soundness: error bounds for floating-point sums, and arithmetic that honours them.
 
-The error bounds are the classical ones (Higham, Accuracy and Stability of Numerical Algorithms, section 3): with unit
-roundoff u, an inner product of n terms summed in any order differs from the exact one by at most
-gamma(n) = n u / (1 - n u) times the inner product of the absolute values. They hold for plain products and sums,
-fused or not; they do not hold for TF32, for half precision, or for Winograd and FFT convolutions. So bounds that
-must be sound are computed inside `precise_arithmetic()`, and their convolutions are written as matrix products.
+The error bounds are the classical ones (Higham, Accuracy and Stability of Numerical Algorithms, section 3):
+with unit roundoff u, an inner product of n terms summed in any order differs from the exact one by at most
+gamma(n) = n u / (1 - n u) times the inner product of the absolute values. They hold for plain products and
+sums, fused or not; they do not hold for TF32, for half precision, or for Winograd and FFT convolutions. So
+bounds that must be sound are computed inside `precise_arithmetic()`, and their convolutions are written as
+matrix products.
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_CUDA_SWITCHES = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
-_CPU_SWITCHES = (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)
+
+class _Switch(Protocol):
+    """Where torch keeps the precision of some float32 operations: "ieee", "tf32", "bf16", or "none" for unset."""
+
+    fp32_precision: str
+
+
+_CUDA: tuple[_Switch, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # pyright: ignore
+_CPU: tuple[_Switch, ...] = (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # pyright: ignore
+_PARENTS: tuple[_Switch, ...] = (torch.backends, torch.backends.cudnn)  # pyright: ignore
+"""Switches from which those above inherit while they are unset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How far computed bounds are widened: outward by what rounding can have cost, or, with `unit` 0, not at all."""
+    """How far computed bounds are widened: by what rounding can have cost or, with `unit` 0, not at all."""
 
     unit: float
     tiny: float
@@ -44,34 +55,43 @@ class Rounding:
         return relative / (1 - relative)
 
 
-_BLOCK = 128
+_SHORT_BLOCK, _LONG_BLOCK = 128, 384
 _FEWEST_ROWS = 32
 
 
+def _block(length: int) -> int:
+    """Terms of a block: few where the sum is short and each rounding shows, more where adding blocks up would cost."""
+    return _SHORT_BLOCK if length <= 4 * _SHORT_BLOCK else _LONG_BLOCK
+
+
 def summed_roundings(terms: int, length: int | None = None) -> int:
-    """How many roundings one term of a `blocked_product` can meet: those of its block, and one for each later block.
+    """How many roundings one term of a `blocked_product` can meet: those of its block, and one for each later
+    block.
 
     `length` is over how many terms the product runs where only some of them, anywhere, can differ from zero.
     """
-    return terms + 1 if terms <= _BLOCK else _BLOCK + -(-(length or terms) // _BLOCK)
+    block = _block(length or terms)
+    return terms + 1 if terms <= block else block + -(-(length or terms) // block)
 
 
 def blocked_product(left: Tensor, right: Tensor, terms: int | None = None) -> Tensor:
     """The matrix product, with long sums cut into blocks, so that fewer roundings pile up on one term.
 
-    `terms` is how many products of a sum can differ from zero, where that is fewer than all. Libraries sum in another
-    order when there are only a few rows: such products get rows of zeros, so that the result of a row does not depend
-    on how many others are computed with it. Each block is summed by itself before it is added: libraries that add a
-    product to a matrix may start the sum from the matrix, and then every block would round all blocks before it.
+    `terms` is how many products of a sum can differ from zero, where that is fewer than all. Libraries sum in
+    another order when there are only a few rows: such products get rows of zeros, so that the result of a row
+    does not depend on how many others are computed with it. Each block is summed by itself before it is
+    added: libraries that add a product to a matrix may start the sum from the matrix, and then every block
+    would round all blocks before it.
     """
     rows, length = left.shape[-2], right.shape[-2]
     if rows < _FEWEST_ROWS:
         left = F.pad(left, (0, 0, 0, _FEWEST_ROWS - rows))
-    if (terms or length) <= _BLOCK:
+    size = _block(length)
+    if (terms or length) <= size:
         return (left @ right)[..., :rows, :]
-    total = left[..., :_BLOCK] @ right[..., :_BLOCK, :]
-    for start in range(_BLOCK, length, _BLOCK):
-        block = slice(start, start + _BLOCK)
+    total = left[..., :size] @ right[..., :size, :]
+    for start in range(size, length, size):
+        block = slice(start, start + size)
         total += left[..., block] @ right[..., block, :]
     return total[..., :rows, :]
 
@@ -82,24 +102,24 @@ NEAREST = Rounding(unit=0.0, tiny=0.0)
 
 @contextmanager
 def precise_arithmetic() -> Iterator[None]:
-    """Inside, float32 products are float32 products: TF32, bf16 shortcuts and autocast are off, and restored after."""
+    """Inside, float32 products are float32 products: TF32, bf16 and autocast are off; restored after."""
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(_precision("ieee", _CUDA_SWITCHES + _CPU_SWITCHES))
+        stack.enter_context(_precision("ieee", _CUDA + _CPU))
         yield
 
 
 @contextmanager
 def fast_arithmetic() -> Iterator[None]:
-    """Inside, CUDA products may use TF32: good enough to rank placements, never for a bound that must hold."""
-    with _precision("tf32", _CUDA_SWITCHES):
+    """Inside, CUDA products may use TF32: enough to rank placements, never for a bound that must hold."""
+    with _precision("tf32", _CUDA):
         yield
 
 
 @contextmanager
-def _precision(precision: str, switches: tuple) -> Iterator[None]:
-    saved = [switch.fp32_precision for switch in switches]
+def _precision(precision: str, switches: tuple[_Switch, ...]) -> Iterator[None]:
+    saved = _own_precisions(switches)
     try:
         for switch in switches:
             switch.fp32_precision = precision
@@ -107,3 +127,16 @@ def _precision(precision: str, switches: tuple) -> Iterator[None]:
     finally:
         for switch, previous in zip(switches, saved, strict=True):
             switch.fp32_precision = previous
+
+
+def _own_precisions(switches: tuple[_Switch, ...]) -> list[str]:
+    """What the switches are set to themselves; to see it, the parents they inherit from are silenced."""
+    inherited = []
+    for parent in _PARENTS:
+        inherited.append(parent.fp32_precision)
+        parent.fp32_precision = "none"
+    try:
+        return [switch.fp32_precision for switch in switches]
+    finally:
+        for parent, precision in zip(_PARENTS, inherited, strict=True):
+            parent.fp32_precision = precision

@@ -1,6 +1,7 @@
-"""The ReLU step of the window engine as one kernel: each number is read once and written once.
+"""Steps of the window engine as single kernels: each number is read once and written once.
 
-Its plain twin is `_between` in `windows`; both are held equal by a test on machines with CUDA.
+The plain twin of `fused_relu` is `_between` in `windows`, that of `fused_rows` is `convolve` by a product; they are held
+equal by tests on machines with CUDA.
 """
 
 import importlib.util
@@ -9,6 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from patchcert.bounds.operations import Geometry
 from patchcert.engine.geometry import Cells
 
 
@@ -69,3 +71,34 @@ def fused_relu(
         num_warps=4,
     )
     return new_deviation, new_radius
+
+
+def fused_rows(maps: Tensor, geometry: Geometry, height: int, width: int) -> Tensor:
+    """The values under the kernel at each of its places on maps (b, h, w, c): rows (b * places, taps * c), 0 in padding."""
+    from patchcert.engine.kernels import window_rows
+
+    maps = maps.contiguous()
+    count, rows, columns, channels = maps.shape
+    taps = geometry.kernel[0] * geometry.kernel[1]
+    output = torch.empty(count * height * width, taps * channels, dtype=maps.dtype, device=maps.device)
+    window_rows[(count * height * width,)](
+        maps,
+        output,
+        height,
+        width,
+        rows,
+        columns,
+        geometry.padding[0],
+        geometry.padding[2],
+        CHANNELS=channels,
+        KERNEL_ROWS=geometry.kernel[0],
+        KERNEL_COLUMNS=geometry.kernel[1],
+        ROW_STRIDE=geometry.stride[0],
+        COLUMN_STRIDE=geometry.stride[1],
+        ROW_DILATION=geometry.dilation[0],
+        COLUMN_DILATION=geometry.dilation[1],
+        TAPS=1 << (taps - 1).bit_length(),
+        BLOCK=1 << (channels - 1).bit_length(),
+        num_warps=4,
+    )
+    return output

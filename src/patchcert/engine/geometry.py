@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,8 +95,8 @@ def _overhang(
 class Cells:
     """For each placement the cells (p, cells) of the feature map that its window covers, as flat indices.
 
-    Cells outside the map have the index of the nearest one inside, and -1 in `signed`. `outside` (p, 1, h, w, 1) says
-    which they are; it is None where no window sticks out.
+    `signed` is -1 for cells outside the map; `index` has some cell of the map there, and `outside` (p, 1, h, w, 1) says
+    which they are. It is None where no window sticks out.
     """
 
     index: Tensor
@@ -107,26 +108,22 @@ class Cells:
         outside = None if self.outside is None else self.outside[start:stop]
         return Cells(self.index[start:stop], self.signed[start:stop], outside)
 
-    def to(self, device: torch.device) -> "Cells":
-        """The same cells on another device."""
-        outside = None if self.outside is None else self.outside.to(device)
-        return Cells(self.index.to(device), self.signed.to(device), outside)
 
-
-def cells(window: Window, shifts: Tensor, height: int, width: int) -> Cells:
-    """The cells of the window moved by the given image-pixel shifts (p, 2) on a map of the given size."""
+def cells(window: Window, shifts: np.ndarray, area: "FeatureMap", device: torch.device) -> Cells:
+    """The cells of the window moved by the given image-pixel shifts (p, 2) on the map."""
     rows = _axis_cells(window.top, window.height, shifts[:, 0], window.row_step)
     columns = _axis_cells(window.left, window.width, shifts[:, 1], window.column_step)
-    row_outside, column_outside = (rows < 0) | (rows >= height), (columns < 0) | (columns >= width)
-    outside = row_outside[:, :, None] | column_outside[:, None, :]
-    index = rows.clamp(0, height - 1)[:, :, None] * width + columns.clamp(0, width - 1)[:, None, :]
-    signed = index.masked_fill(outside, -1).int().flatten(1)
-    return Cells(index.flatten(1), signed, outside[:, None, :, :, None] if bool(outside.any()) else None)
+    rows_inside, columns_inside = (rows >= 0) & (rows < area.height), (columns >= 0) & (columns < area.width)
+    inside = rows_inside[:, :, None] & columns_inside[:, None, :]
+    flat = np.where(inside, rows[:, :, None] * area.width + columns[:, None, :], -1).astype(np.int32)
+    signed = torch.from_numpy(flat).to(device)
+    outside = None if inside.all() else (signed < 0)[:, None, :, :, None]
+    signed = signed.flatten(1)
+    return Cells(signed.clamp(min=0).long(), signed, outside)
 
 
-def _axis_cells(origin: int, extent: int, shifts: Tensor, step: int) -> Tensor:
-    starts = origin + torch.div(shifts, step, rounding_mode="floor")
-    return starts[:, None] + torch.arange(extent, device=shifts.device)
+def _axis_cells(origin: int, extent: int, shifts: np.ndarray, step: int) -> np.ndarray:
+    return (origin + shifts // step)[:, None] + np.arange(extent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,22 +260,21 @@ def _group(
 ) -> Group:
     first = corners[members[0]]
     windows = layout.windows(Window(int(first[0]), int(first[1]), placements.height, placements.width))
-    shifts = corners[members] - first
+    shifts = (corners[members] - first).numpy()
+    made: dict[tuple[Window, FeatureMap], Cells] = {}
 
     def covered(window: Window | None, area: FeatureMap | None) -> Cells | None:
-        return (
-            None
-            if window is None or area is None
-            else cells(window, shifts, area.height, area.width).to(device)
-        )
+        if window is None or area is None:
+            return None
+        if (window, area) not in made:
+            made[window, area] = cells(window, shifts, area, device)
+        return made[window, area]
 
-    around = [
-        covered(
-            seen_by_pool(step.operation, windows[step.inputs[0]], windows[position + 1]),
-            layout.maps[step.inputs[0]],
-        )
-        for position, step in enumerate(layout.network.steps)
-    ]
+    around = []
+    for position, step in enumerate(layout.network.steps):
+        source = step.inputs[0]
+        seen = seen_by_pool(step.operation, windows[source], windows[position + 1])
+        around.append(covered(seen, layout.maps[source]))
     inner = [covered(window, area) for window, area in zip(windows, layout.maps, strict=True)]
     return Group(members.to(device), windows, tuple(inner), tuple(around))
 

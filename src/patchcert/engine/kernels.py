@@ -58,3 +58,37 @@ def relu_windows(  # noqa: D103
         spread += tl.load(slack_after + image, mask=is_row, other=0.0)
     tl.store(new_deviation + offset, tl.where(is_inside, shift, 0.0), mask=is_here)
     tl.store(new_radius + offset, tl.where(is_inside, spread, 0.0), mask=is_here)
+
+
+@triton.jit
+def window_rows(  # noqa: D103
+    maps,  # noqa: ANN001
+    output,  # noqa: ANN001
+    height,  # noqa: ANN001
+    width,  # noqa: ANN001
+    rows,  # noqa: ANN001
+    columns,  # noqa: ANN001
+    top_padding,  # noqa: ANN001
+    left_padding,  # noqa: ANN001
+    CHANNELS: tl.constexpr,
+    KERNEL_ROWS: tl.constexpr,
+    KERNEL_COLUMNS: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    COLUMN_STRIDE: tl.constexpr,
+    ROW_DILATION: tl.constexpr,
+    COLUMN_DILATION: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0)
+    tap = tl.arange(0, TAPS)[:, None]
+    channel = tl.arange(0, BLOCK)[None, :]
+    one = place // (height * width)
+    row = (place // width) % height * ROW_STRIDE - top_padding + tap // KERNEL_COLUMNS * ROW_DILATION
+    column = place % width * COLUMN_STRIDE - left_padding + tap % KERNEL_COLUMNS * COLUMN_DILATION
+    is_tap = (tap < KERNEL_ROWS * KERNEL_COLUMNS) & (channel < CHANNELS)
+    is_inside = is_tap & (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
+    source = ((one.to(tl.int64) * rows + row) * columns + column) * CHANNELS + channel
+    values = tl.load(maps + source, mask=is_inside, other=0.0)
+    target = place.to(tl.int64) * (KERNEL_ROWS * KERNEL_COLUMNS * CHANNELS) + tap * CHANNELS + channel
+    tl.store(output + target, values, mask=is_tap)

@@ -37,7 +37,7 @@ from patchcert.bounds.operations import (
 )
 from patchcert.bounds.rounding import blocked_product, summed_roundings
 from patchcert.engine.clean import Clean
-from patchcert.engine.fused import fused_relu, is_fused
+from patchcert.engine.fused import fused_relu, fused_rows, is_fused
 from patchcert.engine.geometry import Cells, Group, Layout, Window, is_global
 
 
@@ -253,11 +253,21 @@ def _slide_by_convolution(
     precise = sweep.rounding.is_outward
 
     def slide(part: Tensor, taps: Tensor) -> Tensor:
+        if precise and sweep.is_fused and groups == 1:
+            return _slide_by_rows(part.flatten(0, 1), taps, geometry).unflatten(0, part.shape[:2])
         maps = part.flatten(0, 1).permute(0, 3, 1, 2)
         moved = convolve(maps, taps, geometry, groups, precise)
         return moved.permute(0, 2, 3, 1).contiguous().unflatten(0, part.shape[:2])
 
     return Windows(slide(state.deviation, weight), slide(state.radius, weight.abs()))
+
+
+def _slide_by_rows(maps: Tensor, taps: Tensor, geometry: Geometry) -> Tensor:
+    """As `convolve` by a product, on maps (b, h, w, c), with the rows under the kernel laid out by a kernel of ours."""
+    height, width = geometry.output_size(maps.shape[1], maps.shape[2])
+    rows = fused_rows(maps, geometry, height, width)
+    columns = taps.permute(2, 3, 1, 0).flatten(0, 2)
+    return blocked_product(rows, columns).reshape(len(maps), height, width, -1)
 
 
 def _slide_by_matrix(
