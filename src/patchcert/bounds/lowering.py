@@ -1,11 +1,13 @@
-"""From an ordinary PyTorch model to the operations that have bounds; whatever has none is refused by name and place.
+"""From the layers and functions of PyTorch to the operations that have bounds.
 
-One table maps layer types and functions to rules. A rule takes the layer (or the arguments of the function after its
-input) and returns the operation, or raises `UnsupportedLayer` where the settings have no sound bound.
+One table maps layer types and functions to rules. A rule takes the layer (or the arguments of the function
+after its input) and returns the operation, or raises `UnsupportedLayer` where the settings have no sound
+bound.
 """
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -140,12 +142,14 @@ def _relu6(inplace: bool = False) -> Operation:
 
 @layer_rule(nn.Hardtanh)
 def _hardtanh_layer(layer: nn.Hardtanh) -> Operation:
-    return _monotone(0, F.hardtanh, layer.min_val, layer.max_val)
+    return _hardtanh(layer.min_val, layer.max_val)
 
 
 @function_rule(F.hardtanh)
 def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Operation:
-    return _monotone(0, F.hardtanh, min_val, max_val)
+    return _monotone(
+        2, F.hardtanh, min_val, max_val
+    )  # the limits themselves are rounded to the type of the bounds
 
 
 @layer_rule(nn.LeakyReLU)
@@ -161,7 +165,8 @@ def _leaky_relu(negative_slope: float = 0.01, inplace: bool = False) -> Operatio
 
 
 _SMOOTH_UNITS = 16
-"""Assumed of the elementary functions of the platform: an error of at most 8 units in the last place."""
+"""Assumed of the elementary functions of the platform: an error of at most 7 units in the last place, 14 unit
+roundoffs; two more pay for the subtraction and addition of the error."""
 
 
 @layer_rule(nn.ELU)
@@ -277,8 +282,8 @@ def _adaptive_average_pool_layer(layer: nn.AdaptiveAvgPool2d) -> Operation:
 
 
 @function_rule(F.adaptive_avg_pool2d)
-def _adaptive_average_pool(output_size: int | tuple[int | None, ...]) -> Operation:
-    sizes = (output_size, output_size) if isinstance(output_size, int) or output_size is None else output_size
+def _adaptive_average_pool(output_size: int | tuple[int | None, int | None] | None) -> Operation:
+    sizes = output_size if isinstance(output_size, tuple) else (output_size, output_size)
 
     def geometry(value: Tensor) -> Geometry | None:
         extents = value.shape[-2:]
@@ -298,12 +303,15 @@ def _adaptive_average_pool(output_size: int | tuple[int | None, ...]) -> Operati
 def _batch_norm_layer(layer: nn.BatchNorm1d | nn.BatchNorm2d) -> Operation:
     if layer.training or not layer.track_running_stats:
         raise ModelError(
-            "it normalises by the statistics of the batch (training mode), so its output is no function of the image",
+            "it normalises by the statistics of the batch (training mode): no function of the image alone",
             hint="call model.eval() and keep track_running_stats=True",
         )
+    mean, variance = _attribute(layer, "running_mean"), _attribute(layer, "running_var")
+    assert mean is not None
+    assert variance is not None
     return _batch_norm(
-        lambda: layer.running_mean,
-        lambda: layer.running_var,
+        mean,
+        variance,
         _attribute(layer, "weight"),
         _attribute(layer, "bias"),
         eps=layer.eps,
@@ -349,7 +357,11 @@ def _contiguous() -> None:
 
 
 @function_rule(operator.add, operator.iadd, torch.add, "add", "add_")
-def _add(alpha: float = 1) -> Operation:
+def _add(*terms: object, alpha: float = 1) -> Operation:
+    if terms:
+        refuse(
+            "it adds a constant, bounds exist for the sum of two results", hint="put it into a layer's bias"
+        )
     if alpha != 1:
         refuse(f"alpha is {alpha}, bounds exist for a plain sum")
     return Add()
@@ -368,15 +380,27 @@ def _flatten(start_dim: int = 0, end_dim: int = -1) -> Operation:
 
 
 @function_rule("view", "reshape", torch.reshape)
-def _reshape(*shape: Any) -> Operation:
-    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-    batch, *rest = sizes
-    if not (batch is BATCH_SIZE or batch == -1) or not all(isinstance(size, int) for size in rest):
+def _reshape(*shape: object) -> Operation:
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+    batch, *others = sizes
+    rest = [size for size in others if isinstance(size, int)]
+    if not (batch is BATCH_SIZE or batch == -1) or rest != others:
         refuse(
             f"it reshapes to {sizes}: the first size must be the batch, the others numbers",
             hint="use nn.Flatten",
         )
-    return Reshape(lambda value: value.reshape(value.shape[0], *rest))
+    return Reshape(partial(_reshape_each, rest))
+
+
+def _reshape_each(sizes: Sequence[int], value: Tensor) -> Tensor:
+    """The results of each image in another shape; it must hold all of them and nothing of other images."""
+    whole, part = math.prod(value.shape[1:]), math.prod(size for size in sizes if size != -1)
+    if part == 0 or whole % part or (whole != part and -1 not in sizes):
+        raise UnsupportedLayer(
+            f"a reshape to (batch, {', '.join(map(str, sizes))}) of {tuple(value.shape[1:])} mixes images",
+            hint="use nn.Flatten",
+        )
+    return value.reshape(value.shape[0], *sizes)
 
 
 class _BatchSize:

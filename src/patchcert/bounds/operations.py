@@ -1,7 +1,7 @@
 """What a layer does to a value and to an interval: one small class per kind of operation.
 
-A model is lowered to these operations (see `lowering`); each states its forward map and its interval rule. Weights
-are read from the layer at every call, so bounds can be differentiated and trained through.
+A model is lowered to these operations (see `lowering`); each states its forward map and its interval rule.
+Weights are read from the layer at every call, so bounds can be differentiated and trained through.
 """
 
 import math
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from patchcert.bounds.interval import Interval
 from patchcert.bounds.rounding import Rounding, blocked_product, summed_roundings
+from patchcert.errors import UnsupportedLayer
 
 Source = Callable[[], Tensor]
 """Reads a weight where it lives, so that a trained layer is seen as it is now."""
@@ -29,7 +30,7 @@ class Operation(ABC):
 
     @abstractmethod
     def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
-        """Contains every output of the step for inputs in the given intervals, and for one input is the tightest."""
+        """Contains every output for inputs in the given intervals, and for one input is the tightest."""
 
 
 class Affine(Operation):
@@ -69,20 +70,24 @@ class Affine(Operation):
         return Interval.around(centre, self.absolute_map(box.radius, precise=False))
 
     def _outward_interval(self, box: Interval, rounding: Rounding) -> Interval:
-        """Each rounded operation adds its error bound to the radius, which is then widened for its own rounding.
+        """Each rounded operation adds its error bound to the radius, which is then widened for its own
+        rounding.
 
-        centre: |fl(Wc + b) - (Wc + b)| <= gamma (|W||c| + |b|), so gamma |c| joins the radius before |W|;
-        the halving of lower and upper costs a unit of |c| and r, the final lower and upper two units more.
-        Fewer than 1/unit products are summed, so underflow costs less than tiny/unit.
+        centre: |fl(Wc + b) - (Wc + b)| <= gamma (|W||c| + |b|), so gamma |c| joins the radius before |W|; the
+        halving of lower and upper costs a unit of |c| and r, the final lower and upper two units more.
+        Underflow costs at most `tiny` in the radius and, as fewer than 1/unit products are summed, tiny/unit
+        after.
         """
         gamma, unit = rounding.gamma(self.roundings(box.lower) + 2), rounding.unit
         centre, radius = box.centre, box.radius
         output = self.map(centre, precise=True)
-        spread = self.absolute_map(radius * (1 + 8 * unit) + centre.abs() * (gamma + 4 * unit), precise=True)
+        radius = radius * (1 + 8 * unit) + centre.abs() * (gamma + 4 * unit) + rounding.tiny
+        spread = self.absolute_map(radius, precise=True)
         offset = self.offset(output)
         if offset is not None:
             output = output + offset
-            spread = spread + 2 * gamma * self.offset_magnitude(output)
+            magnitude = self.offset_magnitude(output)
+            spread = spread if magnitude is None else spread + 2 * gamma * magnitude
         underflow = rounding.tiny / unit
         spread = spread * (1 + 2 * gamma) + output.abs() * (4 * unit) + underflow
         return Interval.around(output, spread * (1 + 8 * unit))
@@ -114,7 +119,7 @@ def _product(value: Tensor, weight: Tensor, precise: bool) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a sliding kernel walks over a feature map; padding is (top, bottom, left, right), negative where it cuts."""
+    """How a kernel slides over a map; padding is (top, bottom, left, right), negative where it cuts."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -162,7 +167,7 @@ class Convolution(Affine):
 
 
 def convolve(value: Tensor, weight: Tensor, geometry: Geometry, groups: int, precise: bool) -> Tensor:
-    """The convolution without offset; `precise` writes it as one matrix product, whatever library is underneath."""
+    """The convolution without offset; `precise` writes it as a matrix product, whatever the library."""
     if precise:
         return _convolve_by_product(value, weight, geometry, groups)
     padding = geometry.symmetric_padding
@@ -172,21 +177,19 @@ def convolve(value: Tensor, weight: Tensor, geometry: Geometry, groups: int, pre
 
 
 def _convolve_by_product(value: Tensor, weight: Tensor, geometry: Geometry, groups: int) -> Tensor:
-    """Every place of the kernel becomes a row of values under it, in the order (group, row, column, channel)."""
+    """Every place of the kernel becomes a row of values under it, ordered (group, row, column, channel)."""
     height, width = geometry.output_size(value.shape[-2], value.shape[-1])
     below = _under_kernel(geometry.pad(value), geometry, height, width).unflatten(1, (groups, -1))
     rows = below.permute(1, 0, 5, 6, 3, 4, 2).reshape(groups, len(value) * height * width, -1)
     columns = weight.unflatten(0, (groups, -1)).permute(0, 3, 4, 2, 1).flatten(1, 3)
-    if groups == 1:
-        output = blocked_product(rows[0], columns[0])[None]
-    else:
-        output = blocked_product(rows, columns)  # (groups, places, outputs)
+    is_plain = groups == 1
+    output = blocked_product(rows[0], columns[0])[None] if is_plain else blocked_product(rows, columns)
     output = output.permute(1, 0, 2).reshape(len(value), height, width, weight.shape[0])
     return output.permute(0, 3, 1, 2)
 
 
 def _under_kernel(padded: Tensor, geometry: Geometry, height: int, width: int) -> Tensor:
-    """A view (n, channels, kernel rows, kernel columns, height, width) of the values under each place of the kernel."""
+    """A view (n, channels, kernel rows, kernel columns, height, width) of the values under the kernel."""
     image, channel, row, column = padded.stride()
     size = (padded.shape[0], padded.shape[1], *geometry.kernel, height, width)
     kernel_strides = (row * geometry.dilation[0], column * geometry.dilation[1])
@@ -196,7 +199,8 @@ def _under_kernel(padded: Tensor, geometry: Geometry, height: int, width: int) -
 
 @dataclass(frozen=True, slots=True)
 class AveragePool(Affine):
-    """A mean over windows; `pool` is the ordinary pooling function, `window` the most values one mean can hold.
+    """A mean over windows; `pool` is the ordinary pooling function, `window` the most values one mean can
+    hold.
 
     `geometry` is set where the pooling is a convolution with equal weights 1/area, padding included.
     """
@@ -220,7 +224,7 @@ class AveragePool(Affine):
 
 @dataclass(frozen=True, slots=True)
 class ChannelScale(Affine):
-    """y = (x - mean) / deviation * gain + shift, one value per channel: batch norm in eval mode, normalisation."""
+    """y = (x - mean) / deviation * gain + shift, per channel: batch norm in eval mode, normalisation."""
 
     mean: Source
     deviation: Source
@@ -258,7 +262,7 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Monotone(Operation):
-    """A non-decreasing function of each element, whose computed value is within `units` unit roundoffs of the true."""
+    """A non-decreasing function of each element, computed to within `units` unit roundoffs."""
 
     function: Callable[[Tensor], Tensor]
     units: int
@@ -298,10 +302,12 @@ class Add(Operation):
     """The sum of two branches, as at the end of a skip connection."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
+        _check_terms(*inputs)
         return inputs[0] + inputs[1]
 
     def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
         first, second = inputs
+        _check_terms(first.lower, second.lower)
         lower, upper = first.lower + second.lower, first.upper + second.upper
         if rounding.is_outward:
             lower, upper = (
@@ -309,6 +315,14 @@ class Add(Operation):
                 upper + upper.abs() * (4 * rounding.unit),
             )
         return Interval(lower, upper)
+
+
+def _check_terms(first: Tensor, second: Tensor) -> None:
+    if first.dim() != second.dim():
+        raise UnsupportedLayer(
+            f"a sum of results of shapes {tuple(first.shape)} and {tuple(second.shape)} would mix images",
+            hint="give both terms the same dimensions",
+        )
 
 
 @dataclass(frozen=True, slots=True)

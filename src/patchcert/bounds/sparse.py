@@ -2,8 +2,8 @@
 
 Three bounds of the same shape (specification: weights W[neuron, channel, pixel] in units of raw pixels):
 `tight` uses how far each pixel can move up and down from its present value and is exact for a single neuron;
-`per-pixel` forgets the present value and lets a pixel move by epsilon both ways; `per-value` counts single channel
-values instead of pixels: on images with several channels it covers k channel values, not k pixels.
+`per-pixel` forgets the present value and lets a pixel move by epsilon both ways; `per-value` counts single
+channel values instead of pixels: on images with several channels it covers k channel values, not k pixels.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Size, Tensor
 
 from patchcert.bounds.interval import Interval
 from patchcert.bounds.operations import ChannelScale, Convolution, Geometry, Linear, Reshape
@@ -50,12 +50,23 @@ class FirstLayer:
             "a sparse bound needs a Linear or Conv2d layer first, after normalisation at most"
         )
 
+    def check_sees(self, shape: Size, images: Tensor) -> None:
+        """A convolution must see the image as it is, a linear layer all of it in one row."""
+        whole = images.shape if isinstance(self.operation, Convolution) else images.flatten(1).shape
+        if shape != whole:
+            raise UnsupportedLayer(
+                f"a sparse bound needs a first layer that sees {tuple(whole[1:])}, not {tuple(shape[1:])}",
+                hint="take the image as it is into a Conv2d, or flattened into a Linear layer",
+            )
+
     def pixel_weight(self, channels: int) -> Tensor:
         """Weights (neurons, channels, positions) per unit of raw pixel value."""
         weight = self.operation.weight()
         shaped = weight.reshape(weight.shape[0], channels, -1)
-        for scale in self.scales:
-            shaped = shaped * scale.scale().to(weight.dtype).reshape(1, -1, 1)
+        for operation in self.scales:
+            scale = operation.scale().to(weight.dtype).flatten()
+            by_feature = len(scale) == weight.shape[1] and isinstance(self.operation, Linear)
+            shaped = shaped * scale.reshape(1, *(shaped.shape[1:] if by_feature else (-1, 1)))
         return shaped
 
 
@@ -94,7 +105,7 @@ def sparse_first_layer(
 def _tight_moves(
     layer: FirstLayer, weight: Tensor, images: Tensor, epsilon: float | Tensor, pixels: int
 ) -> tuple[Tensor, Tensor]:
-    """The most each neuron can rise and fall: per pixel, the sum over channels of the better of both directions."""
+    """The most each neuron can rise and fall: per pixel, the sum over channels of the better direction."""
     rise, fall = (1 - images).clamp(max=epsilon), images.clamp(max=epsilon)
     if isinstance(layer.operation, Convolution):
         geometry = layer.operation.geometry
@@ -111,13 +122,13 @@ def _tight_moves(
 
 
 def _footprints(room: Tensor, geometry: Geometry) -> Tensor:
-    """The values under the kernel at each of its places, (n, channels, kernel positions, places); 0 in the padding."""
+    """The values under the kernel at each place (n, channels, kernel positions, places), 0 in padding."""
     columns = F.unfold(geometry.pad(room), geometry.kernel, geometry.dilation, 0, geometry.stride)
     return columns.unflatten(1, (room.shape[1], -1))
 
 
 def _free_moves(layer: FirstLayer, weight: Tensor, bound: str, pixels: int, like: Tensor) -> Tensor:
-    """How far each neuron moves when the k strongest pixels (or channel values) move by one unit; (neurons, ...)."""
+    """How far each neuron (neurons, ...) moves when the k strongest pixels or channel values move by one."""
     strength = weight.abs().sum(dim=1) if bound == "per-pixel" else weight.abs().flatten(1)
     moves = top_sum(strength, pixels)
     return moves.reshape(-1, *[1] * (like.dim() - 2))

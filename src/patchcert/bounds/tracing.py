@@ -1,0 +1,232 @@
+"""From a model's forward pass, traced by torch.fx, to a network of operations; the rest is refused."""
+
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from torch import fx, nn
+from torch.nn.modules import module as module_globals
+
+from patchcert.bounds.lowering import BATCH_SIZE, FUNCTION_RULES, LAYER_RULES
+from patchcert.bounds.network import Network, Step
+from patchcert.bounds.operations import Add, Operation, Reshape
+from patchcert.errors import ModelError, PatchcertError, UnsupportedLayer
+
+
+def trace(model: nn.Module) -> Network:
+    """The operations of the model; a layer or function without a bound is refused by its name and place."""
+    _refuse_hooks(model)
+    try:
+        graph = _Tracer().trace(model)
+    except PatchcertError:
+        raise
+    except Exception as error:
+        raise UnsupportedLayer(
+            f"the model {type(model).__name__} cannot be traced by torch.fx: {error}",
+            hint="control flow that depends on the input has no bounds; write the forward pass without it",
+        ) from error
+    return _Lowering(model).network(graph)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    if module_globals._global_forward_hooks or module_globals._global_forward_pre_hooks:
+        raise UnsupportedLayer(
+            "forward hooks are registered for all modules, which could change results unseen",
+            hint="remove the hooks before asking for bounds",
+        )
+    for name, layer in model.named_modules():
+        if layer._forward_hooks or layer._forward_pre_hooks:
+            raise UnsupportedLayer(
+                f"layer '{name}' is a {type(layer).__name__} with forward hooks, which may change its result",
+                hint="remove the hooks before asking for bounds",
+            )
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return type(m) in LAYER_RULES or super().is_leaf_module(m, module_qualified_name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A result of the network; those that may share memory have one storage, whose changes are counted."""
+
+    index: int
+    storage: int
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A layer or function with its arguments: results of the network first, settings after them."""
+
+    place: str
+    kind: str
+    rule: Callable[..., Operation | None]
+    layer: nn.Module | None
+    inputs: tuple[_Value, ...]
+    settings: tuple[object, ...]
+    keywords: dict[str, object]
+
+    @property
+    def where(self) -> str:
+        return f"layer '{self.place}' is a {self.kind}"
+
+    def operation(self) -> Operation | None:
+        """What the rule makes of it; None for the identity."""
+        if self.layer is not None and (self.settings or self.keywords):
+            raise UnsupportedLayer(f"{self.where} called with more than its input")
+        if any(isinstance(setting, _Value) for setting in (*self.settings, *self.keywords.values())):
+            raise UnsupportedLayer(f"{self.where} called with a result of the network in place of a setting")
+        try:
+            if self.layer is not None:
+                return self.rule(self.layer)
+            return self.rule(*self.settings, **self.keywords)
+        except (UnsupportedLayer, ModelError) as error:
+            raise type(error)(f"{self.where}: {error.message}", error.hint) from None
+        except TypeError as error:
+            raise UnsupportedLayer(f"{self.where} called in a way that has no bound: {error}") from error
+
+    @property
+    def is_in_place(self) -> bool:
+        """The first input's memory is overwritten by the result."""
+        if self.layer is not None:
+            return bool(getattr(self.layer, "inplace", False))
+        if self.kind.endswith("_") or self.kind == "iadd":
+            return True
+        return bool(
+            inspect.signature(self.rule).bind(*self.settings, **self.keywords).arguments.get("inplace")
+        )
+
+
+class _Lowering:
+    """Walks the traced graph once and looks every node up in the tables of rules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.steps: list[Step] = []
+        self.values: dict[fx.Node, object] = {}
+        self.versions: dict[int, int] = {0: 0}
+
+    def network(self, graph: fx.Graph) -> Network:
+        result = None
+        for node in graph.nodes:
+            if node.op == "output":
+                result = self._resolve(node.args[0])
+            else:
+                self.values[node] = self._lower(node)
+        if not isinstance(result, _Value) or result.index == 0:
+            raise UnsupportedLayer("the model must return one tensor of logits, the result of an operation")
+        self._refuse_stale("the model returns its output", result)
+        return Network(_needed(self.steps, result.index))
+
+    def _lower(self, node: fx.Node) -> object:
+        if node.op == "placeholder":
+            return self._placeholder(node)
+        if node.op == "get_attr":
+            path = str(node.target)
+            return lambda: operator.attrgetter(path)(self.model)
+        if node.op == "call_module":
+            layer = self.model.get_submodule(str(node.target))
+            rule = LAYER_RULES.get(type(layer))
+            return self._append(self._call(node, str(node.target), type(layer).__name__, rule, layer))
+        size = self._batch_size(node)
+        if size is not None:
+            return size
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
+        return self._append(self._call(node, node.name, str(name), FUNCTION_RULES.get(node.target), None))
+
+    def _placeholder(self, node: fx.Node) -> object:
+        if not any(isinstance(value, _Value) for value in self.values.values()):
+            return _Value(0, storage=0)
+        if node.args:
+            return node.args[0]
+        raise UnsupportedLayer(f"the model takes a second input {node.name!r}; bounds exist for images alone")
+
+    def _call(
+        self, node: fx.Node, place: str, kind: str, rule: Callable | None, layer: nn.Module | None
+    ) -> _Call:
+        if rule is None:
+            raise UnsupportedLayer(
+                f"layer '{place}' is a {kind}, for which no bound is known; {_known_rules()}",
+                hint="replace the layer, or register a sound rule for it with patchcert.bounds.layer_rule",
+            )
+        arguments = [self._resolve(argument) for argument in node.args]
+        keywords = {key: self._resolve(argument) for key, argument in node.kwargs.items()}
+        inputs = list(takewhile(lambda argument: isinstance(argument, _Value), arguments))
+        settings = arguments[len(inputs) :]
+        inputs += [keywords.pop(key) for key in ("input", "other") if isinstance(keywords.get(key), _Value)]
+        return _Call(place, kind, rule, layer, tuple(inputs), tuple(settings), keywords)  # pyright: ignore[reportArgumentType]
+
+    def _append(self, call: _Call) -> _Value:
+        operation = call.operation()
+        expected = 2 if isinstance(operation, Add) else 1
+        if len(call.inputs) != expected:
+            raise UnsupportedLayer(
+                f"{call.where} of {len(call.inputs)} results of the network; bounds exist for {expected}"
+            )
+        for value in call.inputs:
+            self._refuse_stale(call.where, value)
+        if operation is None:
+            return call.inputs[0]
+        self.steps.append(Step(call.place, operation, tuple(value.index for value in call.inputs)))
+        return self._result(call, operation)
+
+    def _result(self, call: _Call, operation: Operation) -> _Value:
+        source, index = call.inputs[0], len(self.steps)
+        if call.is_in_place:
+            if source.storage == 0:
+                raise UnsupportedLayer(
+                    f"{call.where} that changes the images in place", hint="use inplace=False"
+                )
+            self.versions[source.storage] += 1
+            return _Value(index, source.storage, self.versions[source.storage])
+        if isinstance(operation, Reshape):
+            return replace(source, index=index)
+        self.versions[index] = 0
+        return _Value(index, storage=index)
+
+    def _refuse_stale(self, where: str, value: _Value) -> None:
+        """The graph keeps results apart that share memory, so one that was overwritten is not what it says."""
+        if value.version != self.versions[value.storage]:
+            raise UnsupportedLayer(
+                f"{where}; it uses a result that another layer has changed in place",
+                hint="use inplace=False",
+            )
+
+    def _batch_size(self, node: fx.Node) -> object:
+        """Recognises x.size(0), x.shape[0] and x.size()[0], the only sizes a reshape may ask for."""
+        if node.op == "call_method" and node.target == "size":
+            return BATCH_SIZE if node.args[1:] == (0,) else _SHAPE if len(node.args) == 1 else None
+        if node.target is getattr and node.args[1] == "shape":
+            return _SHAPE
+        if node.target is operator.getitem and self._resolve(node.args[0]) is _SHAPE and node.args[1] == 0:
+            return BATCH_SIZE
+        return None
+
+    def _resolve(self, argument: object) -> object:
+        if isinstance(argument, fx.Node):
+            return self.values[argument]
+        if isinstance(argument, tuple | list):
+            return tuple(self._resolve(item) for item in argument)
+        return argument
+
+
+def _needed(steps: Sequence[Step], result: int) -> tuple[Step, ...]:
+    """The steps that the result depends on, numbered anew."""
+    needed = {result}
+    for position in reversed(range(result)):
+        if position + 1 in needed:
+            needed.update(steps[position].inputs)
+    number = {0: 0} | {index: place for place, index in enumerate(sorted(needed - {0}), start=1)}
+    kept = [steps[index - 1] for index in sorted(needed - {0})]
+    return tuple(replace(step, inputs=tuple(number[index] for index in step.inputs)) for step in kept)
+
+
+_SHAPE = object()
+
+
+def _known_rules() -> str:
+    return f"rules exist for: {', '.join(sorted({key.__name__ for key in LAYER_RULES}))}"
