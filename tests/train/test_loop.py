@@ -271,3 +271,20 @@ def test_margins_of_the_traced_network_follow_the_weights():
     after = trainee.network.values(batch.images)[-1]
     assert not torch.allclose(before, after)
     torch.testing.assert_close(after, trace(trainee.model).values(batch.images)[-1])
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_gradients_are_laid_out_like_their_weights(kind, monkeypatch):
+    """The fused optimiser of a GPU refuses anything else."""
+    plan = make_plan(kind)
+    trainee = make_trainee(plan)
+    step = TrainingStep(trainee, plan.strategy, plan.data, plan.settings, plan.world)
+    seen = []
+
+    def check():
+        seen.extend(each.grad.stride() == each.stride() for each in trainee.parameters)
+
+    monkeypatch.setattr(trainee.optimiser, "step", check)
+    step(torch.arange(8))
+    assert seen
+    assert all(seen)

@@ -130,7 +130,7 @@ class TrainingStep:
 
     def _descend(self, gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(self.learning, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient.contiguous()
         if self.settings.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.trainee.model.parameters(), self.settings.clip_norm)
         self.trainee.optimiser.step()
