@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.bounds import Network, Rounding, precise_arithmetic, trace
-from patchcert.bounds.operations import dtype_holds
 from patchcert.engine.clean import audit_network, exact_clean_pass
 from patchcert.engine.dense import dense_margins
-from patchcert.engine.memory import default_budget, image_numbers, rows_within
+from patchcert.engine.inputs import bound_dtype, check_fit, check_images, check_logits, check_trace, logits_of
+from patchcert.engine.memory import default_budget, image_numbers, rows_within, sparse_numbers
 from patchcert.engine.sweep import PlacementSweep, covering_sweep
 from patchcert.engine.verdicts import VerdictSweep
-from patchcert.errors import InvalidInput, ModelError
+from patchcert.errors import InvalidInput
 from patchcert.threats import Patch, SparsePixels
 
 Progress = Callable[[int, int], None]
@@ -24,11 +24,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """One row per image. `certified` is proven: no member of the threat changes the prediction away from the label.
+    """One row per image. `certified` is proven: no member of the threat changes the prediction away from the
+    label.
 
-    `margins` are proven lower bounds, in exact arithmetic, of logit[label] - logit[class] over the threat, rounded
-    down; 0 at the label. `worst_placement` is the (top, left) where the least of them lies, (-1, -1) for threats
-    without placements. An image is certified only if its prediction is the label and all other margins are positive.
+    `margins` are proven lower bounds, in exact arithmetic, of logit[label] - logit[class] over the threat,
+    rounded down; 0 at the label. `worst_placement` is the (top, left) where the least of them lies, (-1, -1)
+    for threats without placements. An image is certified only if its prediction is the label and all other
+    margins are positive.
     """
 
     certified: Tensor
@@ -71,10 +73,10 @@ class Certifier(Protocol):
 class IntervalCertifier:
     """Proofs by interval bounds, exact over all placements and sound under rounding.
 
-    `dtype` is the arithmetic of the bounds (default: the model's, float32 at least); float64 is an audit with far
-    less widening. `memory_budget` is in bytes; results do not depend on it. With `verdicts_only` an image is let go as
-    soon as it is decided: the same images are certified in less time, but no margins and placements are given: they
-    are NaN and (-1, -1).
+    `dtype` is the arithmetic of the bounds (default: the model's, float32 at least); float64 is an audit with
+    far less widening. `memory_budget` is in bytes; results do not depend on it. With `verdicts_only` an image
+    is let go as soon as it is decided: the same images are certified in less time, but no margins and
+    placements are given: they are NaN and (-1, -1).
     """
 
     dtype: torch.dtype | None = None
@@ -139,7 +141,8 @@ def placement_margins(
 class _Task:
     """One call: checked inputs, the network in the dtype of the bounds and in float64, and the memory budget.
 
-    `sweep` is the fast engine for the threat, None where the threat has no placements or only the dense way goes.
+    `sweep` is the fast engine for the threat, None where the threat has no placements or only the dense way
+    goes.
     """
 
     network: Network
@@ -163,11 +166,13 @@ class _Task:
         labels: Tensor,
         threat: Patch | SparsePixels,
     ) -> "_Task":
-        _check_images(images, labels)
-        dtype = _bound_dtype(model, images, certifier.dtype)
-        network = trace(copy.deepcopy(model).to(dtype))
-        logits = _logits(model, images)
-        _check_logits(logits, images, labels)
+        check_images(images, labels)
+        check_fit(threat, images)
+        dtype = bound_dtype(model, images, certifier.dtype)
+        network, audit = trace(copy.deepcopy(model).to(dtype)), audit_network(model)
+        logits = logits_of(model, images)
+        check_logits(logits, images, labels)
+        check_trace(model, audit, images)
         converted, budget = images.to(dtype), certifier.memory_budget or default_budget(images.device)
         weights_finite = all(bool(value.isfinite().all()) for value in model.state_dict().values())
         sweep, verdicts = None, None
@@ -178,7 +183,7 @@ class _Task:
                 sweep = covering_sweep(network, converted, threat, budget)
         return _Task(
             network=network,
-            audit=audit_network(model),
+            audit=audit,
             threat=threat,
             sweep=sweep,
             verdicts=verdicts,
@@ -284,82 +289,3 @@ class _Least:
         own = labels[:, None, None].expand(-1, margins.shape[1], 1)
         others = margins.scatter(2, own, torch.inf).amin(dim=2)
         return _Least(margins.amin(dim=1), torch.where(others.isnan(), -torch.inf, others).argmin(dim=1))
-
-
-def sparse_numbers(network: Network, images: Tensor) -> int:
-    """Numbers per image in the tight sparse bound: one for each neuron of the first layer and pixel it sees."""
-    from patchcert.bounds.sparse import FirstLayer
-
-    layer = FirstLayer.of(network.steps)
-    weight = layer.operation.weight()
-    with torch.no_grad():
-        neurons = network.values(images[:1])[layer.position + 1][0].numel()
-    return neurons * weight[0].numel() // images.shape[1]
-
-
-def _bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    own = next(
-        (value.dtype for value in model.state_dict().values() if value.is_floating_point()), images.dtype
-    )
-    dtype = wanted if wanted is not None else torch.promote_types(own, torch.float32)
-    if dtype not in (torch.float32, torch.float64):
-        raise InvalidInput(
-            f"bounds are computed in float32 or float64, got dtype={dtype}", hint="use torch.float64"
-        )
-    for name, source in (("model", own), ("images", images.dtype)):
-        if not dtype_holds(dtype, source):
-            raise InvalidInput(
-                f"the {name} of {source} cannot be held exactly in dtype={dtype}", hint=f"use dtype={source}"
-            )
-    return dtype
-
-
-def _check_images(images: Tensor, labels: Tensor) -> None:
-    if images.dim() != 4 or not images.is_floating_point():
-        raise InvalidInput(
-            f"images must be a float tensor (n, channels, height, width), got {images.dtype} {tuple(images.shape)}",
-            hint="divide 8-bit images by 255 and add a batch dimension",
-        )
-    if labels.shape != images.shape[:1] or labels.dtype != torch.long:
-        raise InvalidInput(
-            f"labels must be a long tensor ({len(images)},), got {labels.dtype} {tuple(labels.shape)}",
-            hint="give one class index per image",
-        )
-    if labels.device != images.device:
-        raise InvalidInput(
-            f"images are on {images.device}, labels on {labels.device}", hint="put both on one device"
-        )
-    if images.numel() and not bool(((images >= 0) & (images <= 1)).all()):
-        raise InvalidInput(
-            f"images must lie in [0, 1], got values from {float(images.min())} to {float(images.max())}",
-            hint="threats are in raw pixels: put normalisation into the model as a patchcert.Normalize layer",
-        )
-
-
-def _logits(model: nn.Module, images: Tensor) -> Tensor:
-    own = next((value for value in model.state_dict().values() if value.is_floating_point()), images)
-    if own.device != images.device:
-        raise InvalidInput(
-            f"the model is on {own.device}, images on {images.device}", hint="put both on one device"
-        )
-    batches = images.to(own.dtype).split(256) if len(images) else [images.to(own.dtype)]
-    try:
-        return torch.cat([model(batch) for batch in batches])
-    except RuntimeError as error:
-        raise ModelError(
-            f"the model does not take images of shape {tuple(images.shape[1:])}: {str(error).splitlines()[0]}",
-            hint="check channels, height and width against the model's first layers",
-        ) from error
-
-
-def _check_logits(logits: Tensor, images: Tensor, labels: Tensor) -> None:
-    if logits.dim() != 2 or len(logits) != len(images):
-        raise ModelError(
-            f"the model must return logits ({len(images)}, classes), got {tuple(logits.shape)}",
-            hint="end the model with one score per class",
-        )
-    if len(labels) and not bool(((labels >= 0) & (labels < logits.shape[1])).all()):
-        raise InvalidInput(
-            f"labels must lie in 0..{logits.shape[1] - 1}, got {int(labels.min())} to {int(labels.max())}",
-            hint="the model has fewer classes than the labels speak of",
-        )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from patchcert.bounds import Interval, Network, Rounding, trace
 from patchcert.bounds.network import merged_margins
+from patchcert.bounds.operations import Monotone
 from patchcert.engine.geometry import Layout
 
 
@@ -15,8 +16,8 @@ from patchcert.engine.geometry import Layout
 class Clean:
     """The value of every step on the unchanged images, and the margins there.
 
-    `slack` bounds, per step and image, how far a stored value can be from the exact one; None where bounds need not
-    be sound. `largest` is the largest absolute value, on which the rounding of later sums depends.
+    `slack` bounds, per step and image, how far a stored value can be from the exact one; None where bounds
+    need not be sound. `largest` is the largest absolute value, on which the rounding of later sums depends.
     """
 
     values: list[Tensor]
@@ -59,8 +60,8 @@ def exact_clean_pass(audit: Network, images: Tensor, labels: Tensor, dtype: torc
     assert head is not None
     margins = merged_margins(head, intervals[-2], labels, rounding)
     values, slack, largest = [], [], []
-    for interval in intervals:
-        value = interval.centre.to(dtype)
+    for position, interval in enumerate(intervals):
+        value = _stored(audit, position, interval, values, dtype)
         error = (
             (value.double() - interval.centre).abs()
             + interval.radius * (1 + 1e-9)
@@ -70,6 +71,16 @@ def exact_clean_pass(audit: Network, images: Tensor, labels: Tensor, dtype: torc
         slack.append(_round_up(error.flatten(1).amax(dim=1), dtype))
         largest.append(_round_up(value.flatten(1).abs().amax(dim=1), dtype))
     return Clean(values, margins, slack, largest)
+
+
+def _stored(
+    audit: Network, index: int, interval: Interval, before: list[Tensor], dtype: torch.dtype
+) -> Tensor:
+    """The number kept for value `index`; after a ReLU that of the kept input, from which kernels compute it."""
+    step = audit.steps[index - 1] if index else None
+    if step is not None and isinstance(step.operation, Monotone) and step.operation.is_relu:
+        return torch.relu(before[step.inputs[0]])
+    return interval.centre.to(dtype)
 
 
 def _round_up(values: Tensor, dtype: torch.dtype) -> Tensor:

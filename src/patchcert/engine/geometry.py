@@ -61,8 +61,8 @@ class Window:
         return Window(top, left, bottom - top, right - left, self.row_step, self.column_step)
 
     def input_padding(self, geometry: Geometry, output: "Window") -> tuple[int, int, int, int]:
-        """Zeros to add (or, where negative, rows and columns to cut) left, right, top and bottom of this window
-        so that the kernel without padding produces just the output window."""
+        """Zeros to add (or, where negative, rows and columns to cut) left, right, top and bottom of this
+        window so that the kernel without padding produces just the output window."""
         top, bottom = _overhang(self.top, self.height, output.top, output.height, geometry, axis=0)
         left, right = _overhang(self.left, self.width, output.left, output.width, geometry, axis=1)
         return (left, right, top, bottom)
@@ -95,8 +95,8 @@ def _overhang(
 class Cells:
     """For each placement the cells (p, cells) of the feature map that its window covers, as flat indices.
 
-    `signed` is -1 for cells outside the map; `index` has some cell of the map there, and `outside` (p, 1, h, w, 1) says
-    which they are. It is None where no window sticks out.
+    `signed` is -1 for cells outside the map; `index` has some cell of the map there, and `outside` (p, 1, h,
+    w, 1) says which they are. It is None where no window sticks out.
     """
 
     index: Tensor
@@ -154,6 +154,8 @@ class Layout:
         maps: list[FeatureMap | None] = [FeatureMap(*values[0].shape[1:])]
         for position, step in enumerate(network.steps):
             source, shape = maps[step.inputs[0]], tuple(values[position + 1].shape[1:])
+            if len({values[index].shape for index in step.inputs}) > 1:
+                raise NotCovered("a sum spreads one of its terms over the places of the other")
             maps.append(_next_map(step.operation, source, values[step.inputs[0]].dim(), shape))
         return Layout(network, tuple(maps))
 
@@ -226,9 +228,11 @@ def _next_window(
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Placements whose windows differ by whole steps on every feature map, so that one geometry serves them all.
+    """Placements whose windows differ by whole steps on every feature map, so that one geometry serves them
+    all.
 
-    `cells` are those of the windows; `surroundings`, for a max pooling, those that its output window looks at.
+    `cells` are those of the windows; `surroundings`, for a max pooling, those that its output window looks
+    at.
     """
 
     members: Tensor

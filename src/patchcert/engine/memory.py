@@ -5,6 +5,7 @@ from torch import Tensor
 
 from patchcert.bounds import Network
 from patchcert.bounds.operations import Convolution
+from patchcert.bounds.sparse import FirstLayer
 
 
 def default_budget(device: torch.device) -> int:
@@ -37,3 +38,12 @@ def rows_within(network: Network, images: Tensor, budget: int, batch: int, unfol
     return max(
         1, budget // (images.element_size() * image_numbers(network, images, unfolded) * max(batch, 1))
     )
+
+
+def sparse_numbers(network: Network, images: Tensor) -> int:
+    """Numbers per image in the tight sparse bound: one for each neuron of the first layer and pixel it sees."""
+    layer = FirstLayer.of(network.steps)
+    weight = layer.operation.weight()
+    with torch.no_grad():
+        neurons = network.values(images[:1])[layer.position + 1][0].numel()
+    return neurons * weight[0].numel() // images.shape[1]

@@ -53,14 +53,14 @@ class PlacementSweep:
         return zero_at_label(margins, labels[:, None])
 
     def group_margins(self, group: Group, clean: Clean, labels: Tensor, rounding: Rounding) -> Tensor:
-        """Margins (n, classes), each the least over the placements of one group; infinite at the label."""
+        """Margins (n, classes), each the least over the placements of one group; 1 at the label."""
         shared = Shared(self.layout, clean, rounding)
         head = _Head.of(self.layout.network, clean, labels)
         parts = [
             self._swept(shared, head, group, start, stop, 1.0).amin(dim=1)
             for start, stop in self._slices(group, len(labels), rounding)
         ]
-        return torch.stack(parts).amin(dim=0).scatter(1, labels.unsqueeze(1), torch.inf)
+        return torch.stack(parts).amin(dim=0).scatter(1, labels.unsqueeze(1), 1.0)
 
     def _swept(
         self, shared: Shared, head: "_Head", group: Group, start: int, stop: int, epsilon: float | Tensor

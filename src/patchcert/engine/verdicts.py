@@ -1,8 +1,10 @@
-"""Verdicts without margins: images are let go as soon as they are decided, so that fewer placements are bounded.
+"""Verdicts without margins: images are let go as soon as they are decided, so that fewer placements are
+bounded.
 
-An image is refuted for good by one placement that is not proven. One larger patch that covers a block of placements
-proves all of them at once; where it does not, the placements are bounded one by one. Both only save work: an image is
-proven here if every one of its placements is bounded by itself or by a block, with all margins positive.
+An image is refuted for good by one placement that is not proven. One larger patch that covers a block of
+placements proves all of them at once; where it does not, the placements are bounded one by one. Both only
+save work: an image is proven here if every one of its placements is bounded by itself or by a block, with all
+margins positive.
 """
 
 from dataclasses import dataclass
@@ -65,7 +67,7 @@ class _Open:
 
     def after(self, margins: Tensor) -> "_Open":
         """Without the images that these margins leave unproven, NaN included."""
-        return self.keeping((margins > 0).all(dim=1))
+        return self.keeping(_are_proven(margins))
 
     def keeping(self, kept: Tensor) -> "_Open":
         if bool(kept.all()):
@@ -76,8 +78,13 @@ class _Open:
     def proven_by(self, blocks: PlacementSweep) -> Tensor:
         proven = torch.ones_like(self.labels, dtype=torch.bool)
         for group in blocks.groups:
-            proven &= (blocks.group_margins(group, self.clean, self.labels, self.rounding) > 0).all(dim=1)
+            proven &= _are_proven(blocks.group_margins(group, self.clean, self.labels, self.rounding))
         return proven
+
+
+def _are_proven(margins: Tensor) -> Tensor:
+    """True (n,) where all margins are positive numbers, neither NaN nor infinite."""
+    return ((margins > 0) & margins.isfinite()).all(dim=1)
 
 
 def block_patch(threat: Patch, height: int, width: int) -> Patch | None:

@@ -1,0 +1,123 @@
+"""What a certificate asks of its inputs; each check says what was expected, what came and what to do."""
+
+import copy
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from patchcert.bounds import Interval, Network, Rounding
+from patchcert.bounds.operations import dtype_holds
+from patchcert.errors import InvalidInput, ModelError
+from patchcert.threats import Patch, SparsePixels
+
+
+def bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    """The type of the bounds: the wanted one, or at least float32; it holds weights and images exactly."""
+    own = _weight_dtype(model, images)
+    dtype = wanted if wanted is not None else torch.promote_types(own, torch.float32)
+    if dtype not in (torch.float32, torch.float64):
+        raise InvalidInput(
+            f"bounds are computed in float32 or float64, got dtype={dtype}", hint="use torch.float64"
+        )
+    for name, source in (("model", own), ("images", images.dtype)):
+        if not dtype_holds(dtype, source):
+            raise InvalidInput(
+                f"the {name} of {source} cannot be held exactly in dtype={dtype}", hint=f"use dtype={source}"
+            )
+    return dtype
+
+
+def check_images(images: Tensor, labels: Tensor) -> None:
+    """Images are floats in [0, 1], with one label each on the same device."""
+    if images.dim() != 4 or not images.is_floating_point():
+        raise InvalidInput(
+            f"images must be floats (n, channels, height, width), got {images.dtype} {tuple(images.shape)}",
+            hint="divide 8-bit images by 255 and add a batch dimension",
+        )
+    if labels.shape != images.shape[:1] or labels.dtype != torch.long:
+        raise InvalidInput(
+            f"labels must be a long tensor ({len(images)},), got {labels.dtype} {tuple(labels.shape)}",
+            hint="give one class index per image",
+        )
+    if labels.device != images.device:
+        raise InvalidInput(
+            f"images are on {images.device}, labels on {labels.device}", hint="put both on one device"
+        )
+    if images.numel() and not bool(((images >= 0) & (images <= 1)).all()):
+        raise InvalidInput(
+            f"images must lie in [0, 1], got values from {float(images.min())} to {float(images.max())}",
+            hint="threats are in raw pixels: put normalisation into the model as a patchcert.Normalize layer",
+        )
+
+
+def check_fit(threat: Patch | SparsePixels, images: Tensor) -> None:
+    """Raises the threat's own error where it does not fit images of this shape."""
+    if isinstance(threat, Patch):
+        threat.placements(images.shape[2], images.shape[3])
+    else:
+        blank = images.new_zeros(1, *images.shape[1:])
+        threat.contains(blank, blank)
+
+
+def check_trace(model: nn.Module, audit: Network, images: Tensor) -> None:
+    """The traced operations must give what the model itself gives, on an image and on its negative, in
+    float64.
+
+    They differ where the forward pass looks at more than its input: at a counter, or at whether it is traced.
+    """
+    image = images[:1].double() if len(images) else images.new_full((1, *images.shape[1:]), 0.25).double()
+    twin = copy.deepcopy(model).double()
+    for probe in (image, 1 - image):
+        bounds = audit.bounds(Interval.point(probe), rounding=Rounding.outward(torch.float64))
+        try:
+            logits = twin(probe)
+        except RuntimeError as error:
+            raise ModelError(
+                f"the model does not run in float64: {str(error).splitlines()[0]}",
+                hint="keep all weights in parameters or buffers, and cast nothing to a fixed type",
+            ) from error
+        leeway = (bounds.upper - bounds.lower) + 1e-6 * (1 + logits.abs())
+        apart = torch.maximum(bounds.lower - logits, logits - bounds.upper)
+        if bool((apart > leeway).any()):
+            raise ModelError(
+                f"the model gives {logits[0].tolist()}, its traced operations {bounds.centre[0].tolist()}",
+                hint="the forward pass must be a function of the images alone, the same in every call",
+            )
+
+
+def logits_of(model: nn.Module, images: Tensor) -> Tensor:
+    """What the model says as it is, in its own type."""
+    own = next((value for value in model.state_dict().values() if value.is_floating_point()), images)
+    if own.device != images.device:
+        raise InvalidInput(
+            f"the model is on {own.device}, images on {images.device}", hint="put both on one device"
+        )
+    batches = images.to(own.dtype).split(256) if len(images) else [images.to(own.dtype)]
+    try:
+        return torch.cat([model(batch) for batch in batches])
+    except RuntimeError as error:
+        raise ModelError(
+            f"the model does not take images of {tuple(images.shape[1:])}: {str(error).splitlines()[0]}",
+            hint="check channels, height and width against the model's first layers",
+        ) from error
+
+
+def check_logits(logits: Tensor, images: Tensor, labels: Tensor) -> None:
+    """There is one row of logits for each image, and one logit for each label."""
+    if logits.dim() != 2 or len(logits) != len(images):
+        raise ModelError(
+            f"the model must return logits ({len(images)}, classes), got {tuple(logits.shape)}",
+            hint="end the model with one score per class",
+        )
+    if len(labels) and not bool(((labels >= 0) & (labels < logits.shape[1])).all()):
+        raise InvalidInput(
+            f"labels must lie in 0..{logits.shape[1] - 1}, got {int(labels.min())} to {int(labels.max())}",
+            hint="the model has fewer classes than the labels speak of",
+        )
+
+
+def _weight_dtype(model: nn.Module, images: Tensor) -> torch.dtype:
+    """The type that holds all weights exactly; that of the images where there are none."""
+    types = [value.dtype for value in model.state_dict().values() if value.is_floating_point()]
+    return reduce(torch.promote_types, types) if types else images.dtype
