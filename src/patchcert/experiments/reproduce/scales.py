@@ -4,11 +4,19 @@ from dataclasses import dataclass, replace
 
 from patchcert.errors import InvalidInput
 from patchcert.experiments.reproduce.rows import Recipe
-from patchcert.experiments.spec import DataChoice, GuidedTraining, ModelChoice, RunSettings, Spec
+from patchcert.experiments.spec import (
+    DataChoice,
+    GuidedTraining,
+    ModelChoice,
+    PooledTraining,
+    RunSettings,
+    Spec,
+)
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 
 QUICK_DATA = "mnist-mini"
-QUICK_SCHEDULE = Schedule(5, EpsilonSchedule(1, 2), LearningRateSchedule(initial=2e-3))
+QUICK_SCHEDULE = Schedule(8, EpsilonSchedule(1, 4), LearningRateSchedule(initial=4e-3))
+QUICK_POOLED = 80
 QUICK_MODELS = {"cnn4": "cnn2", "cnn5w": "cnn2", "cnn4_c11": "cnn2", "cnn4_c13": "cnn2"}
 
 
@@ -22,7 +30,7 @@ class Scale:
 
     factor: float = 1.0
     quick: bool = False
-    quick_train: int = 400
+    quick_train: int = 500
     quick_test: int = 100
 
     @property
@@ -46,16 +54,18 @@ class Scale:
         return replace(recipe, specs=tuple(spec.scaled(self.factor) for spec in recipe.specs))
 
     def _quick(self, spec: Spec) -> Spec:
-        strategy = spec.strategy
+        strategy, images = spec.strategy, self.quick_train
         if isinstance(strategy, GuidedTraining):
             strategy = replace(strategy, width=2)
+        if isinstance(strategy, PooledTraining):
+            images = min(images, QUICK_POOLED)
         return replace(
             spec,
-            data=DataChoice(QUICK_DATA, limit=self.quick_train),
-            model=ModelChoice(QUICK_MODELS.get(spec.model.name, spec.model.name), hidden=32),
+            data=DataChoice(QUICK_DATA, limit=images),
+            model=ModelChoice(QUICK_MODELS.get(spec.model.name, spec.model.name), hidden=64),
             strategy=strategy,
             schedule=QUICK_SCHEDULE,
-            optimiser=replace(spec.optimiser, batch_size=50),
+            optimiser=replace(spec.optimiser, batch_size=25),
             run=RunSettings(check_every=0),
         )
 

@@ -27,7 +27,9 @@ class PooledPlacements:
     helper = None
     is_capturable = True
 
-    def __init__(self, threat: Patch, blocks: tuple[int, ...] = (2,), memory_budget: int = 4 * 2**30) -> None:
+    def __init__(
+        self, threat: Patch, blocks: tuple[int, ...] = (2,), memory_budget: int | None = None
+    ) -> None:
         self.patch = PlacedPatch(threat)
         self.blocks = blocks
         self.memory_budget = memory_budget
@@ -89,7 +91,8 @@ class PooledPlacements:
     def _images_at_once(self, image: Tensor, placements: int) -> int:
         """So many that bounds and gradients of the first layers keep within the budget, roughly."""
         each = 16 * placements * image.numel() * image.element_size()
-        return max(1, self.memory_budget // each)
+        budget = self.memory_budget or (2**32 if image.is_cuda else 2**27)
+        return max(1, budget // each)
 
 
 def first_layers(network: Network, count: int) -> list[int]:
