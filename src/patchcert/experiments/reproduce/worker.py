@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options = _parse(arguments)
     _log(f"working on {options.run} on {options.device}")
-    threading.Thread(target=_watch, args=(options.run, options.parent), daemon=True).start()
     try:
+        threading.Thread(target=_watch, args=(options.run, options.parent), daemon=True).start()
         carry_out(options.run, options.device, options.data_dir)
     except KeyboardInterrupt:
         _log("interrupted")
