@@ -1,0 +1,256 @@
+"""What cannot be bounded is refused by its name and place: nothing is skipped or mistaken."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations, prune
+
+from patchcert.bounds import Interval, trace
+from patchcert.errors import ModelError, UnsupportedLayer
+from patchcert.testing.blocks import randomise
+
+
+class Written(nn.Module):
+    """A model whose forward pass is the given function of (module, images), over some layers."""
+
+    def __init__(self, forward, **layers):
+        super().__init__()
+        self.written = forward
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, images):
+        return self.written(self, images)
+
+
+def model_of(forward, **layers):
+    return randomise(Written(forward, **layers), torch.Generator().manual_seed(0)).double()
+
+
+def images(count=3, channels=2, height=6, width=5):
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(count, channels, height, width, generator=generator, dtype=torch.float64)
+
+
+def linear():
+    return nn.Linear(60, 3)
+
+
+def preactivation(self, x):
+    h = self.c(x)
+    out = self.d(self.r(h))
+    return self.fc((out + h).flatten(1))
+
+
+REFUSED = {
+    "an unknown layer": (
+        nn.Sequential(nn.Flatten(), nn.Linear(60, 3), nn.GELU()),
+        UnsupportedLayer,
+        r"layer '2' is a GELU, for which no bound is known; rules exist for: .*Conv2d.*ReLU",
+    ),
+    "an unknown function": (
+        model_of(lambda s, x: s.fc(torch.sin(x).flatten(1)), fc=linear()),
+        UnsupportedLayer,
+        "layer 'sin' is a sin, for which no bound is known",
+    ),
+    "an unknown method": (
+        model_of(lambda s, x: s.fc(x.flip(2).flatten(1)), fc=linear()),
+        UnsupportedLayer,
+        "layer 'flip' is a flip",
+    ),
+    "a product of results": (
+        model_of(lambda s, x: s.fc((x * x).flatten(1)), fc=linear()),
+        UnsupportedLayer,
+        "layer 'mul' is a mul",
+    ),
+    "a parametrised weight": (
+        nn.Sequential(nn.Flatten(), parametrizations.weight_norm(linear())),
+        UnsupportedLayer,
+        "layer '1' is a ParametrizedLinear",
+    ),
+    "padding that reflects": (
+        nn.Sequential(nn.Conv2d(2, 4, kernel_size=3, padding=1, padding_mode="reflect")),
+        UnsupportedLayer,
+        "layer '0' is a Conv2d: padding_mode is 'reflect', bounds exist for 'zeros'",
+    ),
+    "a falling slope": (nn.Sequential(nn.LeakyReLU(-0.1)), UnsupportedLayer, "negative_slope is -0.1"),
+    "a negative alpha": (nn.Sequential(nn.ELU(-1.0)), UnsupportedLayer, "alpha is -1.0"),
+    "indices of a pool": (
+        nn.Sequential(nn.MaxPool2d(2, return_indices=True)),
+        UnsupportedLayer,
+        "return_indices is set",
+    ),
+    "a negative divisor": (
+        nn.Sequential(nn.AvgPool2d(2, divisor_override=-2)),
+        UnsupportedLayer,
+        "divisor_override is -2",
+    ),
+    "batch norm in training": (
+        nn.Sequential(nn.BatchNorm2d(2)).train(),
+        ModelError,
+        r"layer '0' is a BatchNorm2d: .*training mode",
+    ),
+    "batch norm without statistics": (
+        nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False)).eval(),
+        ModelError,
+        "statistics of the batch",
+    ),
+    "the batch_norm function in training": (
+        model_of(lambda s, x: F.batch_norm(x, None, None, training=True)),
+        ModelError,
+        "training=True",
+    ),
+    "dropout in training": (
+        nn.Sequential(nn.Dropout(0.5)).train(),
+        ModelError,
+        r"layer '0' is a Dropout: it drops values at random",
+    ),
+    "the dropout function, whose default is training": (
+        model_of(lambda s, x: F.dropout(x)),
+        ModelError,
+        "layer 'dropout' is a dropout: it drops values at random",
+    ),
+    "flattening the batch": (
+        model_of(lambda s, x: torch.flatten(x)),
+        UnsupportedLayer,
+        "start_dim is 0: the batch dimension must stay",
+    ),
+    "a view of a fixed batch": (
+        model_of(lambda s, x: s.fc(x.view(3, 60)), fc=linear()),
+        UnsupportedLayer,
+        r"it reshapes to \(3, 60\)",
+    ),
+    "a view by another size": (
+        model_of(lambda s, x: s.fc(x.view(x.size(0), x.size(1), -1)), fc=linear()),
+        UnsupportedLayer,
+        "size",
+    ),
+    "a weighted sum": (
+        model_of(lambda s, x: s.fc(torch.add(x, x, alpha=2).flatten(1)), fc=linear()),
+        UnsupportedLayer,
+        "layer 'add' is a add: alpha is 2, bounds exist for a plain sum",
+    ),
+    "a constant summand": (
+        model_of(lambda s, x: s.fc((x + 1).flatten(1)), fc=linear()),
+        UnsupportedLayer,
+        "it adds a constant",
+    ),
+    "a parameter as summand": (
+        model_of(lambda s, x: s.fc(x.flatten(1) + s.a.bias), a=nn.Linear(1, 60), fc=linear()),
+        UnsupportedLayer,
+        "it adds a constant",
+    ),
+    "weights and input changed over": (
+        model_of(lambda s, x: F.linear(s.fc.weight, x.flatten(1)), fc=linear()),
+        UnsupportedLayer,
+        "called with a result of the network in place of a setting",
+    ),
+    "a result as weight": (
+        model_of(lambda s, x: F.linear(x.flatten(1), weight=x.flatten(1))),
+        UnsupportedLayer,
+        "called with a result of the network in place of a setting",
+    ),
+    "a result used after it was overwritten": (
+        model_of(
+            preactivation, c=nn.Conv2d(2, 2, 1), d=nn.Conv2d(2, 2, 1), r=nn.ReLU(inplace=True), fc=linear()
+        ),
+        UnsupportedLayer,
+        "layer 'add' is a add; it uses a result that another layer has changed in place",
+    ),
+    "a view used after its base was overwritten": (
+        model_of(
+            lambda s, x: (h := s.c(x), flat := h.flatten(1), h.relu_(), s.fc(flat))[-1],
+            c=nn.Conv2d(2, 2, 1),
+            fc=linear(),
+        ),
+        UnsupportedLayer,
+        "layer 'fc' is a Linear; it uses a result that another layer has changed in place",
+    ),
+    "a result overwritten by a function": (
+        model_of(
+            lambda s, x: (h := s.c(x), F.elu(h, 1.0, True), s.fc(h.flatten(1)))[-1],
+            c=nn.Conv2d(2, 2, 1),
+            fc=linear(),
+        ),
+        UnsupportedLayer,
+        "changed in place",
+    ),
+    "an output overwritten after all": (
+        model_of(lambda s, x: (y := s.fc(x.flatten(1)), y.add_(y))[0], fc=linear()),
+        UnsupportedLayer,
+        "the model returns its output; it uses a result that another layer has changed in place",
+    ),
+    "images overwritten": (
+        nn.Sequential(nn.Hardtanh(0.4, 1.0, inplace=True), nn.Flatten(), linear()),
+        UnsupportedLayer,
+        "layer '0' is a Hardtanh that changes the images",
+    ),
+    "the images themselves": (model_of(lambda s, x: x), UnsupportedLayer, "must return one tensor of logits"),
+    "two outputs": (
+        model_of(lambda s, x: (s.fc(x.flatten(1)), x), fc=linear()),
+        UnsupportedLayer,
+        "must return one tensor of logits",
+    ),
+    "control flow": (
+        model_of(lambda s, x: s.fc(x.flatten(1)) if x.sum() > 0 else s.fc(-x.flatten(1)), fc=linear()),
+        UnsupportedLayer,
+        "the model Written cannot be traced by torch.fx",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_bounded_is_refused_by_name_and_place(name):
+    model, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        trace(model)
+
+
+def test_a_second_input_is_refused_unless_it_has_a_default():
+    class Two(nn.Module):
+        def forward(self, images, other):
+            return images + other
+
+    with pytest.raises(UnsupportedLayer, match="the model takes a second input 'other'"):
+        trace(Two())
+
+
+def test_a_reshape_across_images_is_refused_when_it_is_met():
+    model = model_of(
+        lambda s, x: s.fc(s.a(x.reshape(-1, 30)).view(x.size(0), -1)), a=nn.Linear(30, 30), fc=linear()
+    )
+    assert model(images()).shape == (3, 3)
+    with pytest.raises(UnsupportedLayer, match=r"a reshape to \(batch, 30\) of \(2, 6, 5\) mixes images"):
+        trace(model).values(images())
+
+
+def test_a_sum_across_images_is_refused_when_it_is_met():
+    model = model_of(lambda s, x: s.fc((x.flatten(1) + x.view(x.size(0), 1, 60)).flatten(1)), fc=linear())
+    with pytest.raises(UnsupportedLayer, match=r"shapes \(3, 60\) and \(3, 1, 60\) would mix images"):
+        trace(model).bounds(Interval.point(images()))
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_are_refused(register):
+    model = nn.Sequential(nn.Flatten(), linear())
+    getattr(model[1], register)(lambda *_: None)
+    with pytest.raises(UnsupportedLayer, match="layer '1' is a Linear with forward hooks"):
+        trace(model)
+
+
+def test_pruned_layers_are_refused_by_their_hook():
+    model = nn.Sequential(nn.Flatten(), linear())
+    prune.l1_unstructured(model[1], "weight", 0.5)
+    with pytest.raises(UnsupportedLayer, match="layer '1' is a Linear with forward hooks"):
+        trace(model)
+
+
+def test_hooks_for_all_modules_are_refused():
+    handle = register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(UnsupportedLayer, match="forward hooks are registered for all modules"):
+            trace(nn.Sequential(nn.Flatten(), linear()))
+    finally:
+        handle.remove()

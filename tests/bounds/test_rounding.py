@@ -1,0 +1,154 @@
+"""The error bounds that certificates rest on, and the switches that keep them true."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patchcert.bounds import NEAREST, Rounding, precise_arithmetic
+from patchcert.bounds.rounding import blocked_product, fast_arithmetic, summed_roundings
+
+LENGTHS = (1, 127, 128, 129, 300, 512, 513, 1000, 3072)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_unit_is_half_the_distance_to_the_next_number(dtype):
+    unit = Rounding.outward(dtype).unit
+    assert torch.tensor(1.0, dtype=dtype) + unit == 1
+    assert torch.nextafter(torch.tensor(1.0, dtype=dtype), torch.tensor(2.0, dtype=dtype)) == 1 + 2 * unit
+
+
+def test_gamma_grows_faster_than_the_roundings_and_gives_up_in_time():
+    rounding = Rounding.outward(torch.float32)
+    assert rounding.gamma(100) > 100 * rounding.unit
+    assert NEAREST.gamma(10**9) == 0
+    with pytest.raises(OverflowError, match="2000000 roundings cannot be bounded"):
+        rounding.gamma(2_000_000)
+
+
+def test_longer_sums_round_no_less():
+    counts = [summed_roundings(terms) for terms in range(1, 4000)]
+    assert counts == sorted(counts)
+    assert all(count <= terms + 1 for terms, count in enumerate(counts, start=1))
+
+
+def worst_excess(length, columns, dimensions, terms=None, device="cpu"):
+    """How far the product of one large and many small terms is from the exact sum, over the bound on that.
+
+    Each small term alone is too small to change the large one: lost one by one, they would all be missed.
+    """
+    right = torch.zeros(length, columns, device=device)
+    right[torch.linspace(0, length - 1, terms or length, device=device).long()] = 0.49
+    right[0] = 2.0**24
+    exact = sum(Fraction(value) for value in right[:, 0].tolist())
+    left = torch.ones(40, length, device=device)
+    for _ in range(dimensions - 2):
+        left, right = left[None].repeat(2, *[1] * left.dim()), right[None].repeat(2, *[1] * right.dim())
+    with precise_arithmetic():
+        computed = blocked_product(left, right, terms).unique().tolist()
+    gamma = Rounding.outward(torch.float32).gamma(summed_roundings(terms or length, length))
+    return max(abs(Fraction(value) - exact) for value in computed) / (Fraction(gamma) * exact)
+
+
+@pytest.mark.parametrize("dimensions", [2, 3, 4])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_block_is_summed_before_it_joins_the_others(length, dimensions):
+    assert max(worst_excess(length, columns, dimensions) for columns in (1, 2, 10, 100)) <= 1
+
+
+@pytest.mark.parametrize("length", [130, 576, 1024])
+@pytest.mark.parametrize("terms", [100, 129])
+def test_scattered_terms_meet_the_roundings_of_all_blocks(length, terms):
+    """In a long product with few terms a block may hold any number of them."""
+    assert worst_excess(length, 3, 2, terms) <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_blocks_are_summed_apart_on_cuda():
+    for length in LENGTHS:
+        for columns in (1, 2, 10, 100):
+            for dimensions in (2, 3, 4):
+                assert worst_excess(length, columns, dimensions, device="cuda") <= 1
+        assert worst_excess(length, 3, 2, min(length, 129), device="cuda") <= 1
+
+
+@given(st.sampled_from(LENGTHS), st.integers(1, 80), st.integers(0, 2**16))
+def test_a_row_does_not_depend_on_the_others(length, rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    left, right = torch.randn(96, length, generator=generator), torch.randn(length, 7, generator=generator)
+    assert torch.equal(blocked_product(left, right)[:rows], blocked_product(left[:rows], right))
+
+
+SWITCHES = {
+    "cuda matmul": torch.backends.cuda.matmul,
+    "cudnn conv": torch.backends.cudnn.conv,
+    "mkldnn matmul": torch.backends.mkldnn.matmul,
+    "mkldnn conv": torch.backends.mkldnn.conv,
+}
+
+
+def precisions():
+    everything = {name: switch.fp32_precision for name, switch in SWITCHES.items()}
+    return everything | {
+        "global": torch.backends.fp32_precision,
+        "cudnn": torch.backends.cudnn.fp32_precision,
+    }
+
+
+@pytest.fixture
+def switches():
+    """Puts every switch back after the test, whatever it did."""
+    legacy, before = torch.get_float32_matmul_precision(), precisions()
+    yield
+    torch.set_float32_matmul_precision(legacy)
+    torch.backends.fp32_precision = before["global"]
+    for name, switch in SWITCHES.items():
+        switch.fp32_precision = before[name]
+
+
+@pytest.mark.usefixtures("switches")
+@pytest.mark.parametrize("legacy", ["highest", "high", "medium"])
+def test_shortcuts_are_off_inside_and_as_they_were_after(legacy):
+    torch.set_float32_matmul_precision(legacy)
+    before = precisions()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with precise_arithmetic():
+            assert {switch.fp32_precision for switch in SWITCHES.values()} == {"ieee"}
+            assert not torch.is_autocast_enabled("cpu")
+            assert not torch.is_autocast_enabled("cuda")
+        assert torch.is_autocast_enabled("cpu")
+    assert precisions() == before
+    assert torch.get_float32_matmul_precision() == legacy
+
+
+@pytest.mark.usefixtures("switches")
+def test_inherited_precision_is_not_pinned():
+    """A switch that was unset follows its parent again afterwards."""
+    torch.backends.fp32_precision = "tf32"
+    with precise_arithmetic():
+        assert torch.backends.mkldnn.conv.fp32_precision == "ieee"
+    assert torch.backends.mkldnn.conv.fp32_precision == "tf32"
+    torch.backends.fp32_precision = "ieee"
+    assert torch.backends.mkldnn.conv.fp32_precision == "ieee"
+
+
+@pytest.mark.usefixtures("switches")
+@pytest.mark.parametrize("arithmetic", [precise_arithmetic, fast_arithmetic])
+def test_switches_are_put_back_after_an_error(arithmetic):
+    before = precisions()
+    with pytest.raises(ZeroDivisionError), arithmetic():
+        raise ZeroDivisionError
+    assert precisions() == before
+
+
+@pytest.mark.usefixtures("switches")
+def test_fast_arithmetic_lets_only_cuda_take_shortcuts():
+    with fast_arithmetic():
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert torch.backends.cudnn.conv.fp32_precision == "tf32"
+        assert torch.backends.mkldnn.matmul.fp32_precision != "tf32"
+    with precise_arithmetic(), fast_arithmetic(), precise_arithmetic():
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"

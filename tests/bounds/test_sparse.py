@@ -1,0 +1,196 @@
+"""The first layer under sparse changes, against every choice of pixels and extreme values."""
+
+import copy
+from itertools import combinations, product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from patchcert.bounds import NEAREST, Interval, Rounding, trace
+from patchcert.bounds.sparse import FirstLayer, sparse_first_layer, top_sum
+from patchcert.errors import InvalidInput, UnsupportedLayer
+from patchcert.models import Normalize
+from patchcert.testing.blocks import randomise
+from patchcert.testing.strategies import seeds
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def first_layer_box(model, images, pixels, bound, epsilon=1.0, rounding=NEAREST):
+    network = trace(model)
+    layer = FirstLayer.of(network.steps)
+    name = network.steps[layer.position].name
+    with torch.no_grad():
+        clean = network.bounds(Interval.point(images), until=name, rounding=rounding)
+        return sparse_first_layer(layer, clean, images, pixels, bound, epsilon, rounding)
+
+
+def reached(layers, image, pixels, epsilon=1.0, by_value=False):
+    """The least and largest result over all choices of pixels or channel values and extreme fillings."""
+    channels, height, width = image.shape
+    units = [
+        [(channel, row, column)] if by_value else [(c, row, column) for c in range(channels)]
+        for channel, row, column in product(range(channels if by_value else 1), range(height), range(width))
+    ]
+    changed = []
+    for chosen in combinations(units, pixels):
+        places = [place for unit in chosen for place in unit]
+        for signs in product((-1, 1), repeat=len(places)):
+            changed.append(image.clone())
+            for place, sign in zip(places, signs, strict=True):
+                changed[-1][place] = (image[place] + sign * epsilon).clamp(0, 1)
+    with torch.no_grad():
+        results = layers(torch.stack(changed))
+    return results.amin(dim=0), results.amax(dim=0)
+
+
+def linear_layers(seed, channels, pixels):
+    layers = nn.Sequential(
+        Normalize([0.3] * channels, [0.2, 0.4][:channels]), nn.Flatten(), nn.Linear(channels * pixels, 3)
+    )
+    return randomise(layers, seeded(seed)).double()
+
+
+def with_head(layers, features):
+    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(features, 2)).double().eval()
+
+
+@given(seeds(), st.integers(1, 3), st.sampled_from([1.0, 0.3]))
+def test_the_tight_bound_is_what_the_best_pixels_reach(seed, pixels, epsilon):
+    """Two channels of 2x2 pixels: every neuron's bound equals the best of all choices."""
+    layers, image = linear_layers(seed, 2, 4), torch.rand(2, 2, 2, generator=seeded(seed)).double()
+    box = first_layer_box(with_head(layers, 3), image[None], pixels, "tight", epsilon)
+    lowest, highest = reached(layers, image, pixels, epsilon)
+    torch.testing.assert_close(box.lower[0], lowest)
+    torch.testing.assert_close(box.upper[0], highest)
+
+
+@given(seeds(), st.integers(1, 3), st.sampled_from([(3, 1, 1), (2, 2, 1), (1, 1, 0)]))
+def test_the_tight_bound_of_a_convolution_counts_only_what_its_kernel_sees(seed, pixels, geometry):
+    kernel, stride, padding = geometry
+    layers = randomise(nn.Sequential(nn.Conv2d(1, 2, kernel, stride, padding)), seeded(seed)).double()
+    image = torch.rand(1, 3, 2, generator=seeded(seed)).double()
+    lowest, highest = reached(layers, image, pixels)
+    box = first_layer_box(with_head(layers, lowest.numel()), image[None], pixels, "tight")
+    torch.testing.assert_close(box.lower[0], lowest)
+    torch.testing.assert_close(box.upper[0], highest)
+
+
+@given(seeds(), st.integers(1, 2))
+def test_single_channel_values_stay_within_their_bound(seed, values):
+    layers, image = linear_layers(seed, 2, 4), torch.rand(2, 2, 2, generator=seeded(seed)).double()
+    box = first_layer_box(with_head(layers, 3), image[None], values, "per-value")
+    lowest, highest = reached(layers, image, values, by_value=True)
+    assert (box.lower[0] <= lowest + 1e-9).all()
+    assert (highest <= box.upper[0] + 1e-9).all()
+
+
+@given(seeds(), st.integers(1, 9), st.booleans(), st.sampled_from([1.0, 0.4]))
+def test_tight_lies_within_per_pixel(seed, pixels, convolutional, epsilon):
+    generator = seeded(seed)
+    images = torch.rand(3, 2, 4, 3, generator=generator).double()
+    first = [nn.Conv2d(2, 3, 3, padding=1)] if convolutional else [nn.Flatten(), nn.Linear(24, 5)]
+    layers = randomise(nn.Sequential(nn.BatchNorm2d(2), *first), generator).double()
+    model = with_head(layers, 36 if convolutional else 5)
+    tight = first_layer_box(model, images, pixels, "tight", epsilon)
+    loose = first_layer_box(model, images, pixels, "per-pixel", epsilon)
+    assert (loose.lower <= tight.lower + 1e-9).all()
+    assert (tight.upper <= loose.upper + 1e-9).all()
+
+
+@given(seeds(), st.integers(1, 6))
+def test_channel_values_are_pixels_where_there_is_one_channel(seed, pixels):
+    layers, images = linear_layers(seed, 1, 6), torch.rand(2, 1, 2, 3, generator=seeded(seed)).double()
+    model = with_head(layers, 3)
+    by_pixel, by_value = (
+        first_layer_box(model, images, pixels, bound) for bound in ("per-pixel", "per-value")
+    )
+    torch.testing.assert_close(by_pixel.lower, by_value.lower)
+    torch.testing.assert_close(by_pixel.upper, by_value.upper)
+
+
+@given(seeds(), st.integers(1, 12), st.sampled_from(["tight", "per-pixel", "per-value"]))
+def test_rounded_bounds_hold_the_exact_ones(seed, pixels, bound):
+    generator = seeded(seed)
+    layers = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 3, (3, 2), padding=1))
+    model = with_head(randomise(layers, generator), 60)
+    images = torch.rand(2, 2, 4, 4, generator=generator)
+    exact = first_layer_box(model, images.double(), pixels, bound)
+    single = copy.deepcopy(model).float()
+    rounded = first_layer_box(single, images, pixels, bound, rounding=Rounding.outward(torch.float32))
+    assert (rounded.lower.double() <= exact.lower).all()
+    assert (exact.upper <= rounded.upper.double()).all()
+    assert float((rounded.upper - exact.upper).max()) < 1e-3
+
+
+def test_batch_norm_of_single_features_scales_each_pixel():
+    layers = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    layers, image = randomise(layers, seeded(0)).double(), torch.rand(1, 2, 2, generator=seeded(1)).double()
+    box = first_layer_box(with_head(layers, 3), image[None], 2, "tight")
+    lowest, highest = reached(layers, image, 2)
+    torch.testing.assert_close(box.lower[0], lowest)
+    torch.testing.assert_close(box.upper[0], highest)
+
+
+def test_the_sum_of_the_largest_takes_what_there_is():
+    values = torch.tensor([[3.0, 1.0, 2.0]])
+    assert [float(top_sum(values, count)) for count in (1, 2, 3, 9)] == [3, 5, 6, 6]
+
+
+def sparse_margins(model, shape=(1, 1, 4, 4), bound="tight"):
+    return trace(model).sparse_margins(torch.rand(shape), torch.zeros(shape[0], dtype=torch.long), 2, bound)
+
+
+class Skipping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Conv2d(1, 1, 3, padding=1), nn.Linear(16, 2)
+
+    def forward(self, images):
+        return self.head(torch.flatten(self.first(images) + images, 1))
+
+
+class Reshaping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Conv2d(4, 2, 1), nn.Linear(8, 2)
+
+    def forward(self, images):
+        return self.head(torch.flatten(self.first(images.view(-1, 4, 2, 2)), 1))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4, 2)),
+            "needs a Linear or Conv2d layer first",
+        ),
+        (nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)), "needs a Linear or Conv2d layer first"),
+        (Skipping(), "looks back past the layer"),
+        (Reshaping(), r"a first layer that sees \(1, 4, 4\), not \(4, 2, 2\)"),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(16, 2)),
+            r"a first layer that sees \(16,\), not \(1, 4, 4\)",
+        ),
+    ],
+)
+def test_layers_without_a_sparse_bound_are_refused(model, message):
+    with pytest.raises(UnsupportedLayer, match=message):
+        sparse_margins(model)
+
+
+def test_grouped_convolutions_are_refused():
+    model = nn.Sequential(nn.Conv2d(2, 2, 1, groups=2), nn.Flatten(), nn.Linear(32, 2))
+    with pytest.raises(UnsupportedLayer, match="grouped convolution"):
+        sparse_margins(model, (1, 2, 4, 4))
+
+
+def test_unknown_bounds_are_refused():
+    with pytest.raises(InvalidInput, match="unknown sparse bound 'wide'; expected one of tight, per-pixel"):
+        sparse_margins(nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), bound="wide")
