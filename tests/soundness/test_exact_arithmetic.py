@@ -1,0 +1,165 @@
+"""No float32 margin is above the interval bound computed in fractions, however ill scaled the weights."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
+from patchcert.certify import placement_margins
+from patchcert.engine import dense_margins
+from patchcert.testing.strategies import seeds
+from patchcert.threats import Patch
+
+as_fractions = np.vectorize(Fraction, otypes=[object])
+
+
+def fractions(tensor):
+    return as_fractions(tensor.detach().double().numpy())
+
+
+@dataclass
+class Box:
+    """An interval in fractions."""
+
+    lower: np.ndarray
+    upper: np.ndarray
+
+    def through(self, weight, bias):
+        """Exactly W x + b for a matrix W, on flat boxes."""
+        positive, negative = np.where(weight > 0, weight, 0), np.where(weight < 0, weight, 0)
+        lower = self.lower @ positive.T + self.upper @ negative.T + bias
+        return Box(lower, self.upper @ positive.T + self.lower @ negative.T + bias)
+
+    def clipped(self):
+        return Box(np.maximum(self.lower, 0), np.maximum(self.upper, 0))
+
+
+def matrix_of(layer, shape):
+    """A convolution on maps of this shape as a matrix in fractions, and its bias for each output."""
+    channels, height, width = shape
+    probe = nn.Conv2d(
+        channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding, bias=False
+    )
+    probe.weight.data = torch.arange(1.0, layer.weight.numel() + 1).reshape(layer.weight.shape)
+    basis = torch.eye(channels * height * width).reshape(-1, *shape)
+    which = probe.double()(basis.double()).flatten(1).T.round().long()
+    weights = np.concatenate([[Fraction(0)], fractions(layer.weight).flatten()])
+    places = which.shape[0] // layer.out_channels
+    return weights[which.numpy()], np.repeat(fractions(layer.bias), places)
+
+
+def exact_margins(model, images, label, patch):
+    """Margins (n, placements, classes) in fractions: a box for each placement, the last layer merged."""
+    corners = patch.placements(*images.shape[2:]).corners
+    boxes = patch.boxes(images, corners)
+    box = Box(fractions(boxes.lower.flatten(0, 1)), fractions(boxes.upper.flatten(0, 1)))
+    *hidden, last = [layer for layer in model if not isinstance(layer, nn.Flatten)]
+    for layer in hidden:
+        if isinstance(layer, nn.ReLU):
+            box = box.clipped()
+        else:
+            is_map = isinstance(layer, nn.Conv2d)
+            weight, bias = (
+                matrix_of(layer, images.shape[1:])
+                if is_map
+                else (fractions(layer.weight), fractions(layer.bias))
+            )
+            box = Box(box.lower.reshape(len(box.lower), -1), box.upper.reshape(len(box.upper), -1))
+            box = box.through(weight, bias)
+    box = Box(box.lower.reshape(len(box.lower), -1), box.upper.reshape(len(box.upper), -1))
+    weight, bias = fractions(last.weight), fractions(last.bias)
+    margins = box.through(weight[label] - weight, bias[label] - bias).lower
+    return margins.reshape(len(images), len(corners), -1)
+
+
+def ill_scaled(shape, generator, spread):
+    """Weights of either sign over many powers of two, some of them nearly cancelling their neighbours."""
+    exponents = torch.randint(-spread, spread + 1, shape, generator=generator)
+    values = torch.randn(shape, generator=generator) * 2.0**exponents
+    flat = values.flatten()
+    twins = torch.randperm(len(flat) - 1, generator=generator)[: len(flat) // 3]
+    flat[twins + 1] = -flat[twins] * (1 + 1e-6 * torch.randn(len(twins), generator=generator))
+    return flat.reshape(shape)
+
+
+KINDS = {
+    "one layer": lambda: [nn.Flatten(), nn.Linear(12, 3)],
+    "two layers": lambda: [nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3)],
+    "convolution": lambda: [nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)],
+    "strided convolution": lambda: [nn.Conv2d(1, 3, (2, 3), (1, 2)), nn.Flatten(), nn.Linear(9, 2)],
+    "three layers": lambda: [
+        nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 2)
+    ],
+}  # fmt: skip
+SHAPE = (1, 4, 3)
+
+
+@torch.no_grad()
+def ill_conditioned(kind, seed, spread, images):
+    """A network whose sums nearly cancel against its large biases on the given images."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(*KINDS[kind]()).eval()
+    value = images
+    for layer in model:
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            layer.weight.copy_(ill_scaled(layer.weight.shape, generator, spread))
+            layer.bias.zero_()
+            typical = layer(value).transpose(0, 1).flatten(1).mean(dim=1)
+            layer.bias.copy_(-typical + torch.randn(len(typical), generator=generator))
+        value = layer(value)
+    return model
+
+
+def images_of(seed):
+    images = torch.rand(2, *SHAPE, generator=torch.Generator().manual_seed(seed))
+    return torch.cat([images[:1], images[1:].round()])
+
+
+def excess(margins, exact):
+    """The largest margin minus the exact bound, and the largest loss, in units of the largest exact bound."""
+    differences = (fractions(margins) - exact).flatten()
+    scale = max(abs(value) for value in exact.flatten()) or Fraction(1)
+    return max(differences), float(-min(differences) / scale)
+
+
+@given(st.sampled_from(sorted(KINDS)), seeds(), st.sampled_from([0, 6, 14]))
+def test_margins_never_exceed_the_exact_bound(kind, seed, spread):
+    images, patch, label = images_of(seed), Patch((2, 1)), seed % 2
+    model = ill_conditioned(kind, seed, spread, images)
+    exact, labels = exact_margins(model, images, label, patch), torch.tensor([label, label])
+    corners = patch.placements(*SHAPE[1:]).corners
+    with torch.no_grad(), precise_arithmetic():
+        ways = {
+            "windows, float32": placement_margins(model, images, labels, patch),
+            "windows, float64": placement_margins(model, images, labels, patch, dtype=torch.float64),
+            "dense, float32": dense_margins(
+                trace(model), images, labels, patch, corners, rounding=Rounding.outward(torch.float32)
+            ),
+        }
+    for way, margins in ways.items():
+        above, lost = excess(margins, exact)
+        assert above <= 0, f"{way} is {float(above)} above the exact bound"
+        assert lost < (1e-2 if "32" in way else 1e-10), f"{way} loses {lost}"
+
+
+@given(st.sampled_from(["one layer", "two layers", "convolution"]), seeds(), st.sampled_from([0, 14]))
+def test_layers_never_leave_out_the_exact_bound(kind, seed, spread):
+    images = images_of(seed)
+    model = ill_conditioned(kind, seed, spread, images)
+    box = Interval((images - 0.2).clamp(min=0), (images + 0.1).clamp(max=1))
+    first = next(layer for layer in model if isinstance(layer, nn.Linear | nn.Conv2d))
+    flat = Box(fractions(box.lower.flatten(1)), fractions(box.upper.flatten(1)))
+    if isinstance(first, nn.Conv2d):
+        exact = flat.through(*matrix_of(first, SHAPE))
+    else:
+        exact = flat.through(fractions(first.weight), fractions(first.bias))
+    with torch.no_grad(), precise_arithmetic():
+        name = "0" if isinstance(first, nn.Conv2d) else "1"
+        bounds = trace(model).bounds(box, until=name, rounding=Rounding.outward(torch.float32))
+    assert (fractions(bounds.lower.flatten(1)) <= exact.lower).all()
+    assert (exact.upper <= fractions(bounds.upper.flatten(1))).all()

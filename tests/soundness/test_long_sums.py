@@ -1,0 +1,101 @@
+"""Sums of one large and many small terms, which rounding can lose one by one, on every way they go."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
+from patchcert.certify import certify, placement_margins
+from patchcert.engine import covering_sweep, reference_margins
+from patchcert.testing.blocks import ResidualBlock
+from patchcert.threats import Patch
+
+LARGE, SMALL = 2.0**24, 0.49
+
+
+def lossy(layer, sign=-1.0):
+    """Every output takes its first input many times as strongly as all others."""
+    with torch.no_grad():
+        flat = layer.weight.flatten(1)
+        flat.fill_(sign * SMALL)
+        flat[:, 0] = sign * LARGE
+        layer.bias.fill_(-sign * (LARGE + flat.shape[1] * SMALL))
+    return layer
+
+
+def wide_hidden(features):
+    """One pixel spread to many features, which a lossy layer sums."""
+    spread = nn.Linear(9, features)
+    with torch.no_grad():
+        spread.weight.zero_()
+        spread.weight[:, 4] = 1.0
+        spread.bias.zero_()
+    return [nn.Flatten(), spread, nn.ReLU(), lossy(nn.Linear(features, 3)), nn.ReLU(), nn.Linear(3, 2)]
+
+
+def residual(channels):
+    branch = nn.Sequential(lossy(nn.Conv2d(channels, channels, 3, padding=1)), nn.ReLU())
+    return [ResidualBlock(branch, nn.Identity()), nn.Flatten(), nn.Linear(channels * 9, 2)]
+
+
+WAYS = {
+    "last layer on a window": ((1, 28, 24), [nn.Flatten(), lossy(nn.Linear(672, 2))]),
+    "linear layer on a window": (
+        (1, 28, 24),
+        [nn.Flatten(), lossy(nn.Linear(672, 3)), nn.ReLU(), nn.Linear(3, 2)],
+    ),
+    "linear layer on features": ((1, 3, 3), wide_hidden(700)),
+    "last layer on features": (
+        (1, 3, 3),
+        [*wide_hidden(4)[:2], nn.ReLU(), nn.Linear(4, 600), nn.ReLU(), lossy(nn.Linear(600, 2))],
+    ),
+    "convolution as a matrix": (
+        (64, 3, 3),
+        [lossy(nn.Conv2d(64, 4, 3)), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)],
+    ),
+    "scattered terms in a matrix": (
+        (18, 7, 7),
+        [lossy(nn.Conv2d(18, 3, 3, padding=1)), nn.ReLU(), nn.Flatten(), nn.Linear(147, 2)],
+    ),
+    "convolution as a convolution": (
+        (150, 3, 3),
+        [lossy(nn.Conv2d(150, 3, 3, padding=1)), nn.ReLU(), nn.Flatten(), nn.Linear(27, 2)],
+    ),
+    "skip connection": ((60, 3, 3), residual(60)),
+}
+
+
+@pytest.mark.parametrize("dark", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_through_the_engine_loses_small_terms(way, dark):
+    shape, layers = WAYS[way]
+    model = copy.deepcopy(nn.Sequential(*layers)).eval()
+    head = model[-1]
+    with torch.no_grad():
+        if "last layer" in way:
+            head.weight[1], head.bias[1] = 0.0, 0.0
+        else:
+            head.weight.copy_(torch.tensor([[1.0], [0.0]]).expand_as(head.weight))
+            head.bias.zero_()
+    images, labels = torch.full((2, *shape), 0.0 if dark else 1.0), torch.tensor([0, 1])
+    patch = Patch(shape[1:])
+    assert covering_sweep(trace(model), images, patch, 2**24) is not None
+    margins = placement_margins(model, images, labels, patch).double()
+    exact = reference_margins(trace(copy.deepcopy(model).double()), images.double(), labels, patch)
+    assert (margins <= exact + exact.abs() * 1e-12).all()
+    assert torch.equal(certify(model, images, labels, patch).margins.double(), margins.amin(dim=1))
+
+
+@pytest.mark.parametrize(("channels", "outputs"), [(64, 8), (64, 2), (256, 4), (128, 10), (20, 100)])
+@pytest.mark.parametrize("count", [1, 40])
+def test_no_dense_convolution_loses_small_terms(channels, outputs, count):
+    layer = lossy(nn.Conv2d(channels, outputs, 3), sign=1.0)
+    model = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), nn.Linear(outputs, 2))
+    white = Interval.point(torch.ones(count, channels, 3, 3))
+    with torch.no_grad(), precise_arithmetic():
+        bounds = trace(model).bounds(white, until="0", rounding=Rounding.outward(torch.float32))
+        exact = layer.weight.double().sum(dim=(1, 2, 3)) + layer.bias.double()
+    assert (bounds.lower.double().flatten(1) <= exact).all()
+    assert (exact <= bounds.upper.double().flatten(1)).all()
