@@ -29,8 +29,8 @@ class Case:
 
     def build(self, device: torch.device) -> nn.Module:
         """The network with fresh weights."""
-        normalised = {"mean": (0.49, 0.48, 0.45), "std": (0.2, 0.2, 0.2)} if self.channels == 3 else {}
-        spec = ModelSpec(self.model, self.channels, self.size, self.size, **normalised)
+        mean, std = (0.5,) * self.channels, (0.2,) * self.channels
+        spec = ModelSpec(self.model, self.channels, self.size, self.size, mean=mean, std=std)
         return build(spec, Generator().manual_seed(0)).to(device)
 
     def images(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Margins at a few placements of each image's own, with a gradient: the differentiable half of training.
 
-Windows as in the sweep over all placements, but every image has its own. So that one geometry serves them all, each
-window is drawn back to the next multiple of the network's strides, and reaches as much further.
+Windows as in the sweep over all placements, but every image has its own. So that one geometry serves them
+all, each window is drawn back to the next multiple of the network's strides, and reaches as much further.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import NEAREST, Network
-from patchcert.engine.clean import Clean, clean_pass
+from patchcert.engine.clean import clean_pass
 from patchcert.engine.geometry import Cells, FeatureMap, Layout, NotCovered, Window, seen_by_pool
 from patchcert.engine.windows import Shared, WindowPass, Windows, product
 from patchcert.threats import Patch
@@ -40,7 +40,12 @@ class ChosenPlacements:
         return ChosenPlacements(layout, threat, stamp, layout.windows(start), (rows, columns))
 
     def margins(
-        self, images: Tensor, labels: Tensor, corners: Tensor, epsilon: float | Tensor, classes: Tensor | None = None
+        self,
+        images: Tensor,
+        labels: Tensor,
+        corners: Tensor,
+        epsilon: float | Tensor,
+        classes: Tensor | None = None,
     ) -> Tensor:
         """Margins (n, k, classes) at the corners (n, k, 2); with `classes` (n, k) only against that class, (n, k)."""
         clean = clean_pass(self.layout.network, images, labels)
@@ -115,7 +120,9 @@ class _ChosenPass(WindowPass):
         assert area is not None
         whole = part.new_zeros(*part.shape[:2], area.height * area.width, area.channels)
         where = cells.unsqueeze(-1).expand(*cells.shape, area.channels)
-        return whole.scatter_add(2, where, part.expand(*cells.shape[:2], *part.shape[2:]).flatten(2, 3)).flatten(2)
+        return whole.scatter_add(
+            2, where, part.expand(*cells.shape[:2], *part.shape[2:]).flatten(2, 3)
+        ).flatten(2)
 
     def fused_cells(self, index: int) -> Cells | None:
         raise NotImplementedError("windows of chosen placements are not fused")
@@ -135,7 +142,10 @@ class _ChosenPass(WindowPass):
         if key not in self._cells:
             rows = self._axis(window.top, window.height, self.base[..., 0], window.row_step)
             columns = self._axis(window.left, window.width, self.base[..., 1], window.column_step)
-            beyond_rows, beyond_columns = (rows < 0) | (rows >= area.height), (columns < 0) | (columns >= area.width)
+            beyond_rows, beyond_columns = (
+                (rows < 0) | (rows >= area.height),
+                (columns < 0) | (columns >= area.width),
+            )
             outside = beyond_rows[..., :, None] | beyond_columns[..., None, :]
             cells = rows.clamp(0, area.height - 1)[..., :, None] * area.width
             cells = cells + columns.clamp(0, area.width - 1)[..., None, :]

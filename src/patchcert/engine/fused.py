@@ -1,7 +1,7 @@
 """Steps of the window engine as single kernels: each number is read once and written once.
 
-The plain twin of `fused_relu` is `_between` in `windows`, that of `fused_rows` is `convolve` by a product; they are held
-equal by tests on machines with CUDA.
+The plain twin of `fused_relu` is `_between` in `windows`, that of `fused_rows` is `convolve` by a product;
+they are held equal by tests on machines with CUDA.
 """
 
 import importlib.util
@@ -33,9 +33,11 @@ def fused_relu(
     widen: float,
     slack: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Deviation and radius after ReLU, for (p, n, h, w, c) with clean places (n, places, c), or (p, n, features).
+    """Deviation and radius after ReLU, for (p, n, h, w, c) with clean places (n, places, c), or (p, n,
+    features).
 
-    The radius is first taken times `factor` plus the first slack (n,), the result's times `widen` plus the second.
+    The radius is first taken times `factor` plus the first slack (n,), the result's times `widen` plus the
+    second.
     """
     from patchcert.engine.kernels import relu_windows
 
@@ -46,7 +48,7 @@ def fused_relu(
     block = min(1 << (inner - 1).bit_length(), 1024)
     rows = max(1, 1024 // block)
     grid = (-(-placements * images // rows), -(-inner // block))
-    relu_windows[grid](
+    relu_windows[grid](  # pyright: ignore[reportIndexIssue]
         deviation,
         radius,
         clean,
@@ -74,14 +76,14 @@ def fused_relu(
 
 
 def fused_rows(maps: Tensor, geometry: Geometry, height: int, width: int) -> Tensor:
-    """The values under the kernel at each of its places on maps (b, h, w, c): rows (b * places, taps * c), 0 in padding."""
+    """The values under the kernel at each place on maps (b, h, w, c): rows (b * places, taps * c), 0 in padding."""
     from patchcert.engine.kernels import window_rows
 
     maps = maps.contiguous()
     count, rows, columns, channels = maps.shape
     taps = geometry.kernel[0] * geometry.kernel[1]
     output = torch.empty(count * height * width, taps * channels, dtype=maps.dtype, device=maps.device)
-    window_rows[(count * height * width,)](
+    window_rows[(count * height * width,)](  # pyright: ignore[reportIndexIssue]
         maps,
         output,
         height,

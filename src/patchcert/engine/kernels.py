@@ -1,31 +1,37 @@
-"""Triton kernels; imported only where tensors are on CUDA and Triton is installed."""
+"""Triton kernels; imported only where tensors are on CUDA and Triton is installed.
+
+Their parameters are pointers and numbers of the device, which Python's types do not describe.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202, D103
+# pyright: reportMissingImports=false
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _relu(value):  # noqa: ANN001, ANN202
+def _relu(value):
     return tl.where(value < 0, 0.0, value)  # NaN is not below 0, so it stays
 
 
 @triton.jit
-def relu_windows(  # noqa: D103
-    deviation,  # noqa: ANN001
-    radius,  # noqa: ANN001
-    clean,  # noqa: ANN001
-    cells,  # noqa: ANN001
-    slack_before,  # noqa: ANN001
-    slack_after,  # noqa: ANN001
-    new_deviation,  # noqa: ANN001
-    new_radius,  # noqa: ANN001
-    row_count,  # noqa: ANN001
-    images,  # noqa: ANN001
-    radius_placement_stride,  # noqa: ANN001
-    radius_image_stride,  # noqa: ANN001
-    clean_image_stride,  # noqa: ANN001
-    factor,  # noqa: ANN001
-    widen,  # noqa: ANN001
+def relu_windows(
+    deviation,
+    radius,
+    clean,
+    cells,
+    slack_before,
+    slack_after,
+    new_deviation,
+    new_radius,
+    row_count,
+    images,
+    radius_placement_stride,
+    radius_image_stride,
+    clean_image_stride,
+    factor,
+    widen,
     CHANNELS: tl.constexpr,
     INNER: tl.constexpr,
     HAS_PLACES: tl.constexpr,
@@ -61,15 +67,15 @@ def relu_windows(  # noqa: D103
 
 
 @triton.jit
-def window_rows(  # noqa: D103
-    maps,  # noqa: ANN001
-    output,  # noqa: ANN001
-    height,  # noqa: ANN001
-    width,  # noqa: ANN001
-    rows,  # noqa: ANN001
-    columns,  # noqa: ANN001
-    top_padding,  # noqa: ANN001
-    left_padding,  # noqa: ANN001
+def window_rows(
+    maps,
+    output,
+    height,
+    width,
+    rows,
+    columns,
+    top_padding,
+    left_padding,
     CHANNELS: tl.constexpr,
     KERNEL_ROWS: tl.constexpr,
     KERNEL_COLUMNS: tl.constexpr,

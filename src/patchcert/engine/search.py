@@ -11,7 +11,6 @@ from patchcert.engine.memory import default_budget, rows_within
 from patchcert.engine.sweep import PlacementSweep, covering_sweep
 from patchcert.threats import Patch
 
-
 _TRAINING_BUDGET = 2**30
 """Training leaves the rest of the memory to the gradient and to other runs on the same device."""
 

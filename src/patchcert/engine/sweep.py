@@ -130,7 +130,7 @@ def _footprint(layout: Layout, group: Group, rounding: Rounding) -> tuple[int, i
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The last layer merged with the specification: row label minus row class of its weights, (n, features, classes)."""
+    """The last layer merged with the specification: row label minus row class, (n, features, classes)."""
 
     weights: Tensor
     absolute: Tensor

@@ -88,7 +88,7 @@ def _are_proven(margins: Tensor) -> Tensor:
 
 
 def block_patch(threat: Patch, height: int, width: int) -> Patch | None:
-    """A larger patch whose placements, on a grid, cover those of the threat in blocks; None where that saves nothing."""
+    """A larger patch whose placements, on a grid, cover the threat's in blocks; None where that saves nothing."""
     placements = threat.placements(height, width)
     if not placements.complete or min(placements.rows, placements.columns) < 2 * _BLOCK:
         return None

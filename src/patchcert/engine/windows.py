@@ -1,14 +1,16 @@
 """Bounds carried as differences from the clean pass, on the small window that a patch can reach.
 
-Where a placement can change a value it is kept as `deviation` (centre of the interval minus the clean value) and
-`radius`; everywhere else both are zero and nothing is computed. An affine layer maps them by W and |W| without its
-offset, which the clean pass holds already; a monotone layer looks up the clean values on the window.
+Where a placement can change a value it is kept as `deviation` (centre of the interval minus the clean value)
+and `radius`; everywhere else both are zero and nothing is computed. An affine layer maps them by W and |W|
+without its offset, which the clean pass holds already; a monotone layer looks up the clean values on the
+window.
 
 Rounding. The clean image lies in every box, so |deviation| <= radius holds at every step, and the error
 gamma |W||deviation| of a product is at most gamma |W| radius: widening the radius by the factor
-(1 + gamma) / (1 - gamma) pays for the products of both. At a monotone layer the sums with the clean value z cost a few
-units of |z| and of the radius, and the clean value itself may be off by its slack; both are added to the radius
-before and after the function.
+(1 + gamma) / (1 - gamma) pays for the products of both. At a monotone layer the sums with the clean value z
+cost a few units of |z| and of the radius, and the clean value itself may be off by its slack; both are added
+to the
+radius before and after the function.
 """
 
 from abc import ABC, abstractmethod
@@ -43,11 +45,12 @@ from patchcert.engine.geometry import Cells, Group, Layout, Window, is_global
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Deviation and radius (p, n, h, w, c) on the window of each placement, or (p, n, features) without a window.
+    """Deviation and radius (p, n, h, w, c) on the window of each placement, or (p, n, features) without a
+    window.
 
-    The radius may have p = 1 or n = 1 where it is the same for all. The radius meant is `radius * factor + extra`,
-    and cells outside the feature map count as zero, whatever they hold: `settled` carries both out, a monotone layer
-    does it in passing.
+    The radius may have p = 1 or n = 1 where it is the same for all. The radius meant is `radius * factor +
+    extra`, and cells outside the feature map count as zero, whatever they hold: `settled` carries both out, a
+    monotone layer does it in passing.
     """
 
     deviation: Tensor
@@ -92,7 +95,8 @@ class Shared:
         """What the clean value `index` may be off by, with some units of rounding in sums with it, (n,), plus extra."""
         key = (index, units, extra)
         if key not in self.slacks:
-            assert self.clean.slack is not None and self.clean.largest is not None
+            assert self.clean.slack is not None
+            assert self.clean.largest is not None
             slack = self.clean.slack[index] + self.clean.largest[index] * (units * self.rounding.unit)
             self.slacks[key] = slack * (1 + 8 * self.rounding.unit) + (2 * self.rounding.tiny + 2 * extra)
         return self.slacks[key]
@@ -156,7 +160,8 @@ class WindowPass(ABC):
             inputs = [states[index] for index in step.inputs]
             if not isinstance(step.operation, Monotone | Reshape):
                 inputs = [
-                    state.settled(self.outside(index)) for state, index in zip(inputs, step.inputs, strict=True)
+                    state.settled(self.outside(index))
+                    for state, index in zip(inputs, step.inputs, strict=True)
                 ]
             state = RULES[type(step.operation)](step.operation, inputs, self, position)
             for index in set(step.inputs):
@@ -207,15 +212,20 @@ class GroupPass(WindowPass):
         return self.clean.places(index, self.layout)[:, cells].transpose(0, 1)
 
 
-def _convolution(operation: Convolution, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _convolution(
+    operation: Convolution, inputs: Sequence[Windows], sweep: WindowPass, position: int
+) -> Windows:
     return _slide(operation.geometry, operation.weight(), operation.groups, inputs[0], sweep, position)
 
 
-def _average_pool(operation: AveragePool, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _average_pool(
+    operation: AveragePool, inputs: Sequence[Windows], sweep: WindowPass, position: int
+) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
     area, clean = sweep.layout.maps[index], sweep.clean.values[index]
     geometry = operation.geometry(clean)
-    assert area is not None and geometry is not None
+    assert area is not None
+    assert geometry is not None
     if is_global(operation, area):
         mean = state.map(lambda part: part.sum(dim=(2, 3)) / (area.height * area.width))
         return mean.widened(state.deviation.shape[2] * state.deviation.shape[3] + 1, sweep.rounding)
@@ -329,10 +339,8 @@ def _columns(operation: Linear, sweep: WindowPass, position: int) -> tuple[Tenso
     key = (position,)
     if key not in sweep.shared.weights:
         area, weight = sweep.layout.maps[sweep.steps[position].inputs[0]], operation.weight()
-        if area is None:
-            columns = weight.T
-        else:
-            columns = weight.unflatten(1, (area.channels, -1)).permute(2, 1, 0)
+        places = weight if area is None else weight.unflatten(1, (area.channels, -1))
+        columns = places.movedim(0, -1) if area is None else places.permute(2, 1, 0)
         columns = columns.contiguous()
         sweep.shared.weights[key] = (columns, columns.abs())
     return sweep.shared.weights[key]
@@ -418,8 +426,7 @@ def _fused_relu(state: Windows, sweep: WindowPass, position: int) -> Windows:
 def _add(operation: Add, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
     step, target = sweep.steps[position], sweep.windows[position + 1]
     first, second = (
-        _extend(state, sweep.windows[index], target)
-        for state, index in zip(inputs, step.inputs, strict=True)
+        _extend(state, sweep.windows[index], target) for state, index in zip(inputs, step.inputs, strict=True)
     )
     total = Windows(first.deviation + second.deviation, first.radius + second.radius)
     return replace(total.widened(2, sweep.rounding), is_ragged=True)
