@@ -1,7 +1,7 @@
-"""Measurements as a table for people and as plain data for machines."""
+"""Measurements as tables: on the terminal, in Markdown, and as plain data from which both are made."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,16 +10,23 @@ from rich.table import Table
 
 from patchcert.bench.measure import Machine, Measurement
 
-_COLUMNS = (
-    ("dense fwd", "dense_forward"),
+Facts = Mapping[str, Any]
+
+_TIMES = (
+    ("dense forward", "dense_forward"),
     ("dense step", "dense_step"),
-    ("sweep fp32", "sweep_float32"),
-    ("sweep tf32", "sweep_tf32"),
+    ("sweep float32", "sweep_float32"),
+    ("sweep TF32", "sweep_tf32"),
     ("certify", "certification"),
     ("verdicts", "verdicts"),
-    ("train step", "training_step"),
-    ("floor fp32", "floor_float32"),
-    ("floor tf32", "floor_tf32"),
+    ("training step", "training_step"),
+    ("floor float32", "floor_float32"),
+    ("floor TF32", "floor_tf32"),
+)
+_RATIOS = (
+    ("training step", "step_ratio"),
+    ("sweep float32", "sweep_ratio"),
+    ("certify", "certification_ratio"),
 )
 
 
@@ -31,7 +38,7 @@ def device_name(device: torch.device) -> str:
 
 
 def summary(machine: Machine, measurements: Sequence[Measurement]) -> dict[str, Any]:
-    """Device, ceilings and all figures."""
+    """Device, ceilings and all figures in plain types."""
     ceilings = machine.ceilings
     return {
         "device": device_name(machine.device),
@@ -45,36 +52,67 @@ def summary(machine: Machine, measurements: Sequence[Measurement]) -> dict[str, 
     }
 
 
-def show(machine: Machine, measurements: Sequence[Measurement]) -> None:
-    """Two tables on the terminal: microseconds per image, and ratios to the dense step."""
-    console = Console(width=150)
-    facts = summary(machine, [])
-    console.print(
-        f"{facts['device']}, torch {facts['torch']}, batch {machine.batch}; ceilings "
-        f"{facts['float32_teraflops']:.1f} / {facts['tf32_teraflops']:.1f} TFLOP/s (float32 / TF32), "
-        f"{facts['bandwidth_gigabytes']:.0f} GB/s"
+def heading(facts: Facts) -> str:
+    """Where the figures come from."""
+    return (
+        f"{facts['device']}, torch {facts['torch']}, batch {facts['batch']}, {facts['certified_images']} images "
+        f"certified at once; ceilings {facts['float32_teraflops']:.2f} / {facts['tf32_teraflops']:.2f} TFLOP/s "
+        f"(float32 / TF32), {facts['bandwidth_gigabytes']:.0f} GB/s"
     )
-    console.print(_times(measurements))
-    console.print(_ratios(measurements))
 
 
-def _times(measurements: Sequence[Measurement]) -> Table:
-    table = Table(title="microseconds per image, all placements")
-    table.add_column("case")
-    for name, _ in _COLUMNS:
-        table.add_column(name, justify="right")
-    for measurement in measurements:
-        table.add_row(measurement.case, *(f"{getattr(measurement, key):,.1f}" for _, key in _COLUMNS))
-    return table
+def _time_rows(facts: Facts) -> list[list[str]]:
+    return [[case["case"], *(f"{case[key]:,.1f}" for _, key in _TIMES)] for case in facts["cases"]]
 
 
-def _ratios(measurements: Sequence[Measurement]) -> Table:
-    table = Table(title="times faster than the dense step; peak memory")
-    for name in ("case", "train step", "sweep fp32", "certify", "floor reached", "dense GB", "step GB"):
+def _ratio_rows(facts: Facts) -> list[list[str]]:
+    rows = []
+    for case in facts["cases"]:
+        reached = f"{case['sweep_fraction_of_floor']:.0%}"
+        memory = [_gigabytes(case[key]) for key in ("dense_gigabytes", "step_gigabytes")]
+        rows.append([case["case"], *(f"{case[key]:.1f}x" for _, key in _RATIOS), reached, *memory])
+    return rows
+
+
+def _gigabytes(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{value:.2f}"
+
+
+TIME_TITLE = "Microseconds per image, all placements"
+RATIO_TITLE = "Times faster than the dense step; peak memory in GB"
+TIME_HEADER = ["case", *(name for name, _ in _TIMES)]
+RATIO_HEADER = [
+    "case",
+    *(name for name, _ in _RATIOS),
+    "sweep reaches of its floor",
+    "dense",
+    "training step",
+]
+
+
+def show(facts: Facts) -> None:
+    """Both tables on the terminal."""
+    console = Console(width=160)
+    console.print(heading(facts))
+    console.print(_rich(TIME_TITLE, TIME_HEADER, _time_rows(facts)))
+    console.print(_rich(RATIO_TITLE, RATIO_HEADER, _ratio_rows(facts)))
+
+
+def _rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title)
+    for name in header:
         table.add_column(name, justify="left" if name == "case" else "right")
-    for each in measurements:
-        reached = f"{each.floor_float32 / each.sweep_float32:.0%}"
-        ratios = (f"{value:.1f}x" for value in (each.step_ratio, each.sweep_ratio, each.certification_ratio))
-        memory = (f"{each.dense_gigabytes:.2f}", f"{each.step_gigabytes:.2f}")
-        table.add_row(each.case, *ratios, reached, *memory)
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def markdown(facts: Facts) -> str:
+    """Both tables in Markdown."""
+    parts = [heading(facts) + "."]
+    tables = ((TIME_TITLE, TIME_HEADER, _time_rows(facts)), (RATIO_TITLE, RATIO_HEADER, _ratio_rows(facts)))
+    for title, header, rows in tables:
+        lines = [f"| {' | '.join(header)} |", f"|---|{'---:|' * (len(header) - 1)}"]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
+        parts += [f"{title}:", "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"

@@ -70,8 +70,7 @@ class Affine(Operation):
         return Interval.around(centre, self.absolute_map(box.radius, precise=False))
 
     def _outward_interval(self, box: Interval, rounding: Rounding) -> Interval:
-        """Each rounded operation adds its error bound to the radius, which is then widened for its own
-        rounding.
+        """Each rounded operation adds its error bound to the radius, which is widened for its own rounding.
 
         centre: |fl(Wc + b) - (Wc + b)| <= gamma (|W||c| + |b|), so gamma |c| joins the radius before |W|; the
         halving of lower and upper costs a unit of |c| and r, the final lower and upper two units more.
@@ -199,8 +198,7 @@ def _under_kernel(padded: Tensor, geometry: Geometry, height: int, width: int) -
 
 @dataclass(frozen=True, slots=True)
 class AveragePool(Affine):
-    """A mean over windows; `pool` is the ordinary pooling function, `window` the most values one mean can
-    hold.
+    """A mean over windows; `pool` is the ordinary function, `window` the most values one mean can hold.
 
     `geometry` is set where the pooling is a convolution with equal weights 1/area, padding included.
     """

@@ -79,9 +79,9 @@ def blocked_product(left: Tensor, right: Tensor, terms: int | None = None) -> Te
 
     `terms` is how many products of a sum can differ from zero, where that is fewer than all. Libraries sum in
     another order when there are only a few rows: such products get rows of zeros, so that the result of a row
-    does not depend on how many others are computed with it. Each block is summed by itself before it is
-    added: libraries that add a product to a matrix may start the sum from the matrix, and then every block
-    would round all blocks before it.
+    depends less on how many others are computed with it; a last bit may. Each block is summed by itself
+    before it is added: libraries that add a product to a matrix may start the sum from the matrix, and then
+    every block would round all blocks before it.
     """
     rows, length = left.shape[-2], right.shape[-2]
     if rows < _FEWEST_ROWS:

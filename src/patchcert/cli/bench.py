@@ -1,6 +1,8 @@
 """`patchcert bench`: the engine against the dense way, on this machine."""
 
-from typing import Annotated
+import json
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -15,28 +17,64 @@ def bench(
     batch: Annotated[
         int | None, typer.Option(min=1, help="Images at once: 256 on a GPU, 32 on a CPU.")
     ] = None,
-    certify_images: Annotated[int | None, typer.Option(min=1, help="Images to certify: 8 batches.")] = None,
+    certify_images: Annotated[
+        int | None, typer.Option(min=1, help="Images to certify: 8 batches on a GPU, one on a CPU.")
+    ] = None,
     spend: Annotated[float, typer.Option(min=0, help="Seconds to repeat each call for.")] = 1.0,
     sizes: Annotated[bool, typer.Option(help="Also measure larger images.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Measure nothing: show what --json printed into this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown instead of tables.")
+    ] = False,
 ) -> None:
     """Time per image for all placements of a patch: dense bounds, the engine, certification, a training step."""
+    from patchcert.bench.report import markdown, show
+
+    facts = (
+        _read(source) if source is not None else _measure(device, only, batch, certify_images, spend, sizes)
+    )
+    if as_json:
+        print_json(facts)
+    elif as_markdown:
+        typer.echo(markdown(facts), nl=False)
+    else:
+        show(facts)
+
+
+def _read(source: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(source.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            f"{source} is no file of measurements: {error}", hint="write one with --json"
+        ) from error
+    if not isinstance(facts, dict) or "cases" not in facts:
+        raise InvalidInput(f"{source} holds no measurements", hint="write them with patchcert bench --json")
+    return facts
+
+
+def _measure(
+    device: str, only: str | None, batch: int | None, certify_images: int | None, spend: float, sizes: bool
+) -> dict[str, Any]:
     from patchcert.bench import CASES, Machine, run_case
     from patchcert.bench.cases import SIZES
-    from patchcert.bench.report import show, summary
+    from patchcert.bench.report import summary
     from patchcert.bench.timing import Ceilings
 
     chosen = parse_device(device)
     cases = [case for case in (*CASES, *(SIZES if sizes else ())) if only is None or only in case.name]
     if not cases:
         raise InvalidInput(f"no case holds {only!r}", hint=f"cases: {', '.join(case.name for case in CASES)}")
-    images = batch or (256 if chosen.type == "cuda" else 32)
-    machine = Machine(chosen, Ceilings.of(chosen), images, certify_images or 8 * images, spend)
+    on_gpu = chosen.type == "cuda"
+    images = batch or (256 if on_gpu else 32)
+    machine = Machine(
+        chosen, Ceilings.of(chosen), images, certify_images or (8 * images if on_gpu else images), spend
+    )
     measurements = []
     for case in cases:
         say(f"measuring {case.name} ...")
         measurements.append(run_case(case, machine))
-    if as_json:
-        print_json(summary(machine, measurements))
-    else:
-        show(machine, measurements)
+    return summary(machine, measurements)

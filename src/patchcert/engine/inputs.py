@@ -61,8 +61,7 @@ def check_fit(threat: Patch | SparsePixels, images: Tensor) -> None:
 
 
 def check_trace(model: nn.Module, audit: Network, images: Tensor) -> None:
-    """The traced operations must give what the model itself gives, on an image and on its negative, in
-    float64.
+    """The traced operations must give what the model gives, on an image and on its negative, in float64.
 
     They differ where the forward pass looks at more than its input: at a counter, or at whether it is traced.
     """

@@ -9,8 +9,7 @@ Rounding. The clean image lies in every box, so |deviation| <= radius holds at e
 gamma |W||deviation| of a product is at most gamma |W| radius: widening the radius by the factor
 (1 + gamma) / (1 - gamma) pays for the products of both. At a monotone layer the sums with the clean value z
 cost a few units of |z| and of the radius, and the clean value itself may be off by its slack; both are added
-to the
-radius before and after the function.
+to the radius before and after the function.
 """
 
 from abc import ABC, abstractmethod
@@ -45,8 +44,7 @@ from patchcert.engine.geometry import Cells, Group, Layout, Window, is_global
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Deviation and radius (p, n, h, w, c) on the window of each placement, or (p, n, features) without a
-    window.
+    """Deviation and radius (p, n, h, w, c) on each placement's window, or (p, n, features) without windows.
 
     The radius may have p = 1 or n = 1 where it is the same for all. The radius meant is `radius * factor +
     extra`, and cells outside the feature map count as zero, whatever they hold: `settled` carries both out, a
@@ -243,10 +241,8 @@ def _slide(
     local = Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
     inputs, taps = weight.shape[1] * groups * source.height * source.width, weight[0].numel()
     if inputs <= _DENSE_INPUTS and inputs <= _DENSE_FACTOR * taps:
-        moved, roundings = (
-            _slide_by_matrix(local, weight, groups, state, sweep, position),
-            summed_roundings(taps, inputs),
-        )
+        moved = _slide_by_matrix(local, weight, groups, state, sweep, position)
+        roundings = summed_roundings(taps, inputs)
     else:
         moved, roundings = _slide_by_convolution(local, weight, groups, state, sweep), summed_roundings(taps)
     return replace(moved.widened(roundings + 2, sweep.rounding), is_ragged=True)
