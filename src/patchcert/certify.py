@@ -1,4 +1,4 @@
-"""Certificates: per image a proof that no member of a threat changes the prediction, or an honest "not proven"."""
+"""Certificates: per image a proof that no member of a threat changes the prediction, or "not proven"."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -74,9 +74,9 @@ class IntervalCertifier:
     """Proofs by interval bounds, exact over all placements and sound under rounding.
 
     `dtype` is the arithmetic of the bounds (default: the model's, float32 at least); float64 is an audit with
-    far less widening. `memory_budget` is in bytes; results do not depend on it. With `verdicts_only` an image
-    is let go as soon as it is decided: the same images are certified in less time, but no margins and
-    placements are given: they are NaN and (-1, -1).
+    far less widening. `memory_budget` is in bytes; results depend on it by the rounding of sums at most, and
+    are proven either way. With `verdicts_only` an image is let go as soon as it is decided: the same images
+    are certified in less time, but no margins and placements are given: they are NaN and (-1, -1).
     """
 
     dtype: torch.dtype | None = None
@@ -118,7 +118,7 @@ def certify(
     progress: Progress | None = None,
     verdicts_only: bool = False,
 ) -> Certificates:
-    """Proves, image by image, that no member of the threat changes the model's prediction away from the label."""
+    """Proves, image by image, that no member of the threat changes the prediction away from the label."""
     certifier = IntervalCertifier(dtype, memory_budget, progress, verdicts_only)
     return certifier.certify(model, images, labels, threat)
 
@@ -261,7 +261,7 @@ class _Task:
         return Certificates(certified, margins, nowhere, self.predictions, self.labels)
 
     def certificates(self, pieces: list["_Least"]) -> Certificates:
-        """The verdicts; everything that is not strictly proven, NaN and infinity included, is not certified."""
+        """The verdicts; what is not strictly proven, NaN and infinity included, is not certified."""
         empty = self.images.new_empty(0, self.classes)
         margins = torch.cat([piece.margins for piece in pieces]) if pieces else empty
         own = torch.nn.functional.one_hot(self.labels, self.classes).bool()
@@ -278,7 +278,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """Margins (n, classes), each the least over all placements, and per image the index of the weakest placement."""
+    """Margins (n, classes), each the least over all placements, and per image the weakest placement."""
 
     margins: Tensor
     weakest: Tensor

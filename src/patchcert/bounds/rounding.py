@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class _Switch(Protocol):
-    """Where torch keeps the precision of some float32 operations: "ieee", "tf32", "bf16", or "none" for unset."""
+    """Where torch keeps the precision of some float32 operations: "ieee", "tf32", "bf16" or, unset, "none"."""
 
     fp32_precision: str
 
@@ -60,7 +60,7 @@ _FEWEST_ROWS = 32
 
 
 def _block(length: int) -> int:
-    """Terms of a block: few where the sum is short and each rounding shows, more where adding blocks up would cost."""
+    """Terms of a block: few where the sum is short and each rounding shows, more where adding them costs."""
     return _SHORT_BLOCK if length <= 4 * _SHORT_BLOCK else _LONG_BLOCK
 
 
