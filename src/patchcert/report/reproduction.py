@@ -105,8 +105,8 @@ def _source(table: PaperTable) -> str:
 
 def _row(outcome: Outcome, attacked: bool, several: bool, quick: bool) -> tuple[Cell, ...]:
     entry = outcome.entry
-    missing = outcome.status if not outcome.note else f"{outcome.status} ({outcome.note})"
-    ours = outcome.certified if outcome.status == "measured" else missing
+    missing = "" if outcome.status == "measured" else outcome.status
+    missing += f" ({outcome.note})" if outcome.note else ""
     cells: list[Cell] = [
         DATA_NAMES.get(entry.dataset, entry.dataset) + (" (by mnist-mini)" if quick else ""),
         entry.threat_words,
@@ -116,8 +116,8 @@ def _row(outcome: Outcome, attacked: bool, several: bool, quick: bool) -> tuple[
         _number(outcome.clean),
     ]
     if attacked:
-        cells += [_number(entry.empirical), ABSENT]
-    cells += [_number(entry.certified), ours, _number(outcome.difference)]
+        cells += [_number(entry.empirical), missing or _number(outcome.empirical)]
+    cells += [_number(entry.certified), missing or _number(outcome.certified), _number(outcome.difference)]
     if several:
         cells.append(_number(outcome.spread))
     cells += [
@@ -156,6 +156,7 @@ def _plain_outcome(outcome: Outcome) -> dict[str, Any]:
         "note": outcome.note,
         "paper": {name: getattr(entry, name) for name in ("clean", "empirical", "certified", "hours")},
         "clean": outcome.clean,
+        "empirical": outcome.empirical,
         "certified": outcome.certified,
         "difference": outcome.difference,
         "spread": outcome.spread,
@@ -175,6 +176,9 @@ def _plain_run(run: RunOutcome) -> dict[str, Any]:
         "certified": [
             {"threat": threat.to_dict(), "certified": count.successes} for threat, count in run.certified
         ],
+        "attacked": None if run.attacked is None else run.attacked.total,
+        "withstood": None if run.attacked is None else run.attacked.successes,
+        "defense": run.defense,
         "seconds": run.seconds,
         "device": run.device,
     }

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from patchcert.certify import Certificates
 from patchcert.errors import RunError
+from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.evidence import Rows, certificate_columns, evidence_name, round_down
 from patchcert.experiments.reproduce.outcome import outcomes
 from patchcert.experiments.reproduce.results import Results, collect, collect_all, experiment_key
@@ -233,3 +234,70 @@ def test_collecting_twice_changes_nothing(finished, mlp, tmp_path):
     before = {file.name: file.read_bytes() for file in first.path.iterdir()}
     collect(run, run.path.name, tmp_path / "results")
     assert {file.name: file.read_bytes() for file in first.path.iterdir()} == before
+
+
+def attacked(run, plan, withstood, correct=90, defense=None):
+    """Evidence of an attack on the first 100 images; the first so many withstand it."""
+    index = np.arange(100)
+    columns = {
+        "index": index,
+        "label": np.zeros(100, np.int64),
+        "prediction": np.where(index < correct, 0, 1),
+        "prediction_after": np.where(index < withstood, 0, 1),
+        "succeeded": index >= withstood,
+    }
+    meta = run.evidence_meta(run.evidence_names()[0]) | {"kind": "attack", "plan": plan.to_dict()}
+    run.write_evidence(plan.name, columns, meta | {"defense": defense})
+
+
+def compared(text):
+    (entry,) = row("compare-defenses", text)
+    made = recipe(entry)
+    assert made is not None
+    return entry, made
+
+
+def test_rows_under_attack_need_certificates_and_attacks_of_every_model(finished, tmp_path):
+    entry, made = compared("mnist 5x5 ibp")
+    for spec, certified in zip(made.specs, (60, 61, 62), strict=True):
+        run = finished(spec, {Patch(5): (90, certified)})
+        collect(run, run.path.name, tmp_path / "results")
+        assert outcomes([entry], tmp_path / "results", None)[0].status != "measured"
+        attacked(run, made.attack, withstood=certified + 5)
+        collect(run, run.path.name, tmp_path / "results")
+    (outcome,) = outcomes([entry], tmp_path / "results", None)
+    assert (outcome.clean, outcome.certified, outcome.empirical) == (90.0, 61.0, 66.0)
+    assert outcome.difference == pytest.approx(61.0 - 62.0)
+
+
+def test_a_defended_row_is_counted_behind_its_defense(finished, tmp_path):
+    entry, made = compared("cifar 2x2 dw adaptive")
+    for spec in made.specs:
+        run = finished(spec, {Patch(2): (66, 0)})
+        attacked(run, made.attack, withstood=20, correct=47, defense="DigitalWatermarking(...)")
+        collect(run, run.path.name, tmp_path / "results")
+    (outcome,) = outcomes([entry], tmp_path / "results", None)
+    assert (outcome.clean, outcome.empirical, outcome.certified) == (47.0, 20.0, None)
+    assert outcome.difference == pytest.approx(20.0 - 20.2)
+
+
+def test_a_certified_image_that_an_attack_broke_is_an_error(finished, mlp, tmp_path):
+    run = finished(mlp, {Patch(5): (90, 62)})
+    attacked(run, AttackPlan("5x5"), withstood=61)
+    result = collect(run, run.path.name, tmp_path / "results")
+    with pytest.raises(RunError, match="image 61 is certified, but attack-5x5-plain-.* broke it"):
+        assert result.attacks
+
+
+def test_attacks_without_a_plan_are_not_collected(finished, mlp, tmp_path):
+    run = finished(mlp, {Patch(5): (90, 62)})
+    run.write_evidence("attack-by-hand", {"label": np.zeros(3)}, {"kind": "attack"})
+    result = collect(run, run.path.name, tmp_path / "results")
+    assert result.attacks == ()
+
+
+def test_attack_plans_survive_being_written_down():
+    plan = AttackPlan("5x5", "lgs", True, settings=4)
+    assert AttackPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert plan.threat == Patch(5)
+    assert plan.name != replace(plan, seed=1).name

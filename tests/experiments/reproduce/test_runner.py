@@ -1,6 +1,5 @@
 """Real processes: several at once, one that fails, one that goes on, one whose parent is gone."""
 
-import json
 import os
 import subprocess
 import sys
@@ -113,7 +112,6 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
     (task,) = tasks("mnist random(1) mlp")
     long = replace(task.spec, schedule=replace(task.spec.schedule, epochs=100_000))
     run = Run.create(tmp_path / "run", long)
-    (run.path / ".task.json").write_text(json.dumps({"threats": [], "limit": 10, "scale": 1.0}))
     command = [sys.executable, "-m", "patchcert.experiments.reproduce.worker", str(run.path), "--parent", "1"]
     source = str(Path(patchcert.__file__).parents[1])
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": source}, capture_output=True, timeout=60)
@@ -137,3 +135,17 @@ def test_a_quick_look_never_uses_the_papers_images():
     for name in ("training-strategies", "large-models", "bound-pooling", "sparse-detail", "shape-transfer"):
         made = plan(find_table(name).chosen([]), Effort(parse_scale("quick")), None)
         assert {task.spec.data.name for task in made} == {QUICK_DATA}
+
+
+def test_a_defended_run_is_tuned_once_and_attacked_both_ways(tmp_path):
+    made = plan(find_table("compare-defenses").chosen(["mnist lgs"]), Effort(TINY), None)
+    task = next(task for task in made if task.spec.model.name == "mlp")
+    assert [attack.adaptive for attack in task.attacks] == [False, True]
+    shop = Workshop(tmp_path / "runs", tmp_path / "results")
+    assert Runner(shop, Quiet(), StopOrder()).run([task]) == {task.name: "done"}
+    plain, adaptive = (Result.open(tmp_path / "results" / task.name).attack(each) for each in task.attacks)
+    assert plain is not None
+    assert adaptive is not None
+    assert plain.meta["tuning"] == adaptive.meta["tuning"]
+    assert (plain.columns["prediction"] == adaptive.columns["prediction"]).all()
+    assert plain.total == 10

@@ -69,7 +69,9 @@ def test_rows_that_tables_share_have_the_same_numbers(table):
 
 
 def test_all_tables_together_need_the_paper_s_number_of_runs():
-    assert len({spec.fingerprint() for table in ROWS for spec in specs(table)}) == 60 + 8 + 2 + 10 + 14 + 2
+    assert (
+        len({spec.fingerprint() for table in ROWS for spec in specs(table)}) == 60 + 8 + 2 + 10 + 14 + 2 + 6
+    )
 
 
 def test_a_row_becomes_the_run_that_it_describes():
@@ -106,9 +108,34 @@ def test_transfer_rows_share_one_run_and_try_every_variant():
     assert counts == {"square": 1, "rectangle": 6, "line": 2, "diamond": 1, "parallelogram": 4}
 
 
-def test_attacks_and_votes_are_not_certified_training():
+def test_votes_and_imagenet_are_not_trained_here():
     assert all(recipe(entry) is None for entry in find_table("break-imagenet").entries)
     assert recipe(find("sparse-vs-ablation", "cifar 4 ablation")) is None
+
+
+def test_undefended_and_preprocessed_rows_share_models_that_have_seen_no_patch():
+    made = [recipe(entry) for entry in find_table("compare-defenses").chosen(["cifar none", "cifar dw"])]
+    assert len({each.specs for each in made if each}) == 1
+    (spec, *_) = made[0].specs
+    assert (spec.strategy.kind, spec.data.validation) == ("natural", 5000)
+    plans = [each.attack for each in made if each]
+    assert [(plan.patch, plan.defense, plan.adaptive, plan.largest_drop) for plan in plans] == [
+        ("2x2", "", False, 0.02),
+        ("2x2", "dw", False, 0.02),
+        ("2x2", "dw", True, 0.02),
+        ("5x5", "", False, 0.02),
+        ("5x5", "dw", False, 0.16),
+        ("5x5", "dw", True, 0.16),
+    ]
+    assert {(plan.images, plan.restarts, plan.steps) for plan in plans} == {(400, 80, 150)}
+
+
+def test_certified_rows_of_the_comparison_are_those_of_all_patch_training():
+    made = recipe(find("compare-defenses", "mnist 5x5 ibp"))
+    detail = find_table("strategy-detail-5x5").chosen(["mnist all"])
+    assert made is not None
+    assert set(made.specs) == {spec for entry in detail for spec in recipe(entry).specs}
+    assert made.threats == (Patch(5),)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from patchcert.certify import Certificates
 from patchcert.errors import RunError
+from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.rows import AnyThreat
 from patchcert.threats import Patch, threat_from_dict
 
+ATTACK_COLUMNS = ("index", "label", "prediction", "prediction_after", "succeeded")
 COLUMNS = ("label", "prediction", "verdict", "margin", "worst_top", "worst_left")
 
 
@@ -59,12 +61,7 @@ class Rows:
     @classmethod
     def read(cls, path: Path) -> "Rows":
         """The rows in a file of evidence, refused if they contradict themselves."""
-        with np.load(path, allow_pickle=False) as stored:
-            columns = {key: stored[key] for key in stored.files}
-        missing = [name for name in (*COLUMNS, "meta") if name not in columns]
-        if missing:
-            raise RunError(f"{path} lacks the column {missing[0]!r}", hint="certify the run again")
-        meta = json.loads(str(columns.pop("meta")))
+        columns, meta = _load(path, COLUMNS)
         rows = cls(path, columns, meta)
         rows.check()
         return rows
@@ -113,3 +110,60 @@ class Rows:
                 "wrong or its margin not positive",
                 hint="certify the run again",
             )
+
+
+@dataclass(frozen=True, eq=False)
+class AttackedRows:
+    """The evidence of one attack; reading it checks that an attack succeeded where the answer is wrong."""
+
+    path: Path
+    columns: Mapping[str, NDArray[Any]]
+    meta: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> "AttackedRows":
+        """The rows in a file of evidence, refused if they contradict themselves."""
+        columns, meta = _load(path, ATTACK_COLUMNS)
+        rows = cls(path, columns, meta)
+        broken = np.flatnonzero((columns["prediction_after"] != columns["label"]) != columns["succeeded"])
+        if broken.size:
+            raise RunError(f"{path} contradicts itself in row {broken[0]}", hint="attack the run again")
+        return rows
+
+    @property
+    def plan(self) -> AttackPlan:
+        """How the images were attacked."""
+        return AttackPlan.from_dict(self.meta["plan"])
+
+    @property
+    def total(self) -> int:
+        """How many images were attacked."""
+        return len(self.columns["label"])
+
+    @property
+    def correct(self) -> int:
+        """How many are predicted rightly, behind the defense where there is one, without an attack."""
+        return int(np.count_nonzero(self.columns["prediction"] == self.columns["label"]))
+
+    @property
+    def withstood(self) -> int:
+        """How many are predicted rightly under attack."""
+        return int(np.count_nonzero(~self.columns["succeeded"].astype(bool)))
+
+    def check_against(self, proven: Rows) -> None:
+        """No image that is proven for the same threat may have been broken without a defense in between."""
+        if self.plan.defense or proven.threat != self.plan.threat or proven.limit is not None:
+            return
+        index = self.columns["index"]
+        refuted = index[proven.columns["verdict"][index] & self.columns["succeeded"]]
+        if refuted.size:
+            raise RunError(f"{proven.path}: image {refuted[0]} is certified, but {self.path.name} broke it")
+
+
+def _load(path: Path, names: Sequence[str]) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    with np.load(path, allow_pickle=False) as stored:
+        columns = {key: stored[key] for key in stored.files}
+    missing = [name for name in (*names, "meta") if name not in columns]
+    if missing:
+        raise RunError(f"{path} lacks the column {missing[0]!r}", hint="gather the evidence again")
+    return columns, json.loads(str(columns.pop("meta")))

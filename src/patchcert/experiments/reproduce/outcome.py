@@ -1,13 +1,13 @@
 """Rows of tables recomputed from evidence: nothing here reads an accuracy that was written down before."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
 
 from patchcert.experiments.reproduce.results import Result, Results
-from patchcert.experiments.reproduce.rows import AnyThreat, recipe
+from patchcert.experiments.reproduce.rows import AnyThreat, Recipe, recipe
 from patchcert.experiments.reproduce.scales import Scale
 from patchcert.experiments.reproduce.tables import Entry
 from patchcert.experiments.spec import Spec
@@ -30,7 +30,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """One run: how many images are right, and how many are proven against each threat."""
+    """One run: how many images are right, proven against each threat, and right under attack."""
 
     fingerprint: str
     spec: Spec
@@ -38,11 +38,13 @@ class RunOutcome:
     certified: tuple[tuple[AnyThreat, Count], ...]
     seconds: float
     device: str
+    attacked: Count | None = None
+    defense: str = ""
 
     @property
-    def worst(self) -> tuple[AnyThreat, Count]:
-        """The threat that leaves the fewest images proven."""
-        return min(self.certified, key=lambda pair: pair[1].percent)
+    def worst(self) -> Count | None:
+        """What is proven against the threat that leaves the fewest images proven."""
+        return min((count for _, count in self.certified), key=lambda count: count.percent, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +60,32 @@ class Outcome:
     @property
     def clean(self) -> float | None:
         """Mean clean accuracy in per cent."""
-        return fmean(self._clean) if self.seeds else None
+        return _mean(_shares(seed, lambda run: run.clean) for seed in self.seeds)
 
     @property
     def certified(self) -> float | None:
         """Mean certified accuracy in per cent, each run against its worst threat."""
-        return fmean(self._certified) if self.seeds else None
+        return _mean(self._certified)
+
+    @property
+    def empirical(self) -> float | None:
+        """Mean accuracy under attack in per cent."""
+        return _mean(_shares(seed, lambda run: run.attacked) for seed in self.seeds)
 
     @property
     def spread(self) -> float | None:
         """The standard deviation of the certified accuracy over seeds, in points."""
-        return stdev(self._certified) if len(self.seeds) > 1 else None
+        values = [value for value in self._certified if value is not None]
+        return stdev(values) if len(values) > 1 else None
 
     @property
     def difference(self) -> float | None:
-        """Our certified accuracy minus the paper's, in points."""
-        if self.certified is None or self.entry.certified is None:
-            return None
-        return self.certified - self.entry.certified
+        """Our certified accuracy minus the paper's in points; where it has none, that under attack."""
+        if self.entry.certified is not None:
+            ours, paper = self.certified, self.entry.certified
+        else:
+            ours, paper = self.empirical, self.entry.empirical
+        return None if ours is None or paper is None else ours - paper
 
     @property
     def seconds(self) -> float | None:
@@ -90,12 +100,19 @@ class Outcome:
         return "; ".join(words)
 
     @property
-    def _clean(self) -> list[float]:
-        return [fmean(run.clean.percent for run in seed) for seed in self.seeds]
+    def _certified(self) -> list[float | None]:
+        return [_shares(seed, lambda run: run.worst) for seed in self.seeds]
 
-    @property
-    def _certified(self) -> list[float]:
-        return [fmean(run.worst[1].percent for run in seed) for seed in self.seeds]
+
+def _shares(runs: Sequence[RunOutcome], count: Callable[[RunOutcome], Count | None]) -> float | None:
+    """The mean of one number over the runs, where all have it."""
+    return _mean(None if (found := count(run)) is None else found.percent for run in runs)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    listed = list(values)
+    numbers = [value for value in listed if value is not None]
+    return fmean(numbers) if listed and len(numbers) == len(listed) else None
 
 
 def outcomes(
@@ -109,10 +126,10 @@ def outcomes(
 def _outcome(entry: Entry, results: Results, scale: Scale | None, seeds: int | None) -> Outcome:
     made = recipe(entry)
     if made is None:
-        return Outcome(entry, "not run", note="needs attacks or votes, not certified training")
+        return Outcome(entry, "not run")
     limit = scale.test_images if scale is not None else None
-    specs = scale.apply(made).specs if scale is not None and scale.quick else made.specs
-    found = [_found(spec, results, made.threats, limit) for spec in specs]
+    made = scale.apply(made) if scale is not None and scale.quick else made
+    found = [_found(spec, results, made, limit) for spec in made.specs]
     factors = set.intersection(*(set(by_factor) for by_factor in found))
     if scale is not None and not scale.quick:
         factors &= {scale.factor}
@@ -129,26 +146,32 @@ def _outcome(entry: Entry, results: Results, scale: Scale | None, seeds: int | N
 
 
 def _found(
-    spec: Spec, results: Results, threats: Sequence[AnyThreat], limit: int | None
+    spec: Spec, results: Results, asked: Recipe, limit: int | None
 ) -> dict[float, dict[int, RunOutcome]]:
     """By scale and seed, the runs with evidence for all threats; those with exact steps before TF32."""
     found: dict[float, dict[int, RunOutcome]] = {}
     for result in sorted(results.of(spec), key=lambda result: result.spec.optimiser.tf32):
         factor = float(result.summary["scale"])
         is_same = result.spec.schedule == (spec if factor == 1.0 else spec.scaled(factor)).schedule
-        if is_same and result.covers(threats, limit):
-            found.setdefault(factor, {}).setdefault(result.spec.seed, _count(result, threats, limit))
+        if is_same and result.covers(asked.threats, limit, [asked.attack] if asked.attack else []):
+            found.setdefault(factor, {}).setdefault(result.spec.seed, _count(result, asked, limit))
     return found
 
 
-def _count(result: Result, threats: Sequence[AnyThreat], limit: int | None) -> RunOutcome:
-    evidence = [rows for threat in threats if (rows := result.evidence(threat, limit)) is not None]
+def _count(result: Result, asked: Recipe, limit: int | None) -> RunOutcome:
+    """Clean accuracy is counted on all certified images, else on the attacked ones, behind their defense."""
+    evidence = [rows for threat in asked.threats if (rows := result.evidence(threat, limit)) is not None]
+    attacked = result.attack(asked.attack) if asked.attack else None
+    basis = evidence[0] if evidence else attacked
+    assert basis is not None
     summary: Any = result.summary
     return RunOutcome(
         fingerprint=result.path.name,
         spec=result.spec,
-        clean=Count(evidence[0].correct, evidence[0].total),
+        clean=Count(basis.correct, basis.total),
         certified=tuple((rows.threat, Count(rows.certified, rows.total)) for rows in evidence),
         seconds=float(summary["training_seconds"]),
         device=str(summary["device"]),
+        attacked=None if attacked is None else Count(attacked.withstood, attacked.total),
+        defense="" if attacked is None else attacked.meta["defense"] or "",
     )

@@ -7,8 +7,8 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from patchcert.errors import InvalidInput
+from patchcert.experiments.reproduce.orders import ORDERS
 from patchcert.experiments.reproduce.runner import LOG
-from patchcert.experiments.reproduce.worker import TASK_FILE
 from patchcert.experiments.runs import ENVIRONMENT, METRICS, SPEC, STATE, WEIGHTS, Run
 
 RESULTS, RUNS = "results", "runs"
@@ -80,9 +80,9 @@ def _choose_runs(
         run = Run.open(spec_file.parent)
         is_collected = (results / run.path.name / SPEC).is_file()
         if run.is_finished and (weights or not is_collected):
-            chosen.append((run, _existing(run, (SPEC, ENVIRONMENT, METRICS, TASK_FILE, WEIGHTS))))
+            chosen.append((run, _existing(run, (SPEC, ENVIRONMENT, METRICS, ORDERS, WEIGHTS))))
         elif not run.is_finished and unfinished:
-            chosen.append((run, _existing(run, (SPEC, ENVIRONMENT, METRICS, TASK_FILE, LOG, STATE))))
+            chosen.append((run, _existing(run, (SPEC, ENVIRONMENT, METRICS, ORDERS, LOG, STATE))))
     return chosen
 
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from patchcert.data import load_dataset
-from patchcert.experiments.reproduce.rows import AnyThreat, recipe
+from patchcert.experiments.reproduce.attack_plan import AttackPlan
+from patchcert.experiments.reproduce.evidence import evidence_name
+from patchcert.experiments.reproduce.rows import AnyThreat, Recipe, recipe
 from patchcert.experiments.reproduce.scales import Scale
 from patchcert.experiments.reproduce.tables import Entry
 from patchcert.experiments.spec import RandomTraining, Spec
@@ -16,13 +18,20 @@ PAPER_SCALE = Scale()
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One run and all threats it is certified against; `name` is its folder, decided by spec and data."""
+    """One run, what it is certified against and how it is attacked; spec and data decide its name."""
 
     name: str
     spec: Spec
     threats: tuple[AnyThreat, ...]
     test_images: int | None = None
     scale: float = 1.0
+    attacks: tuple[AttackPlan, ...] = ()
+
+    @property
+    def evidence_names(self) -> tuple[str, ...]:
+        """What the run's evidence is called once all is done."""
+        certificates = (evidence_name(threat, self.test_images) for threat in self.threats)
+        return (*certificates, *(attack.name for attack in self.attacks))
 
     @property
     def label(self) -> str:
@@ -43,18 +52,18 @@ class Effort:
     seeds: int = 1
     tf32: bool = False
 
-    def specs(self, entry: Entry) -> tuple[tuple[Spec, ...], tuple[AnyThreat, ...]]:
-        """All runs of a row, every seed of them, and its threats; neither where it is not trained here."""
+    def recipe(self, entry: Entry) -> Recipe:
+        """All runs of a row, every seed of them, its threats and its attack; nothing where none is known."""
         found = recipe(entry)
         if found is None:
-            return (), ()
+            return Recipe((), ())
         scaled = self.scale.apply(found)
         specs = [
             replace(spec, seed=spec.seed + extra) for extra in range(self.seeds) for spec in scaled.specs
         ]
         if self.tf32:
             specs = [replace(spec, optimiser=replace(spec.optimiser, tf32=True)) for spec in specs]
-        return tuple(specs), scaled.threats
+        return replace(scaled, specs=tuple(specs))
 
 
 def plan(entries: Sequence[Entry], effort: Effort, data_dir: Path | None) -> tuple[Task, ...]:
@@ -62,14 +71,18 @@ def plan(entries: Sequence[Entry], effort: Effort, data_dir: Path | None) -> tup
     checksums: dict[str, Mapping[str, str]] = {}
     tasks: dict[str, Task] = {}
     for entry in entries:
-        specs, threats = effort.specs(entry)
-        for spec in specs:
+        made = effort.recipe(entry)
+        for spec in made.specs:
             if spec.data.name not in checksums:
                 checksums[spec.data.name] = load_dataset(spec.data.name, data_dir).checksums
             name = spec.fingerprint(checksums[spec.data.name])
-            known = tasks[name].threats if name in tasks else ()
-            merged = tuple(dict.fromkeys((*known, *threats)))
-            tasks[name] = Task(name, spec, merged, effort.scale.test_images, effort.scale.factor)
+            task = tasks.get(name, Task(name, spec, (), effort.scale.test_images, effort.scale.factor))
+            attacks = (*task.attacks, made.attack) if made.attack else task.attacks
+            tasks[name] = replace(
+                task,
+                threats=tuple(dict.fromkeys((*task.threats, *made.threats))),
+                attacks=tuple(dict.fromkeys(attacks)),
+            )
     return tuple(tasks.values())
 
 

@@ -1,6 +1,7 @@
 """The folder of results: of each finished run its specification, circumstances and evidence, no weights."""
 
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -9,14 +10,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import patchcert
 from patchcert.errors import RunError
 from patchcert.experiments.read import read_spec
-from patchcert.experiments.reproduce.evidence import Rows
+from patchcert.experiments.reproduce.attack_plan import AttackPlan
+from patchcert.experiments.reproduce.evidence import AttackedRows, Rows
+from patchcert.experiments.reproduce.orders import read_orders
 from patchcert.experiments.reproduce.plan import FIRST_SEED, Task
 from patchcert.experiments.reproduce.rows import AnyThreat
-from patchcert.experiments.reproduce.worker import TASK_FILE
-from patchcert.experiments.runs import ENVIRONMENT, SPEC, Run, write_text
+from patchcert.experiments.runs import ENVIRONMENT, EVIDENCE, SPEC, Run, write_text
 from patchcert.experiments.spec import RunSettings, Spec
 from patchcert.files import atomic_write, sha256
 from patchcert.train.schedules import Schedule
@@ -44,7 +48,24 @@ class Result:
     @cached_property
     def rows(self) -> tuple[Rows, ...]:
         """All evidence, checked: gathered with one set of weights, and on the data that named the folder."""
-        found = tuple(Rows.read(file) for file in sorted(self.path.glob("*.npz")))
+        found = tuple(Rows.read(file) for file in sorted(self.path.glob("certify-*.npz")))
+        self._check(found)
+        return found
+
+    @cached_property
+    def attacks(self) -> tuple[AttackedRows, ...]:
+        """The evidence of attacks, checked likewise, and held against the certificates."""
+        found = tuple(AttackedRows.read(file) for file in sorted(self.path.glob("attack-*.npz")))
+        self._check((*self.rows, *found))
+        for attacked, proven in itertools.product(found, self.rows):
+            attacked.check_against(proven)
+        return found
+
+    def attack(self, plan: AttackPlan) -> AttackedRows | None:
+        """The rows of this very attack, where they are there."""
+        return next((rows for rows in self.attacks if rows.plan == plan), None)
+
+    def _check(self, found: Sequence[Rows | AttackedRows]) -> None:
         if len({rows.meta["weights_sha256"] for rows in found}) > 1:
             raise RunError(f"{self.path} holds evidence of different weights", hint="collect the run again")
         for rows in found:
@@ -53,7 +74,6 @@ class Result:
                     f"{rows.path} is not evidence of the run that its folder is named after",
                     hint="the specification or the data were changed afterwards; collect the run again",
                 )
-        return found
 
     def evidence(self, threat: AnyThreat, limit: int | None) -> Rows | None:
         """The rows for a threat on the first test images, or on all of them, where they are there."""
@@ -62,9 +82,12 @@ class Result:
                 return rows
         return None
 
-    def covers(self, threats: Sequence[AnyThreat], limit: int | None) -> bool:
-        """Whether there is evidence for all threats."""
-        return all(self.evidence(threat, limit) is not None for threat in threats)
+    def covers(
+        self, threats: Sequence[AnyThreat], limit: int | None, attacks: Sequence[AttackPlan] = ()
+    ) -> bool:
+        """Whether there is evidence for all threats and attacks."""
+        proven = all(self.evidence(threat, limit) is not None for threat in threats)
+        return proven and all(self.attack(plan) is not None for plan in attacks)
 
 
 def experiment_key(spec: Spec) -> str:
@@ -103,7 +126,7 @@ def find_result(folder: Path | None, task: Task) -> Result | None:
 def is_complete(folder: Path | None, task: Task) -> bool:
     """Whether the results have evidence for everything the task asks."""
     result = find_result(folder, task)
-    return result is not None and result.covers(task.threats, task.test_images)
+    return result is not None and result.covers(task.threats, task.test_images, task.attacks)
 
 
 def collect(run: Run, name: str, folder: Path, scale: float = 1.0) -> Result:
@@ -111,11 +134,10 @@ def collect(run: Run, name: str, folder: Path, scale: float = 1.0) -> Result:
     target = folder / name
     weights = sha256(run.weights)
     for file in target.glob("*.npz"):
-        if Rows.read(file).meta["weights_sha256"] != weights:
+        if _weights_of(file) != weights:
             file.unlink()
-    evidence = sorted((run.path / "evidence").glob("certify-*.npz"))
-    for file in evidence:
-        if Rows.read(file).meta["weights_sha256"] == weights:
+    for file in _countable(run):
+        if _weights_of(file) == weights:
             _copy(file, target / file.name)
     write_text(target / ENVIRONMENT, json.dumps(run.environment(), indent=2) + "\n")
     write_text(target / SUMMARY, json.dumps(_summary(run, target, scale), indent=2) + "\n")
@@ -128,11 +150,24 @@ def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
     names = []
     for spec_file in sorted(runs.glob(f"*/{SPEC}")):
         run = Run.open(spec_file.parent)
-        if run.is_finished and any(name.startswith("certify-") for name in run.evidence_names()):
+        if run.is_finished and _countable(run):
             checksums = run.environment().get("data", {}).get("checksums", {})
             names.append(run.spec.fingerprint(checksums))
-            collect(run, names[-1], folder, _scale_of(run))
+            collect(run, names[-1], folder, read_orders(run.path).scale)
     return tuple(names)
+
+
+def _countable(run: Run) -> list[Path]:
+    """The evidence from which tables are counted: certificates, and attacks that followed a plan."""
+    files = sorted((run.path / EVIDENCE).glob("*.npz"))
+    names = [(file, file.stem.partition("-")[0]) for file in files]
+    planned = {file: "plan" in run.evidence_meta(file.stem) for file, kind in names if kind == "attack"}
+    return [file for file, kind in names if kind == "certify" or planned.get(file, False)]
+
+
+def _weights_of(file: Path) -> str:
+    with np.load(file, allow_pickle=False) as stored:
+        return json.loads(str(stored["meta"]))["weights_sha256"]
 
 
 def source_sha256() -> str:
@@ -145,20 +180,16 @@ def source_sha256() -> str:
     return total.hexdigest()
 
 
-def _scale_of(run: Run) -> float:
-    """The scale that the run was asked for with; runs trained by hand count only with the full schedule."""
-    file = run.path / TASK_FILE
-    return float(json.loads(file.read_text(encoding="utf-8"))["scale"]) if file.is_file() else 1.0
-
-
 def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
-    rows = [Rows.read(file) for file in sorted(target.glob("*.npz"))]
+    rows = [Rows.read(file) for file in sorted(target.glob("certify-*.npz"))]
+    attacks = [AttackedRows.read(file) for file in sorted(target.glob("attack-*.npz"))]
     environment = run.environment()
     return {
         "fingerprint": target.name,
         "scale": scale,
         "clean_accuracy": rows[0].correct / rows[0].total if rows else None,
         "certified_accuracy": {each.path.stem: each.certified / each.total for each in rows},
+        "attacked_accuracy": {each.path.stem: each.withstood / each.total for each in attacks},
         "training_seconds": round(run.training_seconds, 1),
         "device": environment.get("device", ""),
         "versions": environment.get("versions", {}),

@@ -1,10 +1,12 @@
 """From a row of a table to the runs whose mean it is, and the threats each of them is certified against."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from patchcert.errors import InvalidInput
 from patchcert.experiments.read import read_spec
+from patchcert.experiments.reproduce.attack_plan import AttackPlan, DefenseName
 from patchcert.experiments.reproduce.tables import AVERAGED, Entry
 from patchcert.experiments.spec import Spec
 from patchcert.threats import Patch, SparsePixels, shapes
@@ -12,26 +14,47 @@ from patchcert.threats import Patch, SparsePixels, shapes
 AnyThreat = Patch | SparsePixels
 _STRATEGY = re.compile(r"(All Patch|Random|Guided|Pool)\s*\(?([\d-]*)\)?")
 _CLASSES = 10
+HELD_OUT = 5000
+LARGEST_DROPS = {"2x2": 0.02, "5x5": 0.16}
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a row's numbers come about: the mean over the specs, each against its worst threat."""
+    """How a row's numbers come about: the mean over the specs, each against its worst threat, or attacked."""
 
     specs: tuple[Spec, ...]
     threats: tuple[AnyThreat, ...]
+    attack: AttackPlan | None = None
 
 
 def recipe(entry: Entry) -> Recipe | None:
-    """The runs and threats behind a row; None for one that does not come from certified training."""
+    """The runs, threats and attacks behind a row; None for one that comes from elsewhere."""
     if entry.preset:
         spec = read_spec(entry.preset)
         return Recipe((spec,), (spec.threat,))
-    if entry.defense or entry.strategy == "Random Ablation":
+    if entry.dataset == "imagenet" or entry.strategy == "Random Ablation":
         return None
     models = AVERAGED if entry.model == "average" else (entry.model,)
+    if entry.defense:
+        return _attacked(entry, models)
     specs = tuple(_spec(entry, model) for model in models)
     return Recipe(specs, _threats(entry, specs[0]))
+
+
+def _attacked(entry: Entry, models: Sequence[str]) -> Recipe:
+    """Certified models are those of all-patch training; the others have seen no patch, and fewer images."""
+    if entry.defense == "IBP":
+        specs = tuple(_spec(replace(entry, strategy="All Patch"), model) for model in models)
+        return Recipe(specs, (specs[0].threat,), AttackPlan(entry.patch))
+    changes = ["strategy.kind=natural", f"data.validation={HELD_OUT}"]
+    specs = tuple(read_spec(f"paper-{entry.dataset}", [*changes, f"model.name={model}"]) for model in models)
+    if entry.defense == "None":
+        plan = AttackPlan(entry.patch)
+        return Recipe(specs, (plan.threat,), plan)
+    drop = LARGEST_DROPS[entry.patch]
+    defense: DefenseName = "lgs" if entry.defense == "LGS" else "dw"
+    plan = AttackPlan(entry.patch, defense, entry.attack == "adaptive", largest_drop=drop)
+    return Recipe(specs, (), plan)
 
 
 def _spec(entry: Entry, model: str) -> Spec:

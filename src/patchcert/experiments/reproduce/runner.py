@@ -1,6 +1,5 @@
 """Several runs at once on one device, each in its own process; what was cut short goes on."""
 
-import json
 import os
 import subprocess
 import sys
@@ -13,10 +12,11 @@ from typing import Literal, Protocol
 
 import patchcert
 from patchcert.experiments.reproduce.evidence import Rows
+from patchcert.experiments.reproduce.orders import write_orders
 from patchcert.experiments.reproduce.plan import Task
 from patchcert.experiments.reproduce.results import collect, find_result, is_complete
-from patchcert.experiments.reproduce.worker import STOP_FILE, TASK_FILE, missing_evidence
-from patchcert.experiments.runs import EVIDENCE, METRICS, SPEC, Run, write_text
+from patchcert.experiments.reproduce.worker import STOP_FILE, is_missing
+from patchcert.experiments.runs import EVIDENCE, METRICS, SPEC, Run
 
 State = Literal["waiting", "running", "done", "already done", "interrupted", "failed"]
 POLL_SECONDS = 0.2
@@ -78,7 +78,7 @@ class Job:
         """How far it is."""
         total = self.task.spec.schedule.epochs
         done = self.epochs_done
-        return f"{self.task.label} {'certifying' if done >= total else f'{done}/{total}'}"
+        return f"{self.task.label} {'on evidence' if done >= total else f'{done}/{total}'}"
 
     def stop(self) -> None:
         """Ask it to save its state and end."""
@@ -123,7 +123,7 @@ class Runner:
         if not (folder / SPEC).is_file():
             return False
         run = Run.open(folder)
-        if not run.is_finished or missing_evidence(run, _plain(task)):
+        if not run.is_finished or any(is_missing(run, name) for name in task.evidence_names):
             return False
         self._collect(task)
         self._set(task, "already done")
@@ -135,7 +135,7 @@ class Runner:
         if not (folder / SPEC).is_file():
             Run.create(folder, task.spec)
         task = self._with_earlier_threats(task)
-        write_text(folder / TASK_FILE, json.dumps(_plain(task)))
+        write_orders(folder, task)
         with (folder / LOG).open("ab") as log:
             process = subprocess.Popen(
                 self._command(folder),
@@ -159,7 +159,11 @@ class Runner:
         if result is None or (self.shop.runs / task.name / "weights.safetensors").is_file():
             return task
         earlier = [rows.threat for rows in result.rows if rows.limit == task.test_images]
-        return replace(task, threats=tuple(dict.fromkeys((*task.threats, *earlier))))
+        return replace(
+            task,
+            threats=tuple(dict.fromkeys((*task.threats, *earlier))),
+            attacks=tuple(dict.fromkeys((*task.attacks, *(rows.plan for rows in result.attacks)))),
+        )
 
     def _look(self) -> None:
         for job in [job for job in self._running if job.process.poll() is not None]:
@@ -204,11 +208,6 @@ class Runner:
         self.watcher.changed(task, state, note)
 
 
-def _plain(task: Task) -> dict[str, object]:
-    threats = [threat.to_dict() for threat in task.threats]
-    return {"threats": threats, "limit": task.test_images, "scale": task.scale}
-
-
 def _environment(jobs: int) -> dict[str, str]:
     """The same package for the processes, and a fair share of the processor for each."""
     source = str(Path(patchcert.__file__).resolve().parents[1])
@@ -219,8 +218,11 @@ def _environment(jobs: int) -> dict[str, str]:
 
 def _found(run: Run) -> str:
     """The accuracies of a finished run against the threat that it was trained on, or the first it has."""
-    rows = [Rows.read(run.path / EVIDENCE / f"{name}.npz") for name in run.evidence_names()]
-    own = next((each for each in rows if each.threat == run.spec.threat), rows[0])
+    names = [name for name in run.evidence_names() if name.startswith("certify-")]
+    rows = [Rows.read(run.path / EVIDENCE / f"{name}.npz") for name in names]
+    own = next((each for each in rows if each.threat == run.spec.threat), rows[0] if rows else None)
+    if own is None:
+        return f"{len(run.evidence_names())} attacks"
     return f"{own.correct / own.total:.2%} right, {own.certified / own.total:.2%} certified"
 
 

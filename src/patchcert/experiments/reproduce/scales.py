@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from patchcert.errors import InvalidInput
+from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.rows import Recipe
 from patchcert.experiments.spec import (
     DataChoice,
@@ -17,6 +18,7 @@ from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Sch
 QUICK_DATA = "mnist-mini"
 QUICK_SCHEDULE = Schedule(8, EpsilonSchedule(1, 4), LearningRateSchedule(initial=4e-3))
 QUICK_POOLED = 80
+QUICK_HELD_OUT = 50
 QUICK_MODELS = {"cnn4": "cnn2", "cnn5w": "cnn2", "cnn4_c11": "cnn2", "cnn4_c13": "cnn2"}
 
 
@@ -48,10 +50,18 @@ class Scale:
     def apply(self, recipe: Recipe) -> Recipe:
         """The runs at this scale, against the same threats."""
         if self.quick:
-            return replace(recipe, specs=tuple(dict.fromkeys(map(self._quick, recipe.specs))))
+            specs = tuple(dict.fromkeys(map(self._quick, recipe.specs)))
+            return replace(recipe, specs=specs, attack=recipe.attack and self._quick_attack(recipe.attack))
         if self.factor == 1.0:
             return recipe
         return replace(recipe, specs=tuple(spec.scaled(self.factor) for spec in recipe.specs))
+
+    def _quick_attack(self, attack: AttackPlan) -> AttackPlan:
+        """Anything goes for a defense here: with so few images most settings cost much."""
+        images = min(self.quick_test, QUICK_HELD_OUT)
+        return replace(
+            attack, images=images, restarts=4, steps=10, tuned_on=images, largest_drop=1.0, settings=4
+        )
 
     def _quick(self, spec: Spec) -> Spec:
         strategy, images = spec.strategy, self.quick_train
@@ -61,7 +71,9 @@ class Scale:
             images = min(images, QUICK_POOLED)
         return replace(
             spec,
-            data=DataChoice(QUICK_DATA, limit=images),
+            data=DataChoice(
+                QUICK_DATA, limit=images, validation=QUICK_HELD_OUT if spec.data.validation else 0
+            ),
             model=ModelChoice(QUICK_MODELS.get(spec.model.name, spec.model.name), hidden=64),
             strategy=strategy,
             schedule=QUICK_SCHEDULE,

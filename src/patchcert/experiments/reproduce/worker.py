@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from patchcert.experiments.reproduce.rows import AnyThreat
     from patchcert.experiments.runs import Run
 
-TASK_FILE, STOP_FILE = ".task.json", ".stop"
+STOP_FILE = ".stop"
 FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
 LOOK_EVERY = 0.3
 
@@ -49,36 +49,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def carry_out(folder: Path, device_name: str, data_dir: Path | None) -> None:
-    """Train the run in the folder to its end, and leave evidence for each threat of its task."""
+    """Train the run in the folder to its end, and leave evidence for each threat and attack of its task."""
     import torch
 
     from patchcert.data import load_dataset
+    from patchcert.experiments.reproduce.attacking import attack_run
+    from patchcert.experiments.reproduce.evidence import evidence_name
+    from patchcert.experiments.reproduce.orders import read_orders
     from patchcert.experiments.runs import Run
     from patchcert.experiments.training import Workplace, train_run
 
-    task = json.loads((folder / TASK_FILE).read_text(encoding="utf-8"))
+    task = read_orders(folder)
     device = torch.device(device_name)
     spec = Run.open(folder).spec
     run = train_run(spec, folder, Workplace(device, data_dir), resume=True, listener=_EpochLog())
     dataset = load_dataset(spec.data.name, data_dir)
-    for threat in missing_evidence(run, task):
-        _certify(run, dataset, threat, task["limit"], device)
+    for threat in task.threats:
+        if is_missing(run, evidence_name(threat, task.limit)):
+            _certify(run, dataset, threat, task.limit, device)
+    for plan in task.attacks:
+        if is_missing(run, plan.name):
+            _log(f"{plan.name}: {attack_run(run, dataset, plan, device):.2%} withstood")
 
 
-def missing_evidence(run: "Run", task: Mapping[str, Any]) -> "list[AnyThreat]":
-    """The threats of the task for which the run's weights have no evidence yet."""
-    from patchcert.experiments.reproduce.evidence import evidence_name
+def is_missing(run: "Run", name: str) -> bool:
+    """Whether the run's present weights have no evidence of that name."""
     from patchcert.files import sha256
-    from patchcert.threats import threat_from_dict
 
-    weights = sha256(run.weights)
-    threats = [threat_from_dict(plain) for plain in task["threats"]]
-    return [
-        threat
-        for threat in threats
-        if (name := evidence_name(threat, task["limit"])) not in run.evidence_names()
-        or run.evidence_meta(name).get("weights_sha256") != weights
-    ]
+    if name not in run.evidence_names():
+        return True
+    return run.evidence_meta(name).get("weights_sha256") != sha256(run.weights)
 
 
 def _certify(

@@ -1,0 +1,47 @@
+"""What a run's process is asked to do, as a file in the run's folder."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from patchcert.experiments.reproduce.attack_plan import AttackPlan
+from patchcert.experiments.reproduce.plan import Task
+from patchcert.experiments.reproduce.rows import AnyThreat
+from patchcert.experiments.runs import write_text
+from patchcert.threats import threat_from_dict
+
+ORDERS = ".task.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """Threats to certify on the first test images or on all, attacks, and the schedule's scale."""
+
+    threats: tuple[AnyThreat, ...] = ()
+    limit: int | None = None
+    scale: float = 1.0
+    attacks: tuple[AttackPlan, ...] = ()
+
+
+def write_orders(folder: Path, task: Task) -> None:
+    """Leave a task in the folder of its run."""
+    plain = {
+        "threats": [threat.to_dict() for threat in task.threats],
+        "limit": task.test_images,
+        "scale": task.scale,
+        "attacks": [attack.to_dict() for attack in task.attacks],
+    }
+    write_text(folder / ORDERS, json.dumps(plain))
+
+
+def read_orders(folder: Path) -> Orders:
+    """The task in the folder of a run; nothing to do where there is none."""
+    if not (folder / ORDERS).is_file():
+        return Orders()
+    plain = json.loads((folder / ORDERS).read_text(encoding="utf-8"))
+    return Orders(
+        threats=tuple(threat_from_dict(threat) for threat in plain["threats"]),
+        limit=plain["limit"],
+        scale=float(plain["scale"]),
+        attacks=tuple(AttackPlan.from_dict(attack) for attack in plain.get("attacks", ())),
+    )
