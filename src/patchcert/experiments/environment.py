@@ -52,4 +52,4 @@ def _commit() -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip()
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -13,7 +13,9 @@ from patchcert.certify import Certificates
 from patchcert.errors import RunError
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.evidence import Rows, certificate_columns, evidence_name, round_down
+from patchcert.experiments.reproduce.orders import write_orders
 from patchcert.experiments.reproduce.outcome import outcomes
+from patchcert.experiments.reproduce.plan import Task
 from patchcert.experiments.reproduce.results import Results, collect, collect_all, experiment_key
 from patchcert.experiments.reproduce.rows import recipe
 from patchcert.experiments.reproduce.scales import Scale
@@ -131,6 +133,14 @@ def test_rows_without_evidence_are_not_run(tmp_path):
     (outcome,) = outcomes(row("strategy-detail-5x5", "mnist all mlp"), tmp_path, None)
     assert outcome.status == "not run"
     assert (outcome.clean, outcome.certified, outcome.difference, outcome.seconds) == (None,) * 4
+
+
+def test_runs_that_shared_a_device_say_so(finished, mlp, tmp_path):
+    run = finished(mlp, {Patch(5): (94, 62)})
+    write_orders(run.path, Task(run.path.name, mlp, (Patch(5),)), jobs=6)
+    collect(run, run.path.name, tmp_path / "results")
+    (outcome,) = outcomes(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results", None)
+    assert outcome.hardware == "NVIDIA H200, 6 runs at once"
 
 
 def test_a_mean_needs_all_its_models(collected, mlp, tmp_path):

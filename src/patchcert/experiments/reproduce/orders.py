@@ -15,21 +15,26 @@ ORDERS = ".task.json"
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Threats to certify on the first test images or on all, attacks, and the schedule's scale."""
+    """Threats to certify on the first test images or on all, attacks, and the schedule's scale.
+
+    `jobs` is how many runs share the device, without which training times cannot be compared.
+    """
 
     threats: tuple[AnyThreat, ...] = ()
     limit: int | None = None
     scale: float = 1.0
     attacks: tuple[AttackPlan, ...] = ()
+    jobs: int = 1
 
 
-def write_orders(folder: Path, task: Task) -> None:
+def write_orders(folder: Path, task: Task, jobs: int) -> None:
     """Leave a task in the folder of its run."""
     plain = {
         "threats": [threat.to_dict() for threat in task.threats],
         "limit": task.test_images,
         "scale": task.scale,
         "attacks": [attack.to_dict() for attack in task.attacks],
+        "jobs": jobs,
     }
     write_text(folder / ORDERS, json.dumps(plain))
 
@@ -43,5 +48,6 @@ def read_orders(folder: Path) -> Orders:
         threats=tuple(threat_from_dict(threat) for threat in plain["threats"]),
         limit=plain["limit"],
         scale=float(plain["scale"]),
-        attacks=tuple(AttackPlan.from_dict(attack) for attack in plain.get("attacks", ())),
+        attacks=tuple(AttackPlan.from_dict(attack) for attack in plain["attacks"]),
+        jobs=int(plain["jobs"]),
     )

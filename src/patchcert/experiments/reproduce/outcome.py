@@ -1,6 +1,6 @@
 """Rows of tables recomputed from evidence: nothing here reads an accuracy that was written down before."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -158,6 +158,12 @@ def _found(
     return found
 
 
+def _device(summary: Mapping[str, Any]) -> str:
+    """The device, and that several runs were given to it at once: their training times then include waiting."""
+    jobs = summary.get("jobs", 1)
+    return f"{summary['device']}, {jobs} runs at once" if jobs > 1 else str(summary["device"])
+
+
 def _count(result: Result, asked: Recipe, limit: int | None) -> RunOutcome:
     """Clean accuracy is counted on all certified images, else on the attacked ones, behind their defense."""
     evidence = [rows for threat in asked.threats if (rows := result.evidence(threat, limit)) is not None]
@@ -171,7 +177,7 @@ def _count(result: Result, asked: Recipe, limit: int | None) -> RunOutcome:
         clean=Count(basis.correct, basis.total),
         certified=tuple((rows.threat, Count(rows.certified, rows.total)) for rows in evidence),
         seconds=float(summary["training_seconds"]),
-        device=str(summary["device"]),
+        device=_device(summary),
         attacked=None if attacked is None else Count(attacked.withstood, attacked.total),
         defense="" if attacked is None else attacked.meta["defense"] or "",
     )

@@ -192,6 +192,7 @@ def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
         "attacked_accuracy": {each.path.stem: each.withstood / each.total for each in attacks},
         "training_seconds": round(run.training_seconds, 1),
         "device": environment.get("device", ""),
+        "jobs": read_orders(run.path).jobs,
         "versions": environment.get("versions", {}),
         "commit": environment.get("commit", ""),
         "source_sha256": source_sha256(),

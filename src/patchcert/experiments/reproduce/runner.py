@@ -135,7 +135,7 @@ class Runner:
         if not (folder / SPEC).is_file():
             Run.create(folder, task.spec)
         task = self._with_earlier_threats(task)
-        write_orders(folder, task)
+        write_orders(folder, task, self.shop.jobs)
         with (folder / LOG).open("ab") as log:
             process = subprocess.Popen(
                 self._command(folder),
