@@ -146,13 +146,19 @@ def _evidence_name(
     parts = [
         "certify",
         words,
-        _digest(threat) if re.search("stamp|listed|mapped", words) else "",
+        "" if _is_spelt_out(threat) else _digest(threat),
         data,
         "" if split == "test" else split,
         "" if limit is None else f"first-{limit}",
         "" if dtype == "float32" else dtype,
     ]
     return "-".join(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts if part)
+
+
+def _is_spelt_out(threat: "Patch | SparsePixels") -> bool:
+    """Whether the threat's words say all of it: rectangles do, other shapes may be mirrored or turned."""
+    is_solid = getattr(threat, "is_solid", True)
+    return is_solid and not re.search("listed|mapped", str(threat))
 
 
 def _digest(threat: "Patch | SparsePixels") -> str:
