@@ -68,8 +68,8 @@ def check_trace(model: nn.Module, audit: Network, images: Tensor) -> None:
     image = images[:1].double() if len(images) else images.new_full((1, *images.shape[1:]), 0.25).double()
     twin = copy.deepcopy(model).double()
     for probe in (image, 1 - image):
-        bounds = audit.bounds(Interval.point(probe), rounding=Rounding.outward(torch.float64))
         try:
+            bounds = audit.bounds(Interval.point(probe), rounding=Rounding.outward(torch.float64))
             logits = twin(probe)
         except RuntimeError as error:
             raise ModelError(

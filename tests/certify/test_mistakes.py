@@ -1,0 +1,191 @@
+"""Every mistake is named: what is wrong, what was expected, what came."""
+
+import pytest
+import torch
+from torch import nn
+
+import patchcert as pc
+from patchcert.errors import InvalidInput, InvalidThreat, ModelError, UnsupportedLayer
+
+SHAPE = (1, 4, 5)
+
+
+def network(channels=1):
+    return nn.Sequential(
+        nn.Conv2d(channels, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(60, 3)
+    ).eval()
+
+
+def batch(count=4):
+    return torch.rand(count, *SHAPE), torch.zeros(count, dtype=torch.long)
+
+
+def hooked():
+    model = network()
+    model[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+class Watched(nn.Module):
+    """Behaves while it is traced, and otherwise not."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(20, 3)
+
+    def forward(self, images):
+        features = self.head(torch.flatten(images, 1))
+        return features if isinstance(images, torch.fx.Proxy) else -features
+
+
+class Fixed(nn.Module):
+    """Holds a weight that is neither parameter nor buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix, self.head = torch.ones(3, 20), nn.Linear(3, 3)
+
+    def forward(self, images):
+        return self.head(nn.functional.linear(torch.flatten(images, 1), self.matrix))
+
+
+MISTAKES = {
+    "bytes": (
+        InvalidInput,
+        r"images must be floats \(n, channels, height, width\), got torch.uint8 \(4, 1, 4, 5\)",
+        {"images": lambda x: x.byte()},
+    ),
+    "one image without a batch": (InvalidInput, r"got torch.float32 \(1, 4, 5\)", {"images": lambda x: x[0]}),
+    "pixels above one": (
+        InvalidInput,
+        r"images must lie in \[0, 1\], got values from",
+        {"images": lambda x: x * 255},
+    ),
+    "pixels below zero": (InvalidInput, r"images must lie in \[0, 1\]", {"images": lambda x: x - 0.5}),
+    "pixels that are NaN": (
+        InvalidInput,
+        r"images must lie in \[0, 1\]",
+        {"images": lambda x: x * torch.nan},
+    ),
+    "labels of another type": (
+        InvalidInput,
+        r"labels must be a long tensor \(4,\), got torch.float32",
+        {"labels": lambda y: y.float()},
+    ),
+    "too few labels": (
+        InvalidInput,
+        r"labels must be a long tensor \(4,\), got torch.int64 \(3,\)",
+        {"labels": lambda y: y[:3]},
+    ),
+    "labels too large": (InvalidInput, r"labels must lie in 0\.\.2, got 3 to 3", {"labels": lambda y: y + 3}),
+    "negative labels": (
+        InvalidInput,
+        r"labels must lie in 0\.\.2, got -1 to -1",
+        {"labels": lambda y: y - 1},
+    ),
+    "another device": (InvalidInput, "images are on cpu, labels on meta", {"labels": lambda y: y.to("meta")}),
+    "a model elsewhere": (
+        InvalidInput,
+        "the model is on meta, images on cpu",
+        {"model": lambda m: m.to("meta")},
+    ),
+    "a model of other images": (
+        ModelError,
+        r"the model does not take images of \(1, 4, 5\)",
+        {"model": lambda m: network(channels=3)},
+    ),
+    "a model without logits": (
+        ModelError,
+        r"the model must return logits \(4, classes\), got \(4, 3, 4, 5\)",
+        {"model": lambda m: m[:2]},
+    ),
+    "half precision": (
+        InvalidInput,
+        "bounds are computed in float32 or float64, got dtype=torch.float16",
+        {"dtype": torch.float16},
+    ),
+    "a type that loses weights": (
+        InvalidInput,
+        "the model of torch.float64 cannot be held exactly in dtype=torch.float32",
+        {"model": lambda m: m.double(), "dtype": torch.float32},
+    ),
+    "a type that loses pixels": (
+        InvalidInput,
+        "the images of torch.float64 cannot be held exactly",
+        {"images": lambda x: x.double()},
+    ),
+    "one buffer of another type": (
+        InvalidInput,
+        "the model of torch.float64 cannot be held exactly",
+        {"model": lambda m: with_buffer(m), "dtype": torch.float32},
+    ),
+    "training mode": (
+        ModelError,
+        r"layer '0' is a BatchNorm2d: .*training mode",
+        {"model": lambda m: nn.Sequential(nn.BatchNorm2d(1), m).train()},
+    ),
+    "dropout in training mode": (
+        ModelError,
+        r"layer '0' is a Dropout: it drops values at random",
+        {"model": lambda m: nn.Sequential(nn.Dropout(), m).train()},
+    ),
+    "an unknown layer": (
+        UnsupportedLayer,
+        r"layer '1' is a Softmax, for which no bound is known",
+        {"model": lambda m: nn.Sequential(m, nn.Softmax(1))},
+    ),
+    "hooks": (UnsupportedLayer, "layer '1' is a ReLU with forward hooks", {"model": lambda m: hooked()}),
+    "a model that differs from its trace": (
+        ModelError,
+        r"the model gives \[.*\], its traced operations",
+        {"model": lambda m: Watched()},
+    ),
+    "a weight that cannot be converted": (
+        ModelError,
+        "the model does not run in float64",
+        {"model": lambda m: Fixed()},
+    ),
+    "a patch larger than the image": (
+        InvalidThreat,
+        "the patch of 5x5 does not fit into images of 4x5",
+        {"threat": pc.Patch(5)},
+    ),
+    "placements out of the image": (InvalidThreat, "placement", {"threat": pc.Patch(2, [(3, 4)])}),
+    "more pixels than there are": (
+        InvalidThreat,
+        "21 pixels do not fit into images of 4x5",
+        {"threat": pc.SparsePixels(21)},
+    ),
+}
+
+
+def with_buffer(model):
+    model.register_buffer("unused", torch.zeros(1, dtype=torch.float64))
+    return model
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(name):
+    error, message, changes = MISTAKES[name]
+    images, labels = batch()
+    inputs = {"model": network(), "images": images, "labels": labels}
+    for key in inputs:
+        inputs[key] = changes[key](inputs[key]) if key in changes else inputs[key]
+    threat = changes.get("threat", pc.Patch(2))
+    with pytest.raises(error, match=message):
+        pc.certify(inputs["model"], inputs["images"], inputs["labels"], threat, dtype=changes.get("dtype"))
+
+
+def test_mistakes_with_no_images_are_found_too():
+    images, labels = batch(0)
+    with pytest.raises(InvalidThreat, match="does not fit"):
+        pc.certify(network(), images, labels, pc.Patch(5))
+    with pytest.raises(ModelError, match="its traced operations"):
+        pc.certify(Watched(), images, labels, pc.Patch(1))
+
+
+def test_every_mistake_comes_with_a_hint():
+    images, labels = batch()
+    with pytest.raises(InvalidInput) as caught:
+        pc.certify(network(), images * 255, labels, pc.Patch(1))
+    assert "put normalisation into the model" in caught.value.hint

@@ -1,0 +1,220 @@
+"""Fused kernels are their plain twins, and CUDA certificates are those of the CPU. Needs a CUDA device."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
+from patchcert.bounds.operations import Geometry, convolve
+from patchcert.bounds.rounding import blocked_product
+from patchcert.certify import certify, placement_margins
+from patchcert.engine import clean_pass, covering_sweep, exact_clean_pass, windows
+from patchcert.engine.fused import fused_relu, fused_rows, is_fused
+from patchcert.engine.geometry import Cells
+from patchcert.testing.blocks import ResidualBlock, randomise
+from patchcert.threats import Patch, shapes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+MODELS = {
+    "linear": [nn.Flatten(), nn.Linear(3 * 12 * 11, 5)],
+    "hidden": [nn.Flatten(), nn.Linear(3 * 12 * 11, 40), nn.ReLU(), nn.Linear(40, 20), nn.ReLU(), nn.Linear(20, 5)],
+    "strided": [
+        nn.Conv2d(3, 5, 3, 1, 1), nn.ReLU(), nn.Conv2d(5, 7, 4, 2, 1), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5),
+    ],
+    "wide": [
+        nn.Conv2d(3, 70, 3, padding=1), nn.ReLU(), nn.Conv2d(70, 33, 3, 2, 1), nn.ReLU(), nn.Flatten(),
+        nn.LazyLinear(5),
+    ],
+    "pooled": [
+        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Tanh(), nn.AvgPool2d(2),
+        nn.Flatten(), nn.LazyLinear(5),
+    ],
+    "residual": [
+        ResidualBlock(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()), nn.Identity()), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 5),
+    ],
+    "dense way": [nn.MaxPool2d(2, ceil_mode=True), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5)],
+}  # fmt: skip
+SHAPE = (3, 12, 11)
+
+
+def built(name):
+    model = copy.deepcopy(nn.Sequential(*MODELS[name]))
+    model(torch.rand(2, *SHAPE))
+    return randomise(model, torch.Generator().manual_seed(0), gain=0.7)
+
+
+def batch(count=6):
+    images = torch.rand(count, *SHAPE, generator=torch.Generator().manual_seed(1))
+    return images, torch.arange(count) % 5
+
+
+def distance(margins, reference):
+    return float((margins.double().cpu() - reference.double().cpu()).abs().max() / reference.abs().max())
+
+
+def random_windows(places, radius_shape, generator):
+    """Deviations no larger than their radii, as they are in a sweep, with clean values and slacks."""
+    placements, images, height, width, channels = places
+    clean = torch.randn(images, 30, channels, generator=generator).cuda()
+    cells = torch.randint(-8, 30, (placements, height * width), generator=generator).clamp(min=-1)
+    outside = (cells < 0).view(placements, 1, height, width, 1)
+    signed = cells.int().cuda()
+    radius = torch.rand(radius_shape, generator=generator).cuda()
+    deviation = (torch.rand(places, generator=generator).cuda() * 2 - 1) * radius
+    slack = tuple(torch.rand(images, generator=generator).cuda() * 1e-5 for _ in range(2))
+    return clean, Cells(signed.clamp(min=0).long(), signed, outside.cuda()), deviation, radius, slack
+
+
+def plain_relu(deviation, radius, before, outside, factor, widen, slack):
+    """What the kernel must compute, in float64."""
+    deviation, radius, before = deviation.double(), radius.double().expand_as(deviation), before.double()
+    shape = (1, -1, *[1] * (deviation.dim() - 2))
+    first, second = (0.0, 0.0) if slack is None else (part.double().reshape(shape) for part in slack)
+    radius = radius * factor + first
+    lower, upper = torch.relu(before + deviation - radius), torch.relu(before + deviation + radius)
+    moved, spread = (lower + upper) / 2 - torch.relu(before), (upper - lower) / 2 * widen + second
+    if outside is not None:
+        moved, spread = moved.masked_fill(outside, 0.0), spread.masked_fill(outside, 0.0)
+    return moved, spread
+
+
+@pytest.mark.parametrize("has_slack", [False, True])
+@pytest.mark.parametrize("radius_shape", [(7, 3), (1, 3), (7, 1), (1, 1)])
+@pytest.mark.parametrize("inner", [(1, 1, 1), (3, 2, 5), (5, 5, 64), (9, 9, 40)])
+def test_the_kernel_on_windows_is_plain_relu(inner, radius_shape, has_slack):
+    generator = torch.Generator().manual_seed(0)
+    clean, cells, deviation, radius, slack = random_windows(
+        (7, 3, *inner), (*radius_shape, *inner), generator
+    )
+    before = clean[:, cells.index].transpose(0, 1).unflatten(2, inner[:2])
+    given_slack = slack if has_slack else None
+    moved, spread = fused_relu(deviation, radius, clean, cells, 1.001, 1.002, given_slack)
+    expected = plain_relu(deviation, radius, before, cells.outside, 1.001, 1.002, given_slack)
+    torch.testing.assert_close(moved.double(), expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(spread.double(), expected[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_slack", [False, True])
+@pytest.mark.parametrize("radius_shape", [(7, 3), (7, 1)])
+@pytest.mark.parametrize("features", [1, 10, 257, 3000])
+def test_the_kernel_on_features_is_plain_relu(features, radius_shape, has_slack):
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randn(3, features, generator=generator).cuda()
+    radius = torch.rand(*radius_shape, features, generator=generator).cuda()
+    deviation = (torch.rand(7, 3, features, generator=generator).cuda() * 2 - 1) * radius
+    slack = tuple(torch.rand(3, generator=generator).cuda() * 1e-5 for _ in range(2)) if has_slack else None
+    moved, spread = fused_relu(deviation, radius, clean, None, 1.0, 1.0, slack)
+    expected = plain_relu(deviation, radius, clean, None, 1.0, 1.0, slack)
+    torch.testing.assert_close(moved.double(), expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(spread.double(), expected[1], rtol=1e-5, atol=1e-6)
+
+
+def test_the_kernel_keeps_nan():
+    clean, radius = torch.zeros(1, 4, device="cuda"), torch.ones(1, 1, 4, device="cuda")
+    deviation = torch.tensor([[[0.0, torch.nan, torch.inf, -1.0]]], device="cuda")
+    moved, _ = fused_relu(deviation, radius, clean, None, 1.0, 1.0, None)
+    assert moved[0, 0, 1].isnan()
+    assert not moved[0, 0, 2].isfinite()
+
+
+GEOMETRIES = [
+    Geometry((3, 3), (1, 1), (1, 1, 1, 1), (1, 1)),
+    Geometry((4, 2), (2, 3), (1, 2, 0, 3), (1, 1)),
+    Geometry((2, 3), (1, 2), (-1, 0, 2, -1), (2, 1)),
+    Geometry((1, 1), (2, 2), (0, 0, 0, 0), (1, 1)),
+]
+
+
+@pytest.mark.parametrize("channels", [1, 5, 64, 100])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_rows_under_the_kernel_are_those_of_a_convolution(geometry, channels):
+    generator = torch.Generator().manual_seed(0)
+    maps = torch.randn(6, 7, 9, channels, generator=generator).cuda()
+    weight = torch.randn(4, channels, *geometry.kernel, generator=generator).cuda()
+    height, width = geometry.output_size(7, 9)
+    with precise_arithmetic():
+        rows = fused_rows(maps, geometry, height, width)
+        ours = blocked_product(rows, weight.permute(2, 3, 1, 0).flatten(0, 2)).reshape(6, height, width, 4)
+        plain = convolve(maps.permute(0, 3, 1, 2), weight, geometry, 1, precise=True).permute(0, 2, 3, 1)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-4)
+
+
+def swept(model, images, labels, patch, rounding):
+    """The margins of the windows engine on the device of the images."""
+    network = trace(model)
+    sweep = covering_sweep(network, images, patch, 2**26)
+    assert sweep is not None
+    with torch.no_grad(), precise_arithmetic():
+        if rounding.is_outward:
+            clean = exact_clean_pass(trace(copy.deepcopy(model).double()), images, labels, images.dtype)
+        else:
+            clean = clean_pass(network, images, labels)
+        return sweep.margins(clean, labels, rounding=rounding)
+
+
+@pytest.mark.parametrize("rounding", [NEAREST, Rounding.outward(torch.float32)], ids=["nearest", "outward"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "dense way"])
+def test_sweeps_are_the_same_with_and_without_kernels(name, rounding, monkeypatch):
+    model = built(name).cuda()
+    images, labels = (part.cuda() for part in batch())
+    fused = swept(model, images, labels, Patch(3), rounding)
+    assert is_fused(images)
+    monkeypatch.setattr(windows, "is_fused", lambda value: False)
+    plain = swept(model, images, labels, Patch(3), rounding)
+    assert distance(fused, plain) < 2e-6
+
+
+@pytest.mark.parametrize("patch", [Patch(3), Patch(shapes.diamond(5)), Patch((2, 4), "corners")], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_cuda_margins_are_those_of_the_cpu_in_float64(name, patch):
+    model, (images, labels) = built(name), batch()
+    exact = placement_margins(model, images, labels, patch, dtype=torch.float64)
+    model = model.cuda()
+    margins = placement_margins(model, images.cuda(), labels.cuda(), patch)
+    assert margins.is_cuda
+    assert distance(margins, exact) < 1e-4
+    assert bool((margins.double().cpu() <= exact + 1e-9 * exact.abs().max()).all())
+    nearest = exact
+    if name != "dense way":
+        nearest = swept(model, images.cuda(), labels.cuda(), patch, NEAREST)
+    assert distance(nearest, exact) < 1e-5
+    double = placement_margins(model, images.cuda(), labels.cuda(), patch, dtype=torch.float64)
+    assert distance(double, exact) < 1e-9
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_certificates_do_not_depend_on_memory(name):
+    model = built(name).cuda()
+    images, _ = batch(20)
+    images = (images * torch.linspace(0.2, 1, 20)[:, None, None, None]).cuda()
+    with torch.no_grad():
+        labels = model(images).argmax(dim=1)
+    whole = certify(model, images, labels, Patch(2))
+    for budget in (2**16, 2**20, 2**24):
+        parts = certify(model, images, labels, Patch(2), memory_budget=budget)
+        assert torch.equal(parts.certified, whole.certified)
+        assert distance(parts.margins, whole.margins) < 1e-5
+        bare = certify(model, images, labels, Patch(2), memory_budget=budget, verdicts_only=True)
+        assert torch.equal(bare.certified, whole.certified)
+
+
+def test_shortcuts_of_the_process_do_not_reach_the_bounds():
+    """TF32 would be wrong by a thousandth; with it allowed, margins are the same to the bit."""
+    model = built("wide").cuda()
+    images, labels = (part.cuda() for part in batch())
+    before = placement_margins(model, images, labels, Patch(3))
+    legacy = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            after = placement_margins(model, images, labels, Patch(3))
+    finally:
+        torch.set_float32_matmul_precision(legacy)
+    assert torch.equal(before, after)
