@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from patchcert.bounds import Network, Rounding, precise_arithmetic, trace
 from patchcert.engine.clean import audit_network, exact_clean_pass
 from patchcert.engine.dense import dense_margins
-from patchcert.engine.inputs import bound_dtype, check_fit, check_images, check_logits, check_trace, logits_of
+from patchcert.engine.inputs import (
+    bound_dtype,
+    check_fit,
+    check_images,
+    check_logits,
+    check_trace,
+    float_weights,
+    logits_of,
+)
 from patchcert.engine.memory import default_budget, image_numbers, rows_within, sparse_numbers
 from patchcert.engine.sweep import PlacementSweep, covering_sweep
 from patchcert.engine.verdicts import VerdictSweep
@@ -174,7 +182,7 @@ class _Task:
         check_logits(logits, images, labels)
         check_trace(model, audit, images)
         converted, budget = images.to(dtype), certifier.memory_budget or default_budget(images.device)
-        weights_finite = all(bool(value.isfinite().all()) for value in model.state_dict().values())
+        weights_finite = all(bool(value.isfinite().all()) for value in float_weights(model))
         sweep, verdicts = None, None
         if isinstance(threat, Patch) and len(images):
             if certifier.verdicts_only:

@@ -151,6 +151,11 @@ MISTAKES = {
         {"threat": pc.Patch(5)},
     ),
     "placements out of the image": (InvalidThreat, "placement", {"threat": pc.Patch(2, [(3, 4)])}),
+    "a number as threat": (
+        InvalidThreat,
+        "certificates exist for patches and sparse pixels, got 5",
+        {"threat": 5},
+    ),
     "more pixels than there are": (
         InvalidThreat,
         "21 pixels do not fit into images of 4x5",

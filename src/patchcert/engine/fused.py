@@ -41,7 +41,7 @@ def fused_relu(
     """
     from patchcert.engine.kernels import relu_windows
 
-    deviation, radius = deviation.contiguous(), radius.contiguous()
+    deviation, radius, clean = deviation.contiguous(), radius.contiguous(), clean.contiguous()
     placements, images = deviation.shape[:2]
     channels, inner = deviation.shape[-1], deviation[0, 0].numel()
     new_deviation, new_radius = torch.empty_like(deviation), torch.empty_like(deviation)

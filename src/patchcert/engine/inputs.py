@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from patchcert.bounds import Interval, Network, Rounding
 from patchcert.bounds.operations import dtype_holds
-from patchcert.errors import InvalidInput, ModelError
+from patchcert.errors import InvalidInput, InvalidThreat, ModelError
 from patchcert.threats import Patch, SparsePixels
 
 
@@ -55,6 +55,11 @@ def check_fit(threat: Patch | SparsePixels, images: Tensor) -> None:
     """Raises the threat's own error where it does not fit images of this shape."""
     if isinstance(threat, Patch):
         threat.placements(images.shape[2], images.shape[3])
+    elif not isinstance(threat, SparsePixels):
+        raise InvalidThreat(
+            f"certificates exist for patches and sparse pixels, got {threat!r}",
+            hint="give patchcert.Patch(5) or patchcert.SparsePixels(4)",
+        )
     else:
         blank = images.new_zeros(1, *images.shape[1:])
         threat.contains(blank, blank)
@@ -87,7 +92,7 @@ def check_trace(model: nn.Module, audit: Network, images: Tensor) -> None:
 
 def logits_of(model: nn.Module, images: Tensor) -> Tensor:
     """What the model says as it is, in its own type."""
-    own = next((value for value in model.state_dict().values() if value.is_floating_point()), images)
+    own = next(iter(float_weights(model)), images)
     if own.device != images.device:
         raise InvalidInput(
             f"the model is on {own.device}, images on {images.device}", hint="put both on one device"
@@ -118,5 +123,10 @@ def check_logits(logits: Tensor, images: Tensor, labels: Tensor) -> None:
 
 def _weight_dtype(model: nn.Module, images: Tensor) -> torch.dtype:
     """The type that holds all weights exactly; that of the images where there are none."""
-    types = [value.dtype for value in model.state_dict().values() if value.is_floating_point()]
+    types = [value.dtype for value in float_weights(model)]
     return reduce(torch.promote_types, types) if types else images.dtype
+
+
+def float_weights(model: nn.Module) -> list[Tensor]:
+    """All parameters and buffers that hold real numbers."""
+    return [value for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()]
