@@ -9,6 +9,7 @@ from itertools import takewhile
 from torch import fx, nn
 from torch.nn.modules import module as module_globals
 
+from patchcert.bounds import rules as rules
 from patchcert.bounds.lowering import BATCH_SIZE, FUNCTION_RULES, LAYER_RULES
 from patchcert.bounds.network import Network, Step
 from patchcert.bounds.operations import Add, Operation, Reshape
