@@ -1,6 +1,6 @@
 """Steps of the window engine as single kernels: each number is read once and written once.
 
-The plain twin of `fused_relu` is `_between` in `windows`, that of `fused_rows` is `convolve` by a product;
+The plain twin of `fused_relu` is `_between` in `rules`, that of `fused_rows` is `convolve` by a product;
 they are held equal by tests on machines with CUDA.
 """
 

@@ -13,6 +13,7 @@ from patchcert.bounds.operations import Convolution, Linear
 from patchcert.bounds.rounding import summed_roundings
 from patchcert.engine.clean import Clean
 from patchcert.engine.geometry import Group, Layout, NotCovered, groups
+from patchcert.engine.rules import propagate
 from patchcert.engine.windows import GroupPass, Shared, Windows, product
 from patchcert.threats import Patch
 
@@ -66,7 +67,7 @@ class PlacementSweep:
         self, shared: Shared, head: "_Head", group: Group, start: int, stop: int, epsilon: float | Tensor
     ) -> Tensor:
         sweep = GroupPass(shared, group, start, stop)
-        return head.margins(sweep, sweep.run(self._start(sweep, epsilon)))
+        return head.margins(sweep, propagate(sweep, self._start(sweep, epsilon)))
 
     def _slices(self, group: Group, images: int, rounding: Rounding) -> Iterator[tuple[int, int]]:
         size = self.chunk(group, images, rounding)

@@ -1,0 +1,280 @@
+"""What each operation does to windows: one short rule per operation, one table."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from patchcert.bounds.operations import (
+    Add,
+    AveragePool,
+    ChannelScale,
+    Convolution,
+    Geometry,
+    Linear,
+    MaxPool,
+    Monotone,
+    Operation,
+    Reshape,
+    convolve,
+)
+from patchcert.bounds.rounding import blocked_product, summed_roundings
+from patchcert.engine.fused import fused_relu, fused_rows
+from patchcert.engine.geometry import Window, is_global
+from patchcert.engine.windows import WindowPass, Windows, product
+
+
+def propagate(sweep: WindowPass, start: Windows) -> Windows:
+    """Deviation and radius of the input of the last layer."""
+    states: dict[int, Windows] = {0: start}
+    last_use = {index: position for position, step in enumerate(sweep.steps) for index in step.inputs}
+    for position, step in enumerate(sweep.steps[:-1]):
+        inputs = [states[index] for index in step.inputs]
+        if not isinstance(step.operation, Monotone | Reshape):
+            inputs = [
+                state.settled(sweep.outside(index)) for state, index in zip(inputs, step.inputs, strict=True)
+            ]
+        state = RULES[type(step.operation)](step.operation, inputs, sweep, position)
+        for index in set(step.inputs):
+            if last_use[index] <= position:
+                del states[index]
+        states[position + 1] = state
+    last = sweep.steps[-1].inputs[0]
+    return states[last].settled(sweep.outside(last))
+
+
+def _convolution(
+    operation: Convolution, inputs: Sequence[Windows], sweep: WindowPass, position: int
+) -> Windows:
+    return _slide(operation.geometry, operation.weight(), operation.groups, inputs[0], sweep, position)
+
+
+def _average_pool(
+    operation: AveragePool, inputs: Sequence[Windows], sweep: WindowPass, position: int
+) -> Windows:
+    index, (state,) = sweep.steps[position].inputs[0], inputs
+    area, clean = sweep.layout.maps[index], sweep.clean.values[index]
+    geometry = operation.geometry(clean)
+    assert area is not None
+    assert geometry is not None
+    if is_global(operation, area):
+        mean = state.map(lambda part: part.sum(dim=(2, 3)) / (area.height * area.width))
+        return mean.widened(state.deviation.shape[2] * state.deviation.shape[3] + 1, sweep.rounding)
+    weight = clean.new_full(
+        (area.channels, 1, *geometry.kernel), 1.0 / (geometry.kernel[0] * geometry.kernel[1])
+    )
+    return _slide(geometry, weight, area.channels, state, sweep, position)
+
+
+def _slide(
+    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass, position: int
+) -> Windows:
+    source, target = sweep.window(sweep.steps[position].inputs[0]), sweep.window(position + 1)
+    left, right, top, bottom = source.input_padding(geometry, target)
+    local = Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
+    inputs, taps = weight.shape[1] * groups * source.height * source.width, weight[0].numel()
+    if inputs <= _DENSE_INPUTS and inputs <= _DENSE_FACTOR * taps:
+        moved = _slide_by_matrix(local, weight, groups, state, sweep, position)
+        roundings = summed_roundings(taps, inputs)
+    else:
+        moved, roundings = _slide_by_convolution(local, weight, groups, state, sweep), summed_roundings(taps)
+    return replace(moved.widened(roundings + 2, sweep.rounding), is_ragged=True)
+
+
+_DENSE_INPUTS = 1024
+_DENSE_FACTOR = 8
+"""A convolution on a small window is written as one dense matrix when that costs at most this many times the work."""
+
+
+def _slide_by_convolution(
+    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass
+) -> Windows:
+    precise = sweep.rounding.is_outward
+
+    def slide(part: Tensor, taps: Tensor) -> Tensor:
+        if precise and sweep.is_fused and groups == 1:
+            return _slide_by_rows(part.flatten(0, 1), taps, geometry).unflatten(0, part.shape[:2])
+        maps = part.flatten(0, 1).permute(0, 3, 1, 2)
+        moved = convolve(maps, taps, geometry, groups, precise)
+        return moved.permute(0, 2, 3, 1).contiguous().unflatten(0, part.shape[:2])
+
+    return Windows(slide(state.deviation, weight), slide(state.radius, weight.abs()))
+
+
+def _slide_by_rows(maps: Tensor, taps: Tensor, geometry: Geometry) -> Tensor:
+    """As `convolve` by a product, on maps (b, h, w, c), with the rows under the kernel laid out by a kernel of ours."""
+    height, width = geometry.output_size(maps.shape[1], maps.shape[2])
+    rows = fused_rows(maps, geometry, height, width)
+    columns = taps.permute(2, 3, 1, 0).flatten(0, 2)
+    return blocked_product(rows, columns).reshape(len(maps), height, width, -1)
+
+
+def _slide_by_matrix(
+    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass, position: int
+) -> Windows:
+    shape = tuple(state.deviation.shape[2:])
+    key = (position, geometry, shape)
+    if key not in sweep.shared.weights:
+        matrix = window_matrix(geometry, weight, groups, shape)
+        sweep.shared.weights[key] = (matrix, matrix.abs())
+    matrix, absolute = sweep.shared.weights[key]
+    height, width = geometry.output_size(shape[0], shape[1])
+    terms = weight[0].numel()
+
+    def slide(part: Tensor, factor: Tensor) -> Tensor:
+        rows = product(part.flatten(2).flatten(0, 1), factor, sweep.rounding, terms)
+        return rows.reshape(*part.shape[:2], height, width, -1)
+
+    return Windows(slide(state.deviation, matrix), slide(state.radius, absolute))
+
+
+def window_matrix(geometry: Geometry, weight: Tensor, groups: int, shape: Sequence[int]) -> Tensor:
+    """The convolution on a window of the given (height, width, channels) as a matrix (inputs, outputs), exactly."""
+    count = shape[0] * shape[1] * shape[2]
+    basis = (
+        torch.eye(count, dtype=weight.dtype, device=weight.device).reshape(count, *shape).permute(0, 3, 1, 2)
+    )
+    return convolve(basis, weight, geometry, groups, precise=True).permute(0, 2, 3, 1).flatten(1)
+
+
+def _linear(operation: Linear, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+    (state,), index = inputs, sweep.steps[position].inputs[0]
+    columns, absolute = _columns(operation, sweep, position)
+    if sweep.windows[index] is None:
+        moved = Windows(
+            _feature_product(state.deviation, columns, sweep), _feature_product(state.radius, absolute, sweep)
+        )
+        return moved.widened(summed_roundings(columns.shape[0]) + 1, sweep.rounding)
+    moved = Windows(
+        sweep.flat_product(state.deviation, columns, index), sweep.flat_product(state.radius, absolute, index)
+    )
+    return moved.widened(summed_roundings(state.deviation[0, 0].numel()) + 1, sweep.rounding)
+
+
+def _feature_product(part: Tensor, columns: Tensor, sweep: WindowPass) -> Tensor:
+    return product(part.flatten(0, 1), columns, sweep.rounding).unflatten(0, part.shape[:2])
+
+
+def _columns(operation: Linear, sweep: WindowPass, position: int) -> tuple[Tensor, Tensor]:
+    """Transposed weights and their absolute values; (places, channels, out) where the input still has places."""
+    key = (position,)
+    if key not in sweep.shared.weights:
+        area, weight = sweep.layout.maps[sweep.steps[position].inputs[0]], operation.weight()
+        places = weight if area is None else weight.unflatten(1, (area.channels, -1))
+        columns = places.movedim(0, -1) if area is None else places.permute(2, 1, 0)
+        columns = columns.contiguous()
+        sweep.shared.weights[key] = (columns, columns.abs())
+    return sweep.shared.weights[key]
+
+
+def _channel_scale(
+    operation: ChannelScale, inputs: Sequence[Windows], sweep: WindowPass, position: int
+) -> Windows:
+    (state,), key = inputs, (position,)
+    if key not in sweep.shared.weights:
+        scale = operation.scale().to(state.deviation.dtype).flatten()
+        sweep.shared.weights[key] = (scale, scale.abs())
+    scale, absolute = sweep.shared.weights[key]
+    return Windows(state.deviation * scale, state.radius * absolute).widened(8, sweep.rounding)
+
+
+def _monotone(operation: Monotone, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+    index, (state,) = sweep.steps[position].inputs[0], inputs
+    if operation.is_relu and sweep.is_fused:
+        return _fused_relu(state, sweep, position)
+    before = sweep.clean_windows(index)
+    after = sweep.clean_windows(position + 1) if sweep.rounding.is_outward else operation.function(before)
+    return _between(operation.function, operation.units, before, after, state, sweep, position)
+
+
+def _max_pool(operation: MaxPool, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+    """The pooled window also sees clean values around the patch's own window."""
+    geometry = operation.geometry
+    source, target = sweep.window(sweep.steps[position].inputs[0]), sweep.window(position + 1)
+    left, right, top, bottom = source.input_padding(geometry, target)
+    grown = inputs[0].map(lambda part: F.pad(part, (0, 0, left, right, top, bottom)))
+    before = sweep.surroundings(position, grown.deviation.shape[2], grown.deviation.shape[3])
+
+    def pool(values: Tensor) -> Tensor:
+        maps = values.flatten(0, 1).permute(0, 3, 1, 2)
+        pooled = F.max_pool2d(maps, geometry.kernel, geometry.stride, 0, geometry.dilation)
+        return pooled.permute(0, 2, 3, 1).unflatten(0, values.shape[:2])
+
+    return _between(pool, 0, before, sweep.clean_windows(position + 1), grown, sweep, position)
+
+
+def _between(
+    function: Callable[[Tensor], Tensor],
+    units: int,
+    before: Tensor,
+    after: Tensor,
+    state: Windows,
+    sweep: WindowPass,
+    position: int,
+) -> Windows:
+    """The interval around the clean values pushed through a non-decreasing function, as a difference again."""
+    centre, radius, rounding = before + state.deviation, state.radius, sweep.rounding
+    shape = (-1, *[1] * (state.deviation.dim() - 2))
+    if rounding.is_outward:
+        slack = sweep.shared.slack(sweep.steps[position].inputs[0], 3, state.extra).reshape(shape)
+        radius = radius * (state.factor * (1 + 8 * rounding.unit)) + slack
+    upper, lower = function(centre + radius), function(centre - radius)
+    if torch.is_grad_enabled():
+        spread = (upper - lower) * 0.5
+        deviation = lower + spread - after
+    else:
+        spread = upper.sub_(lower).mul_(0.5)
+        deviation = lower.add_(spread).sub_(after)
+    if rounding.is_outward:
+        slack = sweep.shared.slack(position + 1, 4 + units, 0.0).reshape(shape)
+        spread = spread * (1 + (8 + 2 * units) * rounding.unit) + slack
+    return Windows(deviation, spread, is_ragged=True).settled(sweep.outside(position + 1))
+
+
+def _fused_relu(state: Windows, sweep: WindowPass, position: int) -> Windows:
+    """As `_between` for ReLU, in one pass over the memory."""
+    index, rounding = sweep.steps[position].inputs[0], sweep.rounding
+    cells = sweep.fused_cells(index)
+    clean = sweep.clean.values[index].flatten(1) if cells is None else sweep.clean.places(index, sweep.layout)
+    slack = None
+    if rounding.is_outward:
+        slack = (sweep.shared.slack(index, 3, state.extra), sweep.shared.slack(position + 1, 4, 0.0))
+    factor, widen = state.factor * (1 + 8 * rounding.unit), 1 + 8 * rounding.unit
+    deviation, radius = fused_relu(state.deviation, state.radius, clean, cells, factor, widen, slack)
+    return Windows(deviation, radius)
+
+
+def _add(operation: Add, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+    step, target = sweep.steps[position], sweep.windows[position + 1]
+    first, second = (
+        _extend(state, sweep.windows[index], target) for state, index in zip(inputs, step.inputs, strict=True)
+    )
+    total = Windows(first.deviation + second.deviation, first.radius + second.radius)
+    return replace(total.widened(2, sweep.rounding), is_ragged=True)
+
+
+def _extend(state: Windows, source: Window | None, target: Window | None) -> Windows:
+    if source is None or target is None or source == target:
+        return state
+    top, left = source.top - target.top, source.left - target.left
+    bottom = target.height - source.height - top
+    right = target.width - source.width - left
+    return state.map(lambda part: F.pad(part, (0, 0, left, right, top, bottom)))
+
+
+def _reshape(operation: Reshape, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+    return inputs[0]
+
+
+RULES: dict[type[Operation], Callable[..., Windows]] = {
+    Convolution: _convolution,
+    AveragePool: _average_pool,
+    Linear: _linear,
+    ChannelScale: _channel_scale,
+    Monotone: _monotone,
+    MaxPool: _max_pool,
+    Add: _add,
+    Reshape: _reshape,
+}
