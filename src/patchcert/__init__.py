@@ -1,14 +1,12 @@
 """Proofs that no adversarial patch changes what an image classifier says. Public names load on first use."""
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from patchcert.attacks import PatchAttack, SparseAttack
     from patchcert.bounds import Interval
-    from patchcert.certify import Certificates, Certifier, IntervalCertifier, certify, placement_margins
+    from patchcert.certificates import Certificates, Certifier, IntervalCertifier, certify, placement_margins
     from patchcert.data import load_dataset
     from patchcert.errors import PatchcertError
     from patchcert.models import ModelSpec, Normalize
@@ -35,10 +33,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Certificates": "patchcert.certify",
-    "Certifier": "patchcert.certify",
+    "Certificates": "patchcert.certificates",
+    "Certifier": "patchcert.certificates",
     "Interval": "patchcert.bounds",
-    "IntervalCertifier": "patchcert.certify",
+    "IntervalCertifier": "patchcert.certificates",
     "ModelSpec": "patchcert.models",
     "Normalize": "patchcert.models",
     "Patch": "patchcert.threats",
@@ -46,9 +44,9 @@ _HOMES = {
     "PatchcertError": "patchcert.errors",
     "SparseAttack": "patchcert.attacks",
     "SparsePixels": "patchcert.threats",
-    "certify": "patchcert.certify",
+    "certify": "patchcert.certificates",
     "load_dataset": "patchcert.data",
-    "placement_margins": "patchcert.certify",
+    "placement_margins": "patchcert.certificates",
     "shapes": "patchcert.threats",
 }
 
@@ -64,15 +62,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """Keeps `patchcert.certify` the function: importing the module of that name would otherwise hide it."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        is_submodule = isinstance(value, ModuleType) and value.__name__ == f"patchcert.{name}"
-        if not (is_submodule and name in _HOMES):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

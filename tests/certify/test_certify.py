@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import patchcert as pc
-from patchcert.certify import Certificates
+from patchcert.certificates import Certificates
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.testing.blocks import randomise
 from patchcert.testing.probes import constant, pixel_probe

@@ -9,7 +9,7 @@ from torch import nn
 from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
 from patchcert.bounds.operations import Geometry, convolve
 from patchcert.bounds.rounding import blocked_product
-from patchcert.certify import certify, placement_margins
+from patchcert.certificates import certify, placement_margins
 from patchcert.engine import clean_pass, covering_sweep, exact_clean_pass, windows
 from patchcert.engine.fused import fused_relu, fused_rows, is_fused
 from patchcert.engine.geometry import Cells

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from patchcert.certify import certify
+from patchcert.certificates import certify
 from patchcert.engine.verdicts import block_patch
 from patchcert.testing.blocks import randomise
 from patchcert.testing.strategies import cases

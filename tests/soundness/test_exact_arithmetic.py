@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
-from patchcert.certify import placement_margins
+from patchcert.certificates import placement_margins
 from patchcert.engine import dense_margins
 from patchcert.testing.strategies import seeds
 from patchcert.threats import Patch

@@ -16,7 +16,7 @@ from patchcert.attacks.placement_search import (
     weakest_first,
 )
 from patchcert.attacks.settings import check_ascent, check_choice
-from patchcert.certify import placement_margins as interval_placement_margins
+from patchcert.certificates import placement_margins as interval_placement_margins
 from patchcert.errors import InvalidInput
 from patchcert.threats import Patch
 

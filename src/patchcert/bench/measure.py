@@ -11,7 +11,7 @@ from patchcert.bench.floor import Work
 from patchcert.bench.timing import Ceilings, seconds, synchronise
 from patchcert.bounds import Network, precise_arithmetic, trace
 from patchcert.bounds.rounding import fast_arithmetic
-from patchcert.certify import certify
+from patchcert.certificates import certify
 from patchcert.data import Split
 from patchcert.engine import PlacementSweep, clean_pass, default_budget, dense_margins
 from patchcert.train.capture import CapturedStep

@@ -22,7 +22,7 @@ from patchcert.errors import InvalidInput
 if TYPE_CHECKING:
     import torch
 
-    from patchcert.certify import Certificates
+    from patchcert.certificates import Certificates
     from patchcert.threats import Patch, SparsePixels
 
 
@@ -57,7 +57,7 @@ def certify(
 
     Without a threat the one that the run was trained on is taken. The summary is JSON on stdout.
     """
-    from patchcert.certify import certify as certify_images
+    from patchcert.certificates import certify as certify_images
     from patchcert.files import sha256
 
     opened = open_target(target)

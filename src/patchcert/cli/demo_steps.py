@@ -13,7 +13,7 @@ import torch
 
 import patchcert
 from patchcert.attacks import PatchAttack
-from patchcert.certify import certify
+from patchcert.certificates import certify
 from patchcert.cli.attack_choice import describe_attack
 from patchcert.cli.attack_steps import evidence_arrays, evidence_name
 from patchcert.cli.progress import Report, progress_bar

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patchcert.certify import Certificates
+from patchcert.certificates import Certificates
 from patchcert.errors import RunError
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.evidence import Rows, certificate_columns, evidence_name, round_down

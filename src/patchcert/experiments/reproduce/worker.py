@@ -84,7 +84,7 @@ def is_missing(run: "Run", name: str) -> bool:
 def _certify(
     run: "Run", dataset: "Dataset", threat: "AnyThreat", limit: int | None, device: "torch.device"
 ) -> None:
-    from patchcert.certify import certify
+    from patchcert.certificates import certify
     from patchcert.experiments.environment import device_name
     from patchcert.experiments.reproduce.evidence import certificate_columns, evidence_name
     from patchcert.files import sha256
