@@ -10,7 +10,7 @@ from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
 from patchcert.certificates import certify, placement_margins
 from patchcert.engine import covering_sweep, reference_margins
 from patchcert.testing.blocks import ResidualBlock
-from patchcert.threats import Patch
+from patchcert.threats import Patch, SparsePixels
 
 LARGE, SMALL = 2.0**24, 0.49
 
@@ -99,3 +99,62 @@ def test_no_dense_convolution_loses_small_terms(channels, outputs, count):
         exact = layer.weight.double().sum(dim=(1, 2, 3)) + layer.bias.double()
     assert (bounds.lower.double().flatten(1) <= exact).all()
     assert (exact <= bounds.upper.double().flatten(1)).all()
+
+
+def cancelling(layer, last):
+    """Every output is a large term, many small ones, and the large one again with the other sign."""
+    with torch.no_grad():
+        flat = layer.weight.flatten(1)
+        flat.fill_(SMALL)
+        flat[:, 0], flat[:, -1] = LARGE, -LARGE
+        if last:
+            layer.weight[1:] = 0.0
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers"),
+    [
+        ((1, 20, 20), [nn.Flatten(), nn.Linear(400, 3, bias=False), nn.ReLU(), nn.Linear(3, 2)]),
+        ((40, 3, 3), [nn.Conv2d(40, 2, 3, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(2, 2)]),
+    ],
+)
+def test_single_points_stay_inside_although_their_large_terms_cancel(shape, layers):
+    """The radius is zero and the result small, so nothing but the terms themselves can pay for their sum."""
+    model = copy.deepcopy(nn.Sequential(*layers)).eval()
+    first, name = (model[0], "0") if isinstance(model[0], nn.Conv2d) else (model[1], "1")
+    cancelling(first, last=False)
+    with torch.no_grad(), precise_arithmetic():
+        white = Interval.point(torch.ones(40, *shape))
+        bounds = trace(model).bounds(white, until=name, rounding=Rounding.outward(torch.float32))
+    exact = first.weight.detach().double().flatten(1).sum(dim=1)
+    assert (bounds.lower.double().flatten(1) <= exact).all()
+    assert (exact <= bounds.upper.double().flatten(1)).all()
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_merged_margins_of_single_points_stay_below_although_large_terms_cancel(label):
+    head = cancelling(nn.Linear(900, 2, bias=False), last=True)
+    labels = torch.full((40,), label)
+    with torch.no_grad(), precise_arithmetic():
+        white = Interval.point(torch.ones(40, 900))
+        margins = trace(nn.Sequential(head)).margins(white, labels, rounding=Rounding.outward(torch.float32))
+    exact = head.weight.detach().double().sum(dim=1)
+    assert (margins.double() <= exact[label] - exact).all()
+
+
+@pytest.mark.parametrize("bound", ["tight", "per-pixel"])
+@pytest.mark.parametrize(("channels", "pixels"), [(1, 2000), (700, 1)])
+def test_weak_pixels_and_channels_beside_a_strong_one_are_not_lost(channels, pixels, bound):
+    first = nn.Linear(2800, 2)
+    model = nn.Sequential(nn.Flatten(), first, nn.Linear(2, 2))
+    with torch.no_grad():
+        first.weight.fill_(-SMALL)
+        first.weight[:, 0] = -LARGE
+        first.bias.zero_()
+        model[-1].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+        model[-1].bias.zero_()
+    images, labels = torch.zeros(1, channels, 2800 // channels // 2, 2), torch.zeros(1, dtype=torch.long)
+    margin = certify(model, images, labels, SparsePixels(pixels, bound)).margins[0, 1]
+    strengths = first.weight.detach().double()[0].reshape(channels, -1).sum(dim=0)
+    assert float(margin) <= float(strengths.sort().values[:pixels].sum())
