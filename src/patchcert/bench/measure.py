@@ -49,8 +49,8 @@ class Measurement:
     training_step: float
     floor_float32: float
     floor_tf32: float
-    dense_gigabytes: float
-    step_gigabytes: float
+    dense_gigabytes: float | None
+    step_gigabytes: float | None
 
     @property
     def step_ratio(self) -> float:
@@ -65,7 +65,7 @@ class Measurement:
     def certification_ratio(self) -> float:
         return self.dense_step / self.certification
 
-    def to_dict(self) -> dict[str, float | str]:
+    def to_dict(self) -> dict[str, float | str | None]:
         """All figures and ratios in plain types."""
         ratios = {
             "step_ratio": self.step_ratio,
@@ -209,5 +209,5 @@ def _reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _peak(device: torch.device) -> float:
-    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else float("nan")
+def _peak(device: torch.device) -> float | None:
+    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None

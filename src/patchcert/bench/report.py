@@ -75,7 +75,7 @@ def _ratio_rows(facts: Facts) -> list[list[str]]:
 
 
 def _gigabytes(value: float | None) -> str:
-    return "-" if value is None or value != value else f"{value:.2f}"
+    return "-" if value is None else f"{value:.2f}"
 
 
 TIME_TITLE = "Microseconds per image, all placements"

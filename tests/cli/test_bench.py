@@ -1,0 +1,46 @@
+"""`patchcert bench` measures, and shows what it measured earlier."""
+
+import json
+
+import pytest
+
+from patchcert.bench import cases
+from patchcert.bench.cases import Case
+from patchcert.cli.app import run
+
+
+@pytest.fixture
+def tiny_cases(monkeypatch):
+    monkeypatch.setattr(
+        "patchcert.bench.CASES", (Case("mlp", "tiny", 2, 1, 8), Case("cnn2", "tiny", 3, 3, 8))
+    )
+    monkeypatch.setattr(cases, "SIZES", ())
+
+
+def test_measurements_are_json_that_can_be_shown_again(tiny_cases, tmp_path, capsys):
+    assert run(["bench", "--device", "cpu", "--batch", "2", "--spend", "0", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [case["case"] for case in facts["cases"]] == ["mlp tiny 2x2", "cnn2 tiny 3x3"]
+    for case in facts["cases"]:
+        assert case["step_ratio"] == pytest.approx(case["dense_step"] / case["training_step"])
+        assert 0 < case["floor_float32"] < case["sweep_float32"]
+    stored = tmp_path / "bench.json"
+    stored.write_text(json.dumps(facts))
+    assert run(["bench", "--from", str(stored), "--markdown"]) == 0
+    shown = capsys.readouterr().out
+    assert "| mlp tiny 2x2 |" in shown
+    assert f"{facts['cases'][1]['step_ratio']:.1f}x" in shown
+    assert run(["bench", "--from", str(stored)]) == 0
+    assert "cnn2 tiny 3x3" in capsys.readouterr().out
+
+
+def test_a_case_that_does_not_exist_is_answered_with_those_that_do(tiny_cases, capsys):
+    assert run(["bench", "--only", "resnet"]) == 2
+    assert "no case holds 'resnet'" in capsys.readouterr().err
+
+
+def test_a_file_without_measurements_is_refused(tmp_path, capsys):
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    assert run(["bench", "--from", str(other)]) == 2
+    assert "holds no measurements" in capsys.readouterr().err
