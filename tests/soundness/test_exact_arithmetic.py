@@ -144,7 +144,7 @@ def test_margins_never_exceed_the_exact_bound(kind, seed, spread):
     for way, margins in ways.items():
         above, lost = excess(margins, exact)
         assert above <= 0, f"{way} is {float(above)} above the exact bound"
-        assert lost < (1e-2 if "32" in way else 1e-10), f"{way} loses {lost}"
+        assert lost < (0.1 if "32" in way else 1e-9), f"{way} loses {lost}"
 
 
 @given(st.sampled_from(["one layer", "two layers", "convolution"]), seeds(), st.sampled_from([0, 14]))
