@@ -183,7 +183,7 @@ def test_proven_margins_follow_the_reference_on_any_network(case):
     assert distance(exact, reference) < 1e-9
     single, images = copy.deepcopy(case.model).float(), case.images.float()
     rounded = placement_margins(single, images, case.labels, case.threat)
-    assert distance(rounded, slow(single, images, case.labels, case.threat)) < 1e-4
+    assert distance(rounded, slow(single, images, case.labels, case.threat)) < 1e-3
     network = trace(single)
     if covering_sweep(network, images, case.threat, BUDGET) is not None:
         assert distance(fast(single, images, case.labels, case.threat), reference) < 1e-5
