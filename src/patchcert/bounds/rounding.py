@@ -56,7 +56,7 @@ class Rounding:
 
 
 _SHORT_BLOCK, _LONG_BLOCK = 128, 384
-_FEWEST_ROWS = 32
+_FEWEST_ROWS, _FEWEST_COLUMNS = 32, 16
 
 
 def _block(length: int) -> int:
@@ -78,22 +78,24 @@ def blocked_product(left: Tensor, right: Tensor, terms: int | None = None) -> Te
     """The matrix product, with long sums cut into blocks, so that fewer roundings pile up on one term.
 
     `terms` is how many products of a sum can differ from zero, where that is fewer than all. Libraries sum in
-    another order when there are only a few rows: such products get rows of zeros, so that the result of a row
-    depends less on how many others are computed with it; a last bit may. Each block is summed by itself
+    another order when there are only a few rows or columns: such products get more, of zeros, so that on a CPU
+    the result of a row does not depend on how many others are computed with it. Each block is summed by itself
     before it is added: libraries that add a product to a matrix may start the sum from the matrix, and then
     every block would round all blocks before it.
     """
-    rows, length = left.shape[-2], right.shape[-2]
+    (rows, length), columns = left.shape[-2:], right.shape[-1]
     if rows < _FEWEST_ROWS:
         left = F.pad(left, (0, 0, 0, _FEWEST_ROWS - rows))
+    if columns < _FEWEST_COLUMNS:
+        right = F.pad(right, (0, _FEWEST_COLUMNS - columns))
     size = _block(length)
     if (terms or length) <= size:
-        return (left @ right)[..., :rows, :]
+        return (left @ right)[..., :rows, :columns]
     total = left[..., :size] @ right[..., :size, :]
     for start in range(size, length, size):
         block = slice(start, start + size)
         total += left[..., block] @ right[..., block, :]
-    return total[..., :rows, :]
+    return total[..., :rows, :columns]
 
 
 NEAREST = Rounding(unit=0.0, tiny=0.0)

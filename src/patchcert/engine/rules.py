@@ -22,7 +22,7 @@ from patchcert.bounds.operations import (
 )
 from patchcert.bounds.rounding import blocked_product, summed_roundings
 from patchcert.engine.fused import fused_relu, fused_rows
-from patchcert.engine.geometry import Window, is_global
+from patchcert.engine.geometry import FeatureMap, Window, is_global
 from patchcert.engine.windows import WindowPass, Windows, product
 
 
@@ -60,12 +60,22 @@ def _average_pool(
     assert area is not None
     assert geometry is not None
     if is_global(operation, area):
-        mean = state.map(lambda part: part.sum(dim=(2, 3)) / (area.height * area.width))
-        return mean.widened(state.deviation.shape[2] * state.deviation.shape[3] + 1, sweep.rounding)
+        return _global_mean(state, area, sweep)
     weight = clean.new_full(
         (area.channels, 1, *geometry.kernel), 1.0 / (geometry.kernel[0] * geometry.kernel[1])
     )
     return _slide(geometry, weight, area.channels, state, sweep, position)
+
+
+def _global_mean(state: Windows, area: FeatureMap, sweep: WindowPass) -> Windows:
+    cells = state.deviation.shape[2] * state.deviation.shape[3]
+    ones = state.deviation.new_ones(cells, 1)
+
+    def mean(part: Tensor) -> Tensor:
+        total = product(part.flatten(2, 3).transpose(2, 3), ones, sweep.rounding).squeeze(3)
+        return total / (area.height * area.width)
+
+    return state.map(mean).widened(summed_roundings(cells) + 1, sweep.rounding)
 
 
 def _slide(
