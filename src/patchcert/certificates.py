@@ -82,10 +82,10 @@ class IntervalCertifier:
     """Proofs by interval bounds, exact over all placements and sound under rounding.
 
     `dtype` is the arithmetic of the bounds (default: the model's, float32 at least); float64 is an audit with
-    far less widening. `memory_budget` is in bytes. On a CPU results do not depend on it, but for the last bits
-    of adaptive pooling and of sigmoid, ELU and SELU; on a GPU libraries sum in another order for other sizes.
-    They are proven either way. With `verdicts_only` an image is let go as soon as it is decided: the same
-    images are certified in less time, but no margins and placements are given: they are NaN and (-1, -1).
+    far less widening. `memory_budget` is in bytes; on a CPU float32 results do not depend on it, on a GPU
+    libraries sum in another order for other sizes. They are proven either way. With `verdicts_only` an image
+    is let go as soon as it is decided: the same images are certified in less time, but no margins and
+    placements are given: they are NaN and (-1, -1).
     """
 
     dtype: torch.dtype | None = None

@@ -208,16 +208,21 @@ class AveragePool(Affine):
     geometry: Callable[[Tensor], Geometry | None]
 
     def map(self, value: Tensor, precise: bool) -> Tensor:
-        return self.pool(value)
+        geometry = self.geometry(value) if precise else None
+        if geometry is None:
+            return self.pool(value)
+        area, channels = geometry.kernel[0] * geometry.kernel[1], value.shape[1]
+        weight = value.new_full((channels, 1, *geometry.kernel), 1 / area)
+        return convolve(value, weight, geometry, channels, precise)
 
     def absolute_map(self, value: Tensor, precise: bool) -> Tensor:
-        return self.pool(value)
+        return self.map(value, precise)
 
     def offset(self, like: Tensor) -> Tensor | None:
         return None
 
     def roundings(self, value: Tensor) -> int:
-        return self.window(value) + 1
+        return self.window(value) + 3
 
 
 @dataclass(frozen=True, slots=True)

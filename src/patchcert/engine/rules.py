@@ -195,8 +195,17 @@ def _monotone(operation: Monotone, inputs: Sequence[Windows], sweep: WindowPass,
     if operation.is_relu and sweep.is_fused:
         return _fused_relu(state, sweep, position)
     before = sweep.clean_windows(index)
-    after = sweep.clean_windows(position + 1) if sweep.rounding.is_outward else operation.function(before)
-    return _between(operation.function, operation.units, before, after, state, sweep, position)
+    if not sweep.rounding.is_outward:
+        after = operation.function(before)
+        return _between(operation.function, operation.units, before, after, state, sweep, position)
+    after = sweep.clean_windows(position + 1)
+    function = _in_double(operation.function) if operation.units else operation.function
+    return _between(function, operation.units, before, after, state, sweep, position)
+
+
+def _in_double(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The function rounded from float64: libraries compute it differently in the last bits for other sizes."""
+    return lambda value: function(value.double()).to(value.dtype)
 
 
 def _max_pool(operation: MaxPool, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
