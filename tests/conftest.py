@@ -30,9 +30,10 @@ def generator():
 
 @pytest.fixture(scope="session")
 def real_data():
-    """Where the official MNIST and CIFAR-10 files are: $PATCHCERT_DATA, or `data` beside the checkout."""
-    beside = Path(__file__).parents[2] / "data"
-    folder = Path(os.environ.get("PATCHCERT_DATA", beside))
-    if not folder.is_dir():
-        pytest.skip("no official data files: set $PATCHCERT_DATA to their folder")
-    return folder
+    """Where official data files are: $PATCHCERT_DATA, or a folder of data beside the checkout."""
+    beside = Path(__file__).parents[2]
+    named = os.environ.get("PATCHCERT_DATA")
+    for folder in [Path(named)] if named else [beside / "data", beside / "shared" / "data"]:
+        if folder.is_dir():
+            return folder
+    pytest.skip("no official data files: set $PATCHCERT_DATA to their folder")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from torch import nn
 from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
 from patchcert.certificates import placement_margins
 from patchcert.engine import dense_margins
+from patchcert.models import ModelSpec, build
 from patchcert.testing.strategies import seeds
 from patchcert.threats import Patch
 
@@ -163,3 +165,13 @@ def test_layers_never_leave_out_the_exact_bound(kind, seed, spread):
         bounds = trace(model).bounds(box, until=name, rounding=Rounding.outward(torch.float32))
     assert (fractions(bounds.lower.flatten(1)) <= exact.lower).all()
     assert (exact.upper <= fractions(bounds.upper.flatten(1))).all()
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn2", "cnn4"])
+def test_a_deployed_forward_pass_is_near_the_real_network(name, generator):
+    """What the page on certificates says of the rounding that they do not cover."""
+    model = build(ModelSpec(name, 1, 28, 28), generator)
+    images = torch.rand(50, 1, 28, 28, generator=generator)
+    with torch.no_grad():
+        deployed, real = model(images), model.double()(images.double())
+    assert 0 < (deployed - real).abs().max() < 1e-6 * real.abs().max()

@@ -8,6 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from patchcert.cli.options import (
+    DataFolderOption,
+    DataOption,
+    PatchOption,
+    PlacementsOption,
+    ShapeOption,
+    SparseOption,
+    SplitOption,
+)
 from patchcert.cli.output import print_error, print_json, say
 from patchcert.cli.parsing import parse_device, parse_threat
 from patchcert.cli.progress import progress_bar
@@ -26,19 +35,13 @@ FALSE_PROOF = 1
 
 def attack(
     target: Annotated[str, typer.Argument(help="A run folder, a .safetensors model, or imagenet:NAME.")],
-    patch: Annotated[str | None, typer.Option(help="A rectangle, HEIGHTxWIDTH or SIDE: 5x5, 2x8, 5.")] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(help="Another shape, like diamond:25, or a file with a stamp (PNG or # and .)."),
-    ] = None,
-    sparse: Annotated[int | None, typer.Option(min=1, help="Any so many pixels, anywhere.")] = None,
-    placements: Annotated[
-        str | None,
-        typer.Option(help="Where the patch may be: everywhere, corners, 'top,left;...' or a file."),
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Data set; a run folder knows its own.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data.")] = None,
-    split: Annotated[str, typer.Option(help="test or train.")] = "test",
+    patch: PatchOption = None,
+    shape: ShapeOption = None,
+    sparse: SparseOption = None,
+    placements: PlacementsOption = None,
+    data: DataOption = None,
+    data_dir: DataFolderOption = None,
+    split: SplitOption = "test",
     images: Annotated[int, typer.Option(min=1, help="So many images, drawn at random by --seed.")] = 400,
     limit: Annotated[int | None, typer.Option(min=1, help="The first N images instead of a draw.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draw of images and of the attack.")] = 0,

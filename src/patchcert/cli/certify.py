@@ -13,6 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchcert import __version__
+from patchcert.cli.options import (
+    DataFolderOption,
+    DataOption,
+    PatchOption,
+    PlacementsOption,
+    ShapeOption,
+    SparseOption,
+    SplitOption,
+)
 from patchcert.cli.output import print_json, say
 from patchcert.cli.parsing import parse_bytes, parse_device, parse_dtype, parse_threat
 from patchcert.cli.progress import progress_bar
@@ -28,22 +37,16 @@ if TYPE_CHECKING:
 
 def certify(
     target: Annotated[Path, typer.Argument(help="A run folder, or a .safetensors file with a model.")],
-    patch: Annotated[str | None, typer.Option(help="A rectangle, HEIGHTxWIDTH or SIDE: 5x5, 2x8, 5.")] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(help="Another shape, like diamond:25, or a file with a stamp (PNG or # and .)."),
-    ] = None,
-    sparse: Annotated[int | None, typer.Option(min=1, help="Any so many pixels, anywhere.")] = None,
+    patch: PatchOption = None,
+    shape: ShapeOption = None,
+    sparse: SparseOption = None,
     bound: Annotated[
         str | None, typer.Option(help="With --sparse: tight (default), per-pixel or per-value.")
     ] = None,
-    placements: Annotated[
-        str | None,
-        typer.Option(help="Where the patch may be: everywhere, corners, 'top,left;...' or a file."),
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Data set; a run folder knows its own.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data.")] = None,
-    split: Annotated[str, typer.Option(help="test or train.")] = "test",
+    placements: PlacementsOption = None,
+    data: DataOption = None,
+    data_dir: DataFolderOption = None,
+    split: SplitOption = "test",
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N images.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, or float64 as an audit.")] = "float32",

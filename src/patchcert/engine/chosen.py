@@ -4,6 +4,7 @@ Windows as in the sweep over all placements, but every image has its own. So tha
 all, each window is drawn back to the next multiple of the network's strides, and reaches as much further.
 """
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import final
@@ -17,6 +18,8 @@ from patchcert.engine.geometry import Cells, FeatureMap, Layout, NotCovered, Win
 from patchcert.engine.rules import propagate
 from patchcert.engine.windows import Shared, WindowPass, Windows, product
 from patchcert.threats import Patch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,8 @@ def covering_placements(network: Network, images: Tensor, threat: Patch) -> Chos
     """The windows of chosen placements, or None where only the dense way goes."""
     try:
         return ChosenPlacements.of(network, images, threat)
-    except NotCovered:
+    except NotCovered as reason:
+        logger.debug("the dense path takes over: %s", reason)
         return None
 
 
