@@ -19,7 +19,7 @@ from patchcert.train.strategies import (
     SparseChanges,
 )
 from patchcert.train.strategy import Batch, is_robust, margin_loss
-from patchcert.train.unet import MarginUNet, build_unet
+from patchcert.train.unet import MarginUNet, build_unet, enlarged
 
 CLASSES = 4
 
@@ -304,3 +304,15 @@ def test_shares_of_a_batch_add_up_to_the_whole(make):
 def test_nan_margins_are_not_robust():
     margins = torch.tensor([[0.0, 1.0], [0.0, float("nan")], [0.0, 0.0]])
     assert is_robust(margins, torch.zeros(3, dtype=torch.long)).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(("size", "larger"), [((2, 3), (4, 7)), ((7, 7), (14, 14)), ((1, 2), (3, 2))])
+def test_maps_are_enlarged_as_by_bilinear_interpolation(size, larger):
+    maps = torch.rand(3, 2, *size, generator=seeded(), requires_grad=True)
+    expected = torch.nn.functional.interpolate(maps, larger, mode="bilinear", align_corners=True)
+    weights = torch.rand(expected.shape, generator=seeded())
+    mine = enlarged(maps, *larger)
+    torch.testing.assert_close(mine, expected)
+    (gradient,) = torch.autograd.grad((mine * weights).sum(), maps)
+    (wanted,) = torch.autograd.grad((expected * weights).sum(), maps)
+    torch.testing.assert_close(gradient, wanted)

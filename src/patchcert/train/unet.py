@@ -68,9 +68,24 @@ class MarginUNet(nn.Module):
         sides = [lateral(features) for lateral, features in zip(self.laterals, maps, strict=True)]
         features = sides.pop()
         for convolution, side in zip(self.up, [*reversed(sides), self.full(normal)], strict=True):
-            larger = F.interpolate(features, side.shape[2:], mode="bilinear", align_corners=True)
+            larger = enlarged(features, side.shape[2], side.shape[3])
             features = convolution(torch.cat([larger, side], dim=1))
         return self.head(features)
+
+
+def enlarged(maps: Tensor, height: int, width: int) -> Tensor:
+    """Bilinear interpolation with aligned corners, as two products: on small maps many times faster than
+    `F.interpolate`, which goes through all maps of a batch one after the other."""
+    rows, columns = _hats(maps.shape[2], height, maps), _hats(maps.shape[3], width, maps)
+    return rows @ (maps @ columns.T)
+
+
+def _hats(size: int, larger: int, like: Tensor) -> Tensor:
+    """The matrix (larger, size) of linear interpolation whose first and last points are the ends."""
+    step = (size - 1) / (larger - 1) if larger > 1 else 0.0
+    places = torch.arange(larger, device=like.device, dtype=like.dtype) * step
+    points = torch.arange(size, device=like.device, dtype=like.dtype)
+    return (1 - (places[:, None] - points).abs()).clamp(min=0)
 
 
 def build_unet(
