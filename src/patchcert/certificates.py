@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.bounds import Network, Rounding, precise_arithmetic, trace
-from patchcert.engine.clean import audit_network, exact_clean_pass
+from patchcert.engine.clean import exact_clean_pass
 from patchcert.engine.dense import dense_margins
 from patchcert.engine.inputs import (
     bound_dtype,
@@ -19,6 +19,7 @@ from patchcert.engine.inputs import (
     check_trace,
     float_weights,
     logits_of,
+    model_of_type,
 )
 from patchcert.engine.memory import default_budget, image_numbers, rows_within, sparse_numbers
 from patchcert.engine.sweep import PlacementSweep, covering_sweep
@@ -178,10 +179,11 @@ class _Task:
         check_images(images, labels)
         check_fit(threat, images)
         dtype = bound_dtype(model, images, certifier.dtype)
-        network, audit = trace(copy.deepcopy(model).to(dtype)), audit_network(model)
+        twin = copy.deepcopy(model).double()
+        network, audit = trace(model_of_type(model, dtype)), trace(twin)
         logits = logits_of(model, images)
         check_logits(logits, images, labels)
-        check_trace(model, audit, images)
+        check_trace(twin, audit, images)
         converted, budget = images.to(dtype), certifier.memory_budget or default_budget(images.device)
         weights_finite = all(bool(value.isfinite().all()) for value in float_weights(model))
         sweep, verdicts = None, None
@@ -224,8 +226,8 @@ class _Task:
         if isinstance(self.threat, SparsePixels):
             numbers += 6 * sparse_numbers(self.network, self.images)
         else:
-            numbers += self.classes * len(self.threat.placements(*self.images.shape[-2:]))
-        return max(1, min(self.budget // (16 * numbers), 1024))
+            numbers += 4 * self.classes * len(self.threat.placements(*self.images.shape[-2:]))
+        return max(1, self.budget // (16 * numbers))
 
     def least(self, chunk: slice) -> "_Least":
         """The least margins of some of the images over the whole threat."""

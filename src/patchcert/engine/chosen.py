@@ -15,7 +15,7 @@ from torch import Tensor
 from patchcert.bounds import NEAREST, Network
 from patchcert.engine.clean import clean_pass
 from patchcert.engine.geometry import Cells, FeatureMap, Layout, NotCovered, Window, seen_by_pool
-from patchcert.engine.rules import propagate
+from patchcert.engine.rules import before_head
 from patchcert.engine.windows import Shared, WindowPass, Windows, product
 from patchcert.threats import Patch
 
@@ -55,7 +55,7 @@ class ChosenPlacements:
         clean = clean_pass(self.layout.network, images, labels)
         base = torch.stack([self._drawn_back(corners[..., axis], axis) for axis in (0, 1)], dim=-1)
         chosen = _ChosenPass(Shared(self.layout, clean, NEAREST), self.windows, base.transpose(0, 1))
-        state = propagate(chosen, self._start(chosen, (corners - base).transpose(0, 1), epsilon))
+        state = before_head(chosen, self._start(chosen, (corners - base).transpose(0, 1), epsilon))
         return _margins(chosen, state, labels, classes)
 
     def _drawn_back(self, starts: Tensor, axis: int) -> Tensor:

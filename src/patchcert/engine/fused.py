@@ -1,7 +1,7 @@
 """Steps of the window engine as single kernels: each number is read once and written once.
 
-The plain twin of `fused_relu` is `_between` in `rules`, that of `fused_rows` is `convolve` by a product;
-they are held equal by tests on machines with CUDA.
+The plain twin of `fused_relu` is `_between` in `rules`, that of `fused_rows` is `convolve` by a product, that
+of `fused_head` is `fused_relu` followed by two products; they are held equal by tests on machines with CUDA.
 """
 
 import importlib.util
@@ -75,17 +75,73 @@ def fused_relu(
     return new_deviation, new_radius
 
 
+def fused_head(
+    deviation: Tensor,
+    radius: Tensor,
+    clean: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    factor: float,
+    widen: float,
+    slack: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """As `fused_relu` on (p, n, features), then through the last layer merged with the specification.
+
+    Gives (n, p, classes): the deviation times row label minus row class of the weight (classes, features), and
+    the radius times the absolute values. No number is summed over more than once per feature. In TF32 where
+    products may be, as in the search of training.
+    """
+    from patchcert.engine.kernels import head_windows
+
+    deviation, radius, clean, weight = (part.contiguous() for part in (deviation, radius, clean, weight))
+    placements, images, features = deviation.shape
+    classes = len(weight)
+    shift = torch.empty(images, placements, classes, dtype=deviation.dtype, device=deviation.device)
+    spread = torch.empty_like(shift)
+    is_fast = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    rows, block = (32, 64) if is_fast else (8, 64)
+    head_windows[(images, -(-placements // rows))](  # pyright: ignore[reportIndexIssue]
+        deviation,
+        radius,
+        clean,
+        weight,
+        labels,
+        slack[0] if slack is not None else clean,
+        slack[1] if slack is not None else clean,
+        shift,
+        spread,
+        placements,
+        images,
+        radius.stride(0) if radius.shape[0] > 1 else 0,
+        radius.stride(1) if radius.shape[1] > 1 else 0,
+        factor,
+        widen,
+        FEATURES=features,
+        CLASSES=classes,
+        HAS_SLACK=slack is not None,
+        IS_FAST=is_fast,
+        ROWS=rows,
+        BLOCK=block,
+        COLUMNS=max(16, 1 << (classes - 1).bit_length()),
+        num_warps=4,
+    )
+    return shift, spread
+
+
 def fused_rows(maps: Tensor, geometry: Geometry, height: int, width: int) -> Tensor:
     """The values under the kernel at each place on maps (b, h, w, c): rows (b * places, taps * c), 0 in padding."""
     from patchcert.engine.kernels import window_rows
 
     maps = maps.contiguous()
     count, rows, columns, channels = maps.shape
-    taps = geometry.kernel[0] * geometry.kernel[1]
-    output = torch.empty(count * height * width, taps * channels, dtype=maps.dtype, device=maps.device)
-    window_rows[(count * height * width,)](  # pyright: ignore[reportIndexIssue]
+    taps, places = geometry.kernel[0] * geometry.kernel[1], count * height * width
+    output = torch.empty(places, taps * channels, dtype=maps.dtype, device=maps.device)
+    block = 1 << (geometry.kernel[1] * channels - 1).bit_length()
+    at_once = max(1, 1024 // block)
+    window_rows[(-(-places // at_once),)](  # pyright: ignore[reportIndexIssue]
         maps,
         output,
+        places,
         height,
         width,
         rows,
@@ -99,8 +155,8 @@ def fused_rows(maps: Tensor, geometry: Geometry, height: int, width: int) -> Ten
         COLUMN_STRIDE=geometry.stride[1],
         ROW_DILATION=geometry.dilation[0],
         COLUMN_DILATION=geometry.dilation[1],
-        TAPS=1 << (taps - 1).bit_length(),
-        BLOCK=1 << (channels - 1).bit_length(),
+        PLACES=at_once,
+        BLOCK=block,
         num_warps=4,
     )
     return output

@@ -65,13 +65,19 @@ def check_fit(threat: Patch | SparsePixels, images: Tensor) -> None:
         threat.contains(blank, blank)
 
 
-def check_trace(model: nn.Module, audit: Network, images: Tensor) -> None:
-    """The traced operations must give what the model gives, on an image and on its negative, in float64.
+def model_of_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model itself where all its weights have this type, else a copy of this type."""
+    if all(value.dtype == dtype for value in float_weights(model)):
+        return model
+    return copy.deepcopy(model).to(dtype)
+
+
+def check_trace(twin: nn.Module, audit: Network, images: Tensor) -> None:
+    """The traced operations must give what the model's float64 twin gives, on an image and on its negative.
 
     They differ where the forward pass looks at more than its input: at a counter, or at whether it is traced.
     """
     image = images[:1].double() if len(images) else images.new_full((1, *images.shape[1:]), 0.25).double()
-    twin = copy.deepcopy(model).double()
     for probe in (image, 1 - image):
         try:
             bounds = audit.bounds(Interval.point(probe), rounding=Rounding.outward(torch.float64))

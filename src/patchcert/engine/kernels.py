@@ -70,6 +70,7 @@ def relu_windows(
 def window_rows(
     maps,
     output,
+    place_count,
     height,
     width,
     rows,
@@ -83,18 +84,93 @@ def window_rows(
     COLUMN_STRIDE: tl.constexpr,
     ROW_DILATION: tl.constexpr,
     COLUMN_DILATION: tl.constexpr,
-    TAPS: tl.constexpr,
+    PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    place = tl.program_id(0)
-    tap = tl.arange(0, TAPS)[:, None]
-    channel = tl.arange(0, BLOCK)[None, :]
-    one = place // (height * width)
-    row = (place // width) % height * ROW_STRIDE - top_padding + tap // KERNEL_COLUMNS * ROW_DILATION
-    column = place % width * COLUMN_STRIDE - left_padding + tap % KERNEL_COLUMNS * COLUMN_DILATION
-    is_tap = (tap < KERNEL_ROWS * KERNEL_COLUMNS) & (channel < CHANNELS)
-    is_inside = is_tap & (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
-    source = ((one.to(tl.int64) * rows + row) * columns + column) * CHANNELS + channel
-    values = tl.load(maps + source, mask=is_inside, other=0.0)
-    target = place.to(tl.int64) * (KERNEL_ROWS * KERNEL_COLUMNS * CHANNELS) + tap * CHANNELS + channel
-    tl.store(output + target, values, mask=is_tap)
+    place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)[:, None]
+    inner = tl.arange(0, BLOCK)[None, :]
+    is_tap = (place < place_count) & (inner < KERNEL_COLUMNS * CHANNELS)
+    one = (place // (height * width)).to(tl.int64)
+    column = place % width * COLUMN_STRIDE - left_padding + inner // CHANNELS * COLUMN_DILATION
+    is_column = is_tap & (column >= 0) & (column < columns)
+    target = place.to(tl.int64) * (KERNEL_ROWS * KERNEL_COLUMNS * CHANNELS) + inner
+    for tap in tl.static_range(KERNEL_ROWS):
+        row = (place // width) % height * ROW_STRIDE - top_padding + tap * ROW_DILATION
+        is_inside = is_column & (row >= 0) & (row < rows)
+        source = ((one * rows + row) * columns + column) * CHANNELS + inner % CHANNELS
+        values = tl.load(maps + source, mask=is_inside, other=0.0)
+        tl.store(output + target + tap * (KERNEL_COLUMNS * CHANNELS), values, mask=is_tap)
+
+
+@triton.jit
+def head_windows(
+    deviation,
+    radius,
+    clean,
+    weight,
+    labels,
+    slack_before,
+    slack_after,
+    shift,
+    spread,
+    placements,
+    images,
+    radius_placement_stride,
+    radius_image_stride,
+    factor,
+    widen,
+    FEATURES: tl.constexpr,
+    CLASSES: tl.constexpr,
+    HAS_SLACK: tl.constexpr,
+    IS_FAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    image = tl.program_id(0).to(tl.int64)
+    placement = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row, column = placement[:, None].to(tl.int64), tl.arange(0, COLUMNS)
+    label = tl.load(labels + image)
+    before, after = 0.0, 0.0
+    if HAS_SLACK:
+        before, after = tl.load(slack_before + image), tl.load(slack_after + image)
+    if IS_FAST:
+        total_shift = tl.zeros((ROWS, COLUMNS), tl.float32)
+        total_spread = tl.zeros((ROWS, COLUMNS), tl.float32)
+    else:
+        total_shift = tl.zeros((COLUMNS, ROWS, BLOCK), tl.float32)
+        total_spread = tl.zeros((COLUMNS, ROWS, BLOCK), tl.float32)
+    for start in range(0, FEATURES, BLOCK):
+        feature = start + tl.arange(0, BLOCK)
+        is_feature = feature < FEATURES
+        is_here = (row < placements) & is_feature[None, :]
+        value = tl.load(clean + image * FEATURES + feature, mask=is_feature, other=0.0)[None, :]
+        moved = tl.load(
+            deviation + (row * images + image) * FEATURES + feature[None, :], mask=is_here, other=0.0
+        )
+        at = row * radius_placement_stride + image * radius_image_stride + feature[None, :]
+        wide = tl.load(radius + at, mask=is_here, other=0.0) * factor + before
+        lower, upper = _relu(value + moved - wide), _relu(value + moved + wide)
+        moved = (lower + upper) * 0.5 - _relu(value)
+        wide = (upper - lower) * 0.5 * widen + after
+        own = tl.load(weight + label * FEATURES + feature, mask=is_feature, other=0.0)[None, :]
+        is_weight = (column < CLASSES)[:, None] & is_feature[None, :]
+        other = tl.load(weight + column[:, None] * FEATURES + feature[None, :], mask=is_weight, other=0.0)
+        difference = own - other
+        if IS_FAST:
+            turned = tl.trans(difference)
+            total_shift += tl.dot(moved, turned, input_precision="tf32")
+            total_spread += tl.dot(wide, tl.abs(turned), input_precision="tf32")
+        else:
+            total_shift += moved[None, :, :] * difference[:, None, :]
+            total_spread += wide[None, :, :] * tl.abs(difference)[:, None, :]
+    if IS_FAST:
+        target = (image * placements + row) * CLASSES + column[None, :]
+        is_target = (row < placements) & (column < CLASSES)[None, :]
+        tl.store(shift + target, total_shift, mask=is_target)
+        tl.store(spread + target, total_spread, mask=is_target)
+    else:
+        target = (image * placements + placement[None, :].to(tl.int64)) * CLASSES + column[:, None]
+        is_target = (placement < placements)[None, :] & (column < CLASSES)[:, None]
+        tl.store(shift + target, tl.sum(total_shift, axis=2), mask=is_target)
+        tl.store(spread + target, tl.sum(total_spread, axis=2), mask=is_target)

@@ -26,11 +26,11 @@ from patchcert.engine.geometry import FeatureMap, Window, is_global
 from patchcert.engine.windows import WindowPass, Windows, product
 
 
-def propagate(sweep: WindowPass, start: Windows) -> Windows:
-    """Deviation and radius of the input of the last layer."""
+def propagate(sweep: WindowPass, start: Windows, last: int) -> Windows:
+    """Deviation and radius of value `last`."""
     states: dict[int, Windows] = {0: start}
     last_use = {index: position for position, step in enumerate(sweep.steps) for index in step.inputs}
-    for position, step in enumerate(sweep.steps[:-1]):
+    for position, step in enumerate(sweep.steps[:last]):
         inputs = [states[index] for index in step.inputs]
         if not isinstance(step.operation, Monotone | Reshape):
             inputs = [
@@ -41,8 +41,13 @@ def propagate(sweep: WindowPass, start: Windows) -> Windows:
             if last_use[index] <= position:
                 del states[index]
         states[position + 1] = state
+    return states[last]
+
+
+def before_head(sweep: WindowPass, start: Windows) -> Windows:
+    """Deviation and radius of the input of the last layer."""
     last = sweep.steps[-1].inputs[0]
-    return states[last].settled(sweep.outside(last))
+    return propagate(sweep, start, last).settled(sweep.outside(last))
 
 
 def _convolution(
@@ -254,15 +259,22 @@ def _between(
 
 def _fused_relu(state: Windows, sweep: WindowPass, position: int) -> Windows:
     """As `_between` for ReLU, in one pass over the memory."""
-    index, rounding = sweep.steps[position].inputs[0], sweep.rounding
+    index = sweep.steps[position].inputs[0]
     cells = sweep.fused_cells(index)
     clean = sweep.clean.values[index].flatten(1) if cells is None else sweep.clean.places(index, sweep.layout)
-    slack = None
+    terms = relu_terms(state, sweep, position)
+    return Windows(*fused_relu(state.deviation, state.radius, clean, cells, *terms))
+
+
+def relu_terms(
+    state: Windows, sweep: WindowPass, position: int
+) -> tuple[float, float, tuple[Tensor, Tensor] | None]:
+    """What pays for the rounding of a fused ReLU: factors of the radius before and after, and slacks likewise."""
+    rounding, slack = sweep.rounding, None
     if rounding.is_outward:
+        index = sweep.steps[position].inputs[0]
         slack = (sweep.shared.slack(index, 3, state.extra), sweep.shared.slack(position + 1, 4, 0.0))
-    factor, widen = state.factor * (1 + 8 * rounding.unit), 1 + 8 * rounding.unit
-    deviation, radius = fused_relu(state.deviation, state.radius, clean, cells, factor, widen, slack)
-    return Windows(deviation, radius)
+    return state.factor * (1 + 8 * rounding.unit), 1 + 8 * rounding.unit, slack
 
 
 def _add(operation: Add, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
