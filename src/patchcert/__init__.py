@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from patchcert import zoo
     from patchcert.attacks import PatchAttack, SparseAttack
     from patchcert.bounds import Interval
     from patchcert.certificates import Certificates, Certifier, IntervalCertifier, certify, placement_margins
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from patchcert.errors import PatchcertError
     from patchcert.models import ModelSpec, Normalize
     from patchcert.threats import Patch, SparsePixels, shapes
+    from patchcert.zoo import load
 
 __version__ = "0.1.0"
 
@@ -27,9 +29,11 @@ __all__ = [
     "SparseAttack",
     "SparsePixels",
     "certify",
+    "load",
     "load_dataset",
     "placement_margins",
     "shapes",
+    "zoo",
 ]
 
 _HOMES = {
@@ -45,9 +49,11 @@ _HOMES = {
     "SparseAttack": "patchcert.attacks",
     "SparsePixels": "patchcert.threats",
     "certify": "patchcert.certificates",
+    "load": "patchcert.zoo",
     "load_dataset": "patchcert.data",
     "placement_margins": "patchcert.certificates",
     "shapes": "patchcert.threats",
+    "zoo": "patchcert.zoo",
 }
 
 
@@ -55,7 +61,8 @@ def __getattr__(name: str) -> object:
     """Import the home of a public name when it is first asked for, so that `import patchcert` is cheap."""
     if name not in _HOMES:
         raise AttributeError(f"module 'patchcert' has no attribute {name!r}; it has: {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    home = importlib.import_module(_HOMES[name])
+    value = home if home.__name__ == f"patchcert.{name}" else getattr(home, name)
     globals()[name] = value
     return value
 

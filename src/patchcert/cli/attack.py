@@ -34,7 +34,9 @@ FALSE_PROOF = 1
 
 
 def attack(
-    target: Annotated[str, typer.Argument(help="A run folder, a .safetensors model, or imagenet:NAME.")],
+    target: Annotated[
+        str, typer.Argument(help="A run folder, a .safetensors model, zoo:NAME or imagenet:NAME.")
+    ],
     patch: PatchOption = None,
     shape: ShapeOption = None,
     sparse: SparseOption = None,

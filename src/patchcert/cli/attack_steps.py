@@ -46,16 +46,12 @@ class Subject:
     split: str
     images: Split
     run: Run | None = None
+    trained_against: Patch | SparsePixels | None = None
     is_imagenet: bool = False
-
-    @property
-    def trained_against(self) -> Patch | SparsePixels | None:
-        """The threat of the run, as far as there is one."""
-        return None if self.run is None else self.run.spec.threat
 
 
 def open_subject(target: str, data: str | None, data_dir: Path | None, split: str) -> Subject:
-    """What is in a run folder or a .safetensors file, or the ImageNet network of `imagenet:NAME`."""
+    """What is in a run folder or a .safetensors file, or a network by name: `zoo:NAME`, `imagenet:NAME`."""
     if target.startswith(IMAGENET):
         folder = find_imagenet(data_dir)
         name = target.removeprefix(IMAGENET)
@@ -63,10 +59,10 @@ def open_subject(target: str, data: str | None, data_dir: Path | None, split: st
         dataset = load_dataset(data or f"folder:{folder}", data_dir)
         weights = folder / f"{name}.safetensors"
         return Subject(model, weights, dataset, split, dataset.split(split), is_imagenet=True)
-    opened = open_target(Path(target))
+    opened = open_target(target)
     dataset = open_data(opened, data, data_dir)
     images = choose_images(opened, dataset, split, None)
-    return Subject(opened.model, opened.weights, dataset, split, images, opened.run)
+    return Subject(opened.model, opened.weights, dataset, split, images, opened.run, opened.threat)
 
 
 def draw_images(total: int, images: int, limit: int | None, seed: int) -> Tensor:

@@ -22,7 +22,7 @@ from patchcert.cli.options import (
     SparseOption,
     SplitOption,
 )
-from patchcert.cli.output import print_json, say
+from patchcert.cli.output import print_error, print_json, say
 from patchcert.cli.parsing import parse_bytes, parse_device, parse_dtype, parse_threat
 from patchcert.cli.progress import progress_bar
 from patchcert.cli.target import Target, choose_images, open_data, open_target
@@ -34,9 +34,13 @@ if TYPE_CHECKING:
     from patchcert.certificates import Certificates
     from patchcert.threats import Patch, SparsePixels
 
+DIFFERS = 1
+
 
 def certify(
-    target: Annotated[Path, typer.Argument(help="A run folder, or a .safetensors file with a model.")],
+    target: Annotated[
+        str, typer.Argument(help="A run folder, a .safetensors file with a model, or zoo:NAME.")
+    ],
     patch: PatchOption = None,
     shape: ShapeOption = None,
     sparse: SparseOption = None,
@@ -58,7 +62,8 @@ def certify(
 ) -> None:
     """Prove for each image that no member of the threat changes the prediction.
 
-    Without a threat the one that the run was trained on is taken. The summary is JSON on stdout.
+    Without a threat the one that the model was trained on is taken. The summary is JSON on stdout. A proof of
+    zoo:NAME is compared with its card, image by image; where they differ, the exit code is 1.
     """
     from patchcert.certificates import certify as certify_images
     from patchcert.files import sha256
@@ -90,7 +95,10 @@ def certify(
     out = out or _run_evidence(opened, _evidence_name(threat, other_data, split, limit, dtype))
     if out is not None:
         write_evidence(out, certificates, meta)
-    print_json({**summarise(certificates), **meta, "evidence": None if out is None else str(out)})
+    card = _compare(opened, certificates, meta)
+    print_json({**summarise(certificates), **meta, "evidence": None if out is None else str(out), **card})
+    if card.get("card", {}).get("differences"):
+        raise typer.Exit(DIFFERS)
 
 
 def summarise(certificates: "Certificates") -> dict[str, Any]:
@@ -129,6 +137,27 @@ def write_evidence(path: Path, certificates: "Certificates", meta: dict[str, Any
             worst_top=tops,
             worst_left=lefts,
         )
+
+
+def _compare(target: Target, certificates: "Certificates", meta: dict[str, Any]) -> dict[str, Any]:
+    """Say whether the certificates are those of the model's card, and how they differ where they do not."""
+    from patchcert.threats import threat_from_dict
+    from patchcert.zoo.recheck import differences, why_not_comparable
+
+    card = target.card
+    if card is None:
+        return {}
+    data, threat = meta["data"], threat_from_dict(meta["threat"])
+    reason = why_not_comparable(card, threat, data["name"], data["split"], meta["settings"]["dtype"])
+    if reason:
+        say(f"not compared with the card of {card.name}: {reason}")
+        return {"card": {"name": card.name, "compared": False, "reason": reason}}
+    found = differences(card, certificates, data["sha256"])
+    for difference in found:
+        print_error(f"differs from the card of {card.name}: {difference}")
+    if not found:
+        say(f"matches the card of {card.name}, image by image")
+    return {"card": {"name": card.name, "compared": True, "matches": not found, "differences": list(found)}}
 
 
 def _check_output(path: Path | None) -> None:

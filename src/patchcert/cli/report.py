@@ -32,6 +32,7 @@ def report(
     from patchcert.experiments.runs import Run
     from patchcert.report import Pictures, summarise_run, write_report
 
+    _refuse_zoo(runs)
     path = _page(runs, out)
     opened = [Run.open(folder) for folder in runs]
     pictures = Pictures(maps=maps, data_dir=data_dir)
@@ -43,6 +44,17 @@ def report(
     if not page.consistent:
         print_error("the evidence contradicts itself", f"see the red box at the top of {path}")
         raise typer.Exit(INCONSISTENT)
+
+
+def _refuse_zoo(runs: list[Path]) -> None:
+    """A page shows evidence, and a model of the zoo has none of its own."""
+    for run in runs:
+        if str(run).startswith("zoo:"):
+            name = str(run).removeprefix("zoo:")
+            raise InvalidInput(
+                f"{run} has no evidence of its own, so there is nothing to report",
+                hint=f"patchcert zoo copy {name} --out runs/{name}, then certify and report runs/{name}",
+            )
 
 
 def _page(runs: list[Path], out: Path | None) -> Path:

@@ -1,4 +1,4 @@
-"""What commands work on: the model of a run folder or of a file, and images that fit it."""
+"""What commands work on: the model of a run folder, of a file or of the zoo, and images that fit it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,32 +13,43 @@ if TYPE_CHECKING:
     from patchcert.experiments.runs import Run
     from patchcert.models import ModelSpec
     from patchcert.threats import Patch, SparsePixels
+    from patchcert.zoo import Card
+
+ZOO = "zoo:"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model with its file; where it comes from a run, also the data and the threat it was trained on."""
+    """A model with its file; that of a run or of the zoo knows the data and the threat it was trained on."""
 
     model: "nn.Sequential"
     spec: "ModelSpec"
     weights: Path
     run: "Run | None" = None
+    card: "Card | None" = None
 
     @property
     def threat(self) -> "Patch | SparsePixels | None":
         """What the model was trained against, as far as that is known."""
+        if self.card is not None:
+            return self.card.threat
         return None if self.run is None else self.run.spec.threat
 
     @property
     def data(self) -> str | None:
         """The name of the data the model was trained on, as far as that is known."""
+        if self.card is not None:
+            return self.card.data
         return None if self.run is None else self.run.spec.data.name
 
 
-def open_target(path: Path) -> Target:
-    """The model in a run folder, or in a file that `patchcert.models.save` wrote."""
+def open_target(target: str) -> Target:
+    """The model in a run folder, in a file that `patchcert.models.save` wrote, or of `zoo:NAME`."""
     from patchcert.models import load
 
+    if target.startswith(ZOO):
+        return _open_zoo(target.removeprefix(ZOO))
+    path = Path(target)
     if path.is_dir():
         from patchcert.experiments.runs import Run
 
@@ -47,14 +58,22 @@ def open_target(path: Path) -> Target:
     if not path.exists():
         raise InvalidInput(
             f"there is no {path}",
-            hint="give a run folder of `patchcert train`, or a .safetensors model file.",
+            hint="give a run folder of `patchcert train`, a .safetensors model file, or zoo:NAME.",
         )
     model, spec = load(path)
     return Target(model, spec, path)
 
 
+def _open_zoo(name: str) -> Target:
+    from patchcert.zoo import shipped
+
+    zoo = shipped()
+    card = zoo.card(name)
+    return Target(zoo.load(name), card.model, zoo.weights(name), card=card)
+
+
 def open_data(target: Target, name: str | None, data_dir: Path | None) -> "Dataset":
-    """The named data set; without a name the one the run was trained on."""
+    """The named data set; without a name the one the model was trained on."""
     from patchcert.data import ImageShape, load_dataset
 
     chosen = name or target.data

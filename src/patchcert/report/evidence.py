@@ -1,15 +1,16 @@
 """Evidence files as typed rows; a file that lacks something, or is about other weights, says so."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from patchcert.errors import PatchcertError, RunError
-from patchcert.experiments.runs import Run
+from patchcert.experiments.runs import EVIDENCE, Run
 from patchcert.files import sha256
 from patchcert.report.summary import AnyThreat, AttackRows, CertificateRows
 from patchcert.threats import threat_from_dict
@@ -26,7 +27,12 @@ class Evidence:
 def read_evidence(run: Run) -> Evidence:
     """The evidence on a run's test images; files of other kinds or on other images are left out."""
     weights = sha256(run.weights) if run.is_finished else ""
-    files = [_File.read(run, name) for name in run.evidence_names()]
+    return read_files([run.path / EVIDENCE / f"{name}.npz" for name in run.evidence_names()], weights)
+
+
+def read_files(paths: Iterable[Path], weights: str) -> Evidence:
+    """The evidence in files, all of which must have been gathered with the weights of that SHA-256 sum."""
+    files = [_File.read(path) for path in paths]
     files = [file for file in files if file.is_of_test_images and not file.is_empty]
     for file in files:
         file.check_weights(weights)
@@ -42,10 +48,12 @@ class _File:
     meta: Mapping[str, Any]
 
     @classmethod
-    def read(cls, run: Run, name: str) -> "_File":
-        arrays = run.evidence(name)
+    def read(cls, path: Path) -> "_File":
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {key: stored[key] for key in stored.files}
         meta = json.loads(str(arrays["meta"])) if "meta" in arrays else {}
-        return cls(f"evidence {name!r} of {run.path}", arrays, meta)
+        owner = path.parent.parent if path.parent.name == EVIDENCE else path.parent
+        return cls(f"evidence {path.stem!r} of {owner}", arrays, meta)
 
     @property
     def kind(self) -> str:

@@ -1,0 +1,134 @@
+"""`patchcert zoo list | show | spec | copy | add`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from patchcert.cli.output import print_json, say
+from patchcert.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from patchcert.zoo import Card, Zoo
+
+app = typer.Typer(add_completion=False, no_args_is_help=False)
+
+Name = Annotated[str, typer.Argument(help="Name of a model; `patchcert zoo list` shows them.")]
+Folder = Annotated[
+    Path | None, typer.Option("--zoo", help="Another folder of models with cards than the package's.")
+]
+
+
+@app.command("list")
+def list_models(zoo: Folder = None) -> None:
+    """Say which trained models there are, and what is proven of them."""
+    opened = _open(zoo)
+    rows = [_row(opened.card(name)) for name in opened.names()]
+    print_json({"folder": str(opened.folder), "bytes": opened.size(), "models": rows})
+
+
+@app.command()
+def show(name: Name, zoo: Folder = None) -> None:
+    """Print a model's card: counts with exact 95 % intervals, sums, training, commands."""
+    card = _open(zoo).card(name)
+    plain = card.to_dict()
+    for key in ("right_images", "certified_images"):
+        del plain["proof"][key]
+    attacks = [
+        {**each, "interval": None if each["certified_only"] else _interval(each["withstood"], each["images"])}
+        for each in plain["attacks"]
+    ]
+    print_json({**plain, "proof": {**plain["proof"], **_shares(card)}, "attacks": attacks, **_commands(card)})
+
+
+@app.command()
+def spec(name: Name, zoo: Folder = None) -> None:
+    """Print the specification that a model was trained by, as TOML for `patchcert train`."""
+    typer.echo(_open(zoo).card(name).training.spec, nl=False)
+
+
+@app.command()
+def copy(
+    name: Name,
+    out: Annotated[Path, typer.Option(help="The run folder to be made.", file_okay=False)],
+    zoo: Folder = None,
+) -> None:
+    """Make a run folder of a model, which keeps evidence, so that `patchcert report` can show it."""
+    from patchcert.zoo.copying import copy_to_run
+
+    run = copy_to_run(_open(zoo), name, out)
+    say(f"{name} is in {run.path}; go on with: patchcert certify {run.path}")
+    print_json({"name": name, "run": str(run.path)})
+
+
+@app.command()
+def add(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Finished and certified run folders.")],
+    results: Annotated[
+        Path | None, typer.Option(help="Folder of collected evidence, for runs without their own.")
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take the run even if the model there has more proven images.")
+    ] = False,
+    zoo: Folder = None,
+) -> None:
+    """Store the models of runs with cards counted from their evidence.
+
+    The name is that of data, threat and architecture. A model that is there already stays unless the run has
+    more certified test images.
+    """
+    from patchcert.experiments.runs import Run
+    from patchcert.zoo.adding import add_run
+
+    opened, rows = _open(zoo), []
+    for folder in runs:
+        added = add_run(opened, Run.open(folder), results, replace)
+        say(f"{added.card.name}: {added.status}{', ' if added.reason else ''}{added.reason}")
+        rows.append({"run": str(folder), **_row(added.card), "status": added.status, "reason": added.reason})
+    print_json({"folder": str(opened.folder), "bytes": opened.size(), "runs": rows})
+
+
+def _open(folder: Path | None) -> "Zoo":
+    from patchcert.zoo import Zoo, shipped
+
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise InvalidInput(f"--zoo {folder} is no folder")
+    return shipped() if folder is None else Zoo(folder)
+
+
+def _row(card: "Card") -> dict[str, Any]:
+    """What tells models apart."""
+    fair = [attack for attack in card.attacks if not attack.certified_only]
+    weakest = min((attack.withstood / attack.images for attack in fair), default=None)
+    return {
+        "name": card.name,
+        "data": card.data,
+        "threat": str(card.threat),
+        "model": card.model.name,
+        "hidden": card.model.hidden,
+        "parameters": card.parameters,
+        "images": card.proof.images,
+        "clean_accuracy": card.proof.right / card.proof.images,
+        "certified_accuracy": card.proof.certified / card.proof.images,
+        "attacked_accuracy": weakest,
+    }
+
+
+def _shares(card: "Card") -> dict[str, Any]:
+    proof = card.proof
+    return {
+        "clean_accuracy": proof.right / proof.images,
+        "clean_interval": _interval(proof.right, proof.images),
+        "certified_accuracy": proof.certified / proof.images,
+        "certified_interval": _interval(proof.certified, proof.images),
+    }
+
+
+def _interval(successes: int, total: int) -> list[float]:
+    from patchcert.report.statistics import clopper_pearson
+
+    return list(clopper_pearson(successes, total))
+
+
+def _commands(card: "Card") -> dict[str, Any]:
+    return {"commands": {"certify": card.command, "train": card.training.command}}

@@ -1,0 +1,160 @@
+"""The card of a model: counts from evidence, image by image, and all that is needed to repeat them."""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from patchcert.errors import ModelError
+from patchcert.models import ModelSpec
+from patchcert.threats import Patch, SparsePixels, threat_from_dict
+
+AnyThreat = Patch | SparsePixels
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is proven on the first test images, as many as there are.
+
+    `right_images` and `certified_images` say it of each: one bit per image in the order of the test set, the
+    first image in the highest bit of the first byte, in base 64. `evidence` is the sum of the file of rows.
+    """
+
+    images: int
+    right: int
+    certified: int
+    dtype: str
+    device: str
+    evidence: str
+    right_images: str
+    certified_images: str
+
+    def __post_init__(self) -> None:
+        for count, marks in ((self.right, self.right_marks), (self.certified, self.certified_marks)):
+            if count != np.count_nonzero(marks):
+                raise ModelError(f"the card counts {count} images, but marks {np.count_nonzero(marks)}")
+        if (self.certified_marks & ~self.right_marks).any():
+            raise ModelError("the card marks images as certified that it does not mark as right")
+
+    @classmethod
+    def count(
+        cls, right: NDArray[np.bool_], certified: NDArray[np.bool_], dtype: str, device: str, evidence: str
+    ) -> "Proof":
+        """The proof of images marked as right and as certified."""
+        counts = (len(right), int(right.sum()), int(certified.sum()))
+        return cls(*counts, dtype, device, evidence, pack_marks(right), pack_marks(certified))
+
+    @property
+    def right_marks(self) -> NDArray[np.bool_]:
+        """True for every image whose clean prediction is the label."""
+        return unpack_marks(self.right_images, self.images)
+
+    @property
+    def certified_marks(self) -> NDArray[np.bool_]:
+        """True for every image that is proven."""
+        return unpack_marks(self.certified_images, self.images)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AttackCount:
+    """How many of the attacked images the model still got right; `command` repeats the attack.
+
+    Where only certified images were attacked, none may have been broken, and the count is no accuracy.
+    """
+
+    images: int
+    withstood: int
+    certified_only: bool
+    command: str
+    settings: Mapping[str, Any]
+    device: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How the weights came about. `run` is the fingerprint of specification and data, which names evidence."""
+
+    run: str
+    command: str
+    weights_of: str
+    seconds: float
+    device: str
+    runs_at_once: int
+    versions: Mapping[str, str]
+    commit: str
+    spec: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One model of a zoo. Every number is counted from evidence gathered with these very weights."""
+
+    name: str
+    data: str
+    data_sha256: Mapping[str, str]
+    threat: AnyThreat
+    model: ModelSpec
+    parameters: int
+    weights_sha256: str
+    proof: Proof
+    attacks: tuple[AttackCount, ...]
+    training: Training
+    note: str
+
+    @property
+    def command(self) -> str:
+        """What computes the proof anew and compares it with the card."""
+        return f"patchcert certify zoo:{self.name}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON."""
+        return {**asdict(self), "threat": self.threat.to_dict(), "model": self.model.to_dict()}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "Card":
+        """The inverse of `to_dict`; unknown and missing keys are refused by name."""
+        given = _exactly(cls, plain)
+        return cls(
+            **given
+            | {
+                "threat": threat_from_dict(given["threat"]),
+                "model": ModelSpec.from_dict(given["model"]),
+                "proof": Proof(**_exactly(Proof, given["proof"])),
+                "attacks": tuple(AttackCount(**_exactly(AttackCount, each)) for each in given["attacks"]),
+                "training": Training(**_exactly(Training, given["training"])),
+            }
+        )
+
+
+def pack_marks(marks: NDArray[np.bool_]) -> str:
+    """One bit per image, as text."""
+    return base64.b64encode(np.packbits(marks).tobytes()).decode()
+
+
+def unpack_marks(text: str, images: int) -> NDArray[np.bool_]:
+    """The marks that `pack_marks` wrote, for so many images."""
+    try:
+        packed = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
+    except binascii.Error as error:
+        raise ModelError(f"the card's marks of images cannot be read: {error}") from error
+    if len(packed) != -(-images // 8):
+        raise ModelError(f"the card has marks of {8 * len(packed)} images at most, but counts {images}")
+    return np.unpackbits(packed, count=images).astype(bool)
+
+
+def _exactly(kind: type, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The table itself, refused unless it has exactly the fields of the kind."""
+    known = {field.name for field in fields(kind)}
+    unknown, missing = sorted(set(plain) - known), sorted(known - set(plain))
+    if unknown or missing:
+        what = kind.__name__.lower()
+        raise ModelError(f"the {what} of a card has unknown keys {unknown} and lacks {missing}")
+    return dict(plain)

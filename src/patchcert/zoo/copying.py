@@ -1,0 +1,33 @@
+"""A model of the zoo as a run folder, for whatever works on runs and keeps evidence in them."""
+
+import shutil
+from pathlib import Path
+
+from patchcert.errors import RunError
+from patchcert.experiments.read import read_spec
+from patchcert.experiments.runs import SPEC, WEIGHTS, Run, write_text
+from patchcert.files import atomic_write
+from patchcert.zoo.shelf import Zoo
+
+
+def copy_to_run(zoo: Zoo, name: str, folder: Path) -> Run:
+    """A finished run with the model's weights and specification; it has no metrics and no evidence yet."""
+    card = zoo.card(name)
+    zoo.load(name)
+    if folder.exists() and any(folder.iterdir()):
+        raise RunError(f"{folder} is not empty", hint="name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / SPEC, card.training.spec)
+    run = Run(folder, read_spec(folder / SPEC))
+    run.write_environment(
+        {
+            "versions": dict(card.training.versions),
+            "device": card.training.device,
+            "commit": card.training.commit,
+            "data": {"name": card.data, "checksums": dict(card.data_sha256)},
+            "zoo": name,
+        }
+    )
+    with zoo.weights(name).open("rb") as read, atomic_write(folder / WEIGHTS) as write:
+        shutil.copyfileobj(read, write)
+    return run

@@ -1,0 +1,112 @@
+"""A folder of models with their cards, the package's own among them. Reading one never runs code."""
+
+import difflib
+import json
+import shutil
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import final
+
+from torch import nn
+
+from patchcert.errors import ModelError, PatchcertError
+from patchcert.files import atomic_write, sha256
+from patchcert.models import load as load_model
+from patchcert.zoo.card import Card
+
+LARGEST = 25_000_000
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Zoo:
+    """Pairs of NAME.safetensors and NAME.json in one folder, which need not exist while it is empty."""
+
+    folder: Path
+
+    def names(self) -> tuple[str, ...]:
+        """All models with a card, sorted."""
+        return tuple(sorted(file.stem for file in self.folder.glob("*.json")))
+
+    def weights(self, name: str) -> Path:
+        """The file of a model's weights."""
+        return self._known(name).with_suffix(".safetensors")
+
+    def card(self, name: str) -> Card:
+        """The card of a model; one that contradicts itself is refused."""
+        file = self._known(name)
+        try:
+            card = Card.from_dict(json.loads(file.read_text(encoding="utf-8")))
+        except (json.JSONDecodeError, TypeError, PatchcertError) as error:
+            reason = error.message if isinstance(error, PatchcertError) else str(error)
+            raise ModelError(f"the card {file} cannot be read: {reason}") from error
+        if card.name != name:
+            raise ModelError(f"the card {file} is of {card.name!r}")
+        return card
+
+    def load(self, name: str) -> nn.Sequential:
+        """The model on the CPU in eval mode, its file checked against the card."""
+        card, weights = self.card(name), self.weights(name)
+        if not weights.is_file() or sha256(weights) != card.weights_sha256:
+            what = "is missing" if not weights.is_file() else "has not the SHA-256 sum that its card states"
+            raise ModelError(f"the model file {weights} {what}", hint="install patchcert again")
+        model, spec = load_model(weights)
+        if spec != card.model:
+            raise ModelError(f"the model file {weights} describes another model than its card")
+        return model
+
+    def size(self, without: str = "") -> int:
+        """Bytes of all files, those of one model left out."""
+        return sum(file.stat().st_size for file in self._files() if file.stem != without)
+
+    def put(self, card: Card, weights: Path) -> None:
+        """Store a model under its card's name, in place of one that has it, within the size of the zoo."""
+        text = (json.dumps(card.to_dict(), indent=2) + "\n").encode()
+        total = self.size(without=card.name) + weights.stat().st_size + len(text)
+        if total > LARGEST:
+            raise ModelError(
+                f"with {card.name} the zoo in {self.folder} would grow to {total / 1e6:.1f} MB; it may have "
+                f"{LARGEST / 1e6:.0f}",
+                hint="take a smaller model, or remove one first",
+            )
+        target = self.folder / f"{card.name}.json"
+        with weights.open("rb") as read, atomic_write(target.with_suffix(".safetensors")) as write:
+            shutil.copyfileobj(read, write)
+        with atomic_write(target) as stream:
+            stream.write(text)
+
+    def _files(self) -> list[Path]:
+        return [*self.folder.glob("*.safetensors"), *self.folder.glob("*.json")]
+
+    def _known(self, name: str) -> Path:
+        """The card of a name, which must be there."""
+        known = self.names()
+        if name in known:
+            return self.folder / f"{name}.json"
+        close = difflib.get_close_matches(name, known, n=1)
+        advice = f"did you mean {close[0]!r}? " if close else ""
+        raise ModelError(
+            f"there is no model named {name!r} in the zoo; known: {', '.join(known) or 'none yet'}",
+            hint=f"{advice}A file of your own is loaded with patchcert.models.load(path).",
+        )
+
+
+def shipped() -> Zoo:
+    """The models that come with the package."""
+    return Zoo(Path(str(resources.files("patchcert.zoo"))) / "entries")
+
+
+def names() -> tuple[str, ...]:
+    """The models that come with the package, sorted."""
+    return shipped().names()
+
+
+def card(name: str) -> Card:
+    """What was counted for a model that comes with the package, and how it was trained."""
+    return shipped().card(name)
+
+
+def load(name: str) -> nn.Sequential:
+    """A trained model that comes with the package, on the CPU in eval mode; `names` lists them."""
+    return shipped().load(name)

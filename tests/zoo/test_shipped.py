@@ -1,0 +1,77 @@
+"""Whatever models come with the package: small enough, and what their cards say."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import patchcert as pc
+from patchcert.data import load_dataset
+from patchcert.errors import DataError
+from patchcert.experiments.read import read_spec
+from patchcert.experiments.reproduce.evidence import Rows
+from patchcert.zoo import shelf
+from patchcert.zoo.naming import entry_name
+from patchcert.zoo.recheck import differences
+
+RESULTS = Path(__file__).parents[2] / "results"
+IMAGES = 200
+NAMES = pc.zoo.names()
+
+
+def test_all_models_together_are_small():
+    zoo = shelf.shipped()
+    files = [file for file in zoo.folder.rglob("*") if file.is_file()] if zoo.folder.is_dir() else []
+    assert sum(file.stat().st_size for file in files) <= 25_000_000
+    assert {file.name for file in files} == {
+        f"{name}.{kind}" for name in NAMES for kind in ("json", "safetensors")
+    }
+
+
+def test_unknown_names_are_answered_whatever_is_there():
+    with pytest.raises(
+        pc.PatchcertError, match="there is no model named 'no such model' in the zoo; known: "
+    ):
+        pc.load("no such model")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_card_is_of_its_weights_and_its_specification(name, tmp_path):
+    card = pc.zoo.card(name)
+    model = pc.load(name)
+    assert sum(parameter.numel() for parameter in model.parameters()) == card.parameters
+    file = tmp_path / "spec.toml"
+    file.write_text(card.training.spec)
+    spec = read_spec(file)
+    assert (spec.threat, spec.data.name, spec.model.name) == (card.threat, card.data, card.model.name)
+    assert entry_name(spec) == name
+    assert spec.fingerprint(card.data_sha256) == card.training.run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_card_says_what_the_results_say(name):
+    """Image by image, where the run's evidence is kept beside the code."""
+    card = pc.zoo.card(name)
+    found = [Rows.read(file) for file in sorted((RESULTS / card.training.run).glob("certify-*.npz"))]
+    found = [rows for rows in found if rows.meta["weights_sha256"] == card.weights_sha256]
+    found = [rows for rows in found if rows.threat == card.threat and rows.limit is None]
+    if not found:
+        pytest.skip("this run's evidence is not in results/")
+    rows = found[0].columns
+    assert np.array_equal(card.proof.certified_marks, rows["verdict"])
+    assert np.array_equal(card.proof.right_marks, rows["label"] == rows["prediction"])
+
+
+def test_a_model_proves_again_what_its_card_says(real_data):
+    """The smallest model, on the first test images; their proofs are compared image by image."""
+    for name in sorted(NAMES, key=lambda name: pc.zoo.card(name).parameters):
+        card = pc.zoo.card(name)
+        try:
+            dataset = load_dataset(card.data, real_data)
+        except DataError:
+            continue
+        images = dataset.test.take(IMAGES)
+        found = pc.certify(pc.load(name), images.floats(), images.labels, card.threat)
+        assert differences(card, found, dataset.checksums) == ()
+        return
+    pytest.skip("no model of the zoo is for data that are here")
