@@ -53,7 +53,7 @@ class Windows:
         if self.factor != 1 or self.extra:
             radius = radius * self.factor + self.extra
         if self.is_ragged and outside is not None:
-            deviation, radius = (part.masked_fill(outside, 0.0) for part in (deviation, radius))
+            deviation, radius = (_emptied(part, outside) for part in (deviation, radius))
         return Windows(deviation, radius)
 
     def widened(self, roundings: int, rounding: Rounding) -> "Windows":
@@ -63,6 +63,16 @@ class Windows:
         gamma = rounding.gamma(roundings)
         factor = 1 + 2 * gamma * (1 + 2 * gamma) + 4 * rounding.unit
         return replace(self, factor=factor, extra=rounding.tiny / rounding.unit)
+
+
+def _emptied(part: Tensor, outside: Tensor) -> Tensor:
+    """With zeros outside; where nothing looks back for a gradient the tensor itself, unless it stands for several."""
+    is_shared = part.shape[0] != outside.shape[0]
+    return (
+        part.masked_fill(outside, 0.0)
+        if torch.is_grad_enabled() or is_shared
+        else part.masked_fill_(outside, 0.0)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +181,14 @@ class GroupPass(WindowPass):
     def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
         cells = self.fused_cells(index)
         assert cells is not None
-        return product(part.flatten(2), columns[cells.index].flatten(1, 2), self.rounding)
+        chosen = columns.index_select(0, cells.index.flatten()).reshape(
+            len(cells.index), -1, columns.shape[2]
+        )
+        return product(part.flatten(2), chosen, self.rounding)
 
     def _gather(self, index: int, cells: Tensor) -> Tensor:
-        return self.clean.places(index, self.layout)[:, cells].transpose(0, 1)
+        places = self.clean.places(index, self.layout)
+        return places.index_select(1, cells.flatten()).unflatten(1, cells.shape).transpose(0, 1)
 
 
 def product(left: Tensor, right: Tensor, rounding: Rounding, terms: int | None = None) -> Tensor:
