@@ -24,14 +24,32 @@ def test_measurements_are_json_that_can_be_shown_again(tiny_cases, tmp_path, cap
     for case in facts["cases"]:
         assert case["step_ratio"] == pytest.approx(case["dense_step"] / case["training_step"])
         assert 0 < case["floor_float32"] < case["sweep_float32"]
+        rates = case["attack"]
+        assert (rates["images"], rates["restarts"], rates["steps"]) == (2, 8, 5)
+        assert rates["ratio"] == pytest.approx(rates["batched"] / rates["plain"])
     stored = tmp_path / "bench.json"
     stored.write_text(json.dumps(facts))
     assert run(["bench", "--from", str(stored), "--markdown"]) == 0
     shown = capsys.readouterr().out
     assert "| mlp tiny 2x2 |" in shown
     assert f"{facts['cases'][1]['step_ratio']:.1f}x" in shown
+    assert f"{facts['cases'][1]['attack']['ratio']:.1f}x | 2 x 8 x 5 |" in shown
     assert run(["bench", "--from", str(stored)]) == 0
     assert "cnn2 tiny 3x3" in capsys.readouterr().out
+
+
+def test_measurements_from_before_attacks_were_measured_are_shown_without_them(tiny_cases, tmp_path, capsys):
+    assert run(["bench", "--device", "cpu", "--batch", "2", "--spend", "0", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    stored = tmp_path / "bench.json"
+    del facts["cases"][0]["attack"]
+    stored.write_text(json.dumps(facts))
+    assert run(["bench", "--from", str(stored), "--markdown"]) == 0
+    assert "| mlp tiny 2x2 | - | - | - | - |" in capsys.readouterr().out
+    del facts["cases"][1]["attack"]
+    stored.write_text(json.dumps(facts))
+    assert run(["bench", "--from", str(stored), "--markdown"]) == 0
+    assert "Attack" not in capsys.readouterr().out
 
 
 def test_a_case_that_does_not_exist_is_answered_with_those_that_do(tiny_cases, capsys):

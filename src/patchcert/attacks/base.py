@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from patchcert.attacks.judging import check_batch, evaluate, require_contained
+from patchcert.bounds import precise_arithmetic
 from patchcert.threats import Threat
 
 Progress = Callable[[int, int], None]
@@ -113,6 +114,7 @@ class Attack(ABC):
     batch_size: int
 
     @final
+    @precise_arithmetic()
     def run(
         self,
         model: nn.Module,

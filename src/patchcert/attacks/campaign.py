@@ -9,14 +9,16 @@ from torch import Generator, Tensor, nn
 
 from patchcert.attacks.base import Findings, Task
 from patchcert.attacks.climbing import Climb, Climbers, Record, climb_all, segments_of
+from patchcert.attacks.views import Views
 from patchcert.threats import Patch
 
 Draw = Callable[[], Tensor]
 
 
-def noise(images: Tensor, generator: Generator) -> Tensor:
-    """Uniform numbers in [-1, 1) for every pixel of every image, on the images' device."""
-    drawn = torch.rand(images.shape, generator=generator, device=generator.device, dtype=images.dtype)
+def noise(images: Tensor, patch: Patch, generator: Generator) -> Tensor:
+    """Uniform numbers in [-1, 1) for the pixels of a patch on every image, (n, channels * pixels), on their device."""
+    shape = (len(images), images.shape[1] * patch.pixels)
+    drawn = torch.rand(shape, generator=generator, device=generator.device, dtype=images.dtype)
     return (2 * drawn - 1).to(images.device)
 
 
@@ -28,6 +30,7 @@ class Campaign:
     model: nn.Module
     task: Task
     patch: Patch
+    views: Views
     climb: Climb
     batch_size: int
     check_every: int
@@ -42,7 +45,7 @@ class Campaign:
     def spend(self, order: Tensor, draw: Draw, restarts: int, steps: int) -> Tensor:
         """Every open image gets its restarts, at the placements of `order` (n, q) in turn.
 
-        `draw` is asked once per restart for noise on all images, broken ones too, so that a restart does not
+        `draw` is asked once per restart for noise for all images, broken ones too, so that a restart does not
         depend on how batches were cut. Returns the largest lead met at every placement (n, p).
         """
         corners = self.corners
@@ -69,16 +72,14 @@ class Campaign:
     def _batches(
         self, owner: Tensor, placement: Tensor, starts: Tensor, corners: Tensor
     ) -> Iterator[Climbers]:
+        pixels = self.task.images.flatten(1)
         for first in range(0, len(owner), self.batch_size):
             part = slice(first, first + self.batch_size)
-            clean = self.task.images[owner[part]]
-            boxes = self.patch.boxes(clean, corners[placement[part]][:, None])
-            yield Climbers.at(
-                owner[part], placement[part], boxes.lower[:, 0], boxes.upper[:, 0], clean + starts[part]
-            )
+            view = self.views.at(owner[part], corners[placement[part]])
+            start = pixels[owner[part, None], view.cells] + starts[part]
+            yield Climbers.at(owner[part], placement[part], view, start)
 
     def _run(self, climbers: Climbers, steps: int, leads: Tensor) -> None:
-        segments = segments_of(steps, self.check_every)
-        left = climb_all(self.climb, self.model, self.task.labels, climbers, self.record, segments)
+        left = climb_all(self.climb, climbers, self.record, segments_of(steps, self.check_every))
         place = (left.owner, left.placement)
         leads[place] = torch.maximum(leads[place], left.lead)

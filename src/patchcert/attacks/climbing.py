@@ -1,4 +1,4 @@
-"""Sign-gradient ascent inside boxes, many starts at once, and the best image met for every attacked image."""
+"""Sign-gradient ascent in [0, 1], many starts at once, and the best image met for every attacked image."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from patchcert.attacks.judging import require_finite, wrong_lead
+from patchcert.attacks.views import View, put
 
 Loss = Literal["cross-entropy", "margin"]
 
@@ -23,36 +24,36 @@ _ROUNDING = 100.0
 @final
 @dataclass(frozen=True, eq=False)
 class Climbers:
-    """Ascents under way (m): where each may go, where it is, and the best point it has met."""
+    """Ascents under way (m): what each may change, where it is, and the best point it has met."""
 
     owner: Tensor
     """Index of the attacked image."""
     placement: Tensor
     """Index of the placement; -1 where there is none."""
-    lower: Tensor
-    upper: Tensor
+    view: View
     current: Tensor
+    """Values (m, v) of the view's cells."""
     best: Tensor
     lead: Tensor
     """Of `best`: by how much, beyond rounding, the best wrong class leads the label."""
 
     @classmethod
-    def at(cls, owner: Tensor, placement: Tensor, lower: Tensor, upper: Tensor, start: Tensor) -> "Climbers":
-        """New ascents at the nearest points of their boxes to the given starts."""
-        current = torch.minimum(torch.maximum(start, lower), upper)
-        lead = current.new_full((len(current),), -torch.inf)
-        return cls(owner, placement, lower, upper, current, current, lead)
+    def at(cls, owner: Tensor, placement: Tensor, view: View, start: Tensor) -> "Climbers":
+        """New ascents at the values nearest to the given ones."""
+        current = start.clamp(0, 1)
+        return cls(owner, placement, view, current, current, current.new_full((len(current),), -torch.inf))
 
     def __len__(self) -> int:
         return len(self.owner)
 
     def keep(self, index: Tensor) -> "Climbers":
-        """The ascents of these indices."""
+        """The ascents of these indices; the same where these are all."""
+        if len(index) == len(self):
+            return self
         return Climbers(
             self.owner[index],
             self.placement[index],
-            self.lower[index],
-            self.upper[index],
+            self.view.keep(index),
             self.current[index],
             self.best[index],
             self.lead[index],
@@ -68,44 +69,46 @@ class Climb:
     step_size: float
     early_stop: bool
 
-    def advance(self, model: nn.Module, labels: Tensor, climbers: Climbers, steps: int) -> Climbers:
+    def advance(self, labels: Tensor, climbers: Climbers, steps: int) -> Climbers:
         """So many steps; every point is evaluated before it is left. Waits for the device only at the end.
 
         `labels` are those of the attacked images, not of the climbers.
         """
-        truth = labels[climbers.owner]
+        truth, loss = labels[climbers.owner], LOSSES[self.loss]
         current, best, lead = climbers.current, climbers.best, climbers.lead
-        sound = torch.ones((), dtype=torch.bool, device=current.device)
+        peak = torch.zeros_like(lead)
         for _ in range(steps):
             with torch.enable_grad():
                 point = current.detach().requires_grad_()
-                logits = model(point)
-                (gradient,) = torch.autograd.grad(LOSSES[self.loss](logits, truth).sum(), point)
-            best, lead = self._better(best, lead, current, logits.detach(), truth)
-            sound &= logits.isfinite().all()
-            moved = current + self.step_size * gradient.sign()
-            current = torch.minimum(torch.maximum(moved, climbers.lower), climbers.upper)
-        require_finite(sound)
+                logits = climbers.view.logits(point)
+                (gradient,) = torch.autograd.grad(loss(logits, truth).sum(), point)
+            best, lead, size = self._better(best, lead, current, logits.detach(), truth)
+            peak = torch.maximum(peak, size)
+            current = torch.add(current, gradient.sign(), alpha=self.step_size).clamp(0, 1)
+        require_finite(peak.isfinite().all())
         return replace(climbers, current=current, best=best, lead=lead)
 
     @torch.no_grad()
-    def finish(self, model: nn.Module, labels: Tensor, climbers: Climbers) -> Climbers:
+    def finish(self, labels: Tensor, climbers: Climbers) -> Climbers:
         """The ascents with their last point evaluated too."""
-        truth = labels[climbers.owner]
-        logits = model(climbers.current)
-        require_finite(logits.isfinite().all())
-        best, lead = self._better(climbers.best, climbers.lead, climbers.current, logits, truth)
+        logits, truth = climbers.view.logits(climbers.current), labels[climbers.owner]
+        best, lead, size = self._better(climbers.best, climbers.lead, climbers.current, logits, truth)
+        require_finite(size.isfinite().all())
         return replace(climbers, best=best, lead=lead)
 
     def _better(
         self, best: Tensor, lead: Tensor, current: Tensor, logits: Tensor, truth: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The better of the best and the current points; with an early stop a success is never given up."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The better of the best and the current points, its lead, and the size of the logits, NaN included.
+
+        With an early stop a success is never given up.
+        """
+        size = logits.abs().amax(dim=1).to(lead.dtype)
         reached = sure_lead(logits, truth).to(lead.dtype)
         improved = reached > lead
         if self.early_stop:
             improved &= lead <= 0
-        return torch.where(improved[:, None, None, None], current, best), torch.where(improved, reached, lead)
+        return torch.where(improved[:, None], current, best), torch.where(improved, reached, lead), size
 
 
 def sure_lead(logits: Tensor, labels: Tensor) -> Tensor:
@@ -122,14 +125,18 @@ def sure_lead(logits: Tensor, labels: Tensor) -> Tensor:
 class Record:
     """The best image met so far for every attacked image, over all ascents."""
 
-    def __init__(self, images: Tensor) -> None:
+    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor) -> None:
+        self.model, self.clean, self.labels = model, images, labels
         self.images = images.clone()
         self.lead = images.new_full((len(images),), -torch.inf)
         self.placement = torch.full((len(images),), -1, dtype=torch.long, device=images.device)
         self.steps = torch.zeros_like(self.placement)
 
-    def update(self, climbers: Climbers) -> None:
-        """Take over what the ascents found; of equally good ones the first."""
+    def update(self, climbers: Climbers) -> Climbers:
+        """Take over what the ascents found, of equally good ones the first; the ascents, put right if need be.
+
+        Where a view is not exact the model itself is asked about what would be taken over, and believed.
+        """
         count, order = len(climbers), torch.arange(len(climbers), device=climbers.owner.device)
         reached = self.lead.scatter_reduce(0, climbers.owner, climbers.lead, "amax")
         attains = climbers.lead == reached[climbers.owner]
@@ -138,9 +145,27 @@ class Record:
         )
         improved = ((reached > self.lead) & (first < count)).nonzero().flatten()
         chosen = first[improved]
-        self.images[improved] = climbers.best[chosen]
-        self.placement[improved] = climbers.placement[chosen]
-        self.lead = reached
+        if not len(chosen):
+            return climbers
+        changed = put(self.clean[improved], climbers.view.cells[chosen], climbers.best[chosen])
+        lead = climbers.lead[chosen]
+        if not climbers.view.is_exact:
+            lead = self._asked(changed, self.labels[improved]).to(lead.dtype)
+            climbers = replace(climbers, lead=climbers.lead.index_copy(0, chosen, lead))
+        self._take_over(improved, changed, climbers.placement[chosen], lead)
+        return climbers
+
+    def _take_over(self, index: Tensor, images: Tensor, placement: Tensor, lead: Tensor) -> None:
+        better = lead > self.lead[index]
+        self.images[index] = torch.where(better[:, None, None, None], images, self.images[index])
+        self.placement[index] = torch.where(better, placement, self.placement[index])
+        self.lead[index] = torch.maximum(lead, self.lead[index])
+
+    @torch.no_grad()
+    def _asked(self, images: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model(images)
+        require_finite(logits.isfinite().all())
+        return sure_lead(logits, labels)
 
     def count(self, climbers: Climbers, steps: int) -> None:
         """Write down steps spent by the ascents."""
@@ -153,21 +178,16 @@ class Record:
         return torch.arange(len(self.lead), device=self.lead.device)
 
 
-def climb_all(
-    climb: Climb, model: nn.Module, labels: Tensor, climbers: Climbers, record: Record, segments: list[int]
-) -> Climbers:
+def climb_all(climb: Climb, climbers: Climbers, record: Record, segments: list[int]) -> Climbers:
     """Run the ascents in segments, after each of which those whose image is broken are given up; the rest."""
     for steps in segments:
         record.count(climbers, steps)
-        climbers = climb.advance(model, labels, climbers, steps)
-        record.update(climbers)
+        climbers = record.update(climb.advance(record.labels, climbers, steps))
         if climb.early_stop:
             climbers = climbers.keep((record.lead[climbers.owner] <= 0).nonzero().flatten())
         if not len(climbers):
             return climbers
-    climbers = climb.finish(model, labels, climbers)
-    record.update(climbers)
-    return climbers
+    return record.update(climb.finish(record.labels, climbers))
 
 
 def segments_of(steps: int, length: int) -> list[int]:

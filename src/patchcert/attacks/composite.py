@@ -9,6 +9,7 @@ from torch import Generator, Tensor, nn
 
 from patchcert.attacks.base import Attack, AttackResult, Findings, Progress, Task, judge
 from patchcert.attacks.judging import check_batch, evaluate
+from patchcert.bounds import precise_arithmetic
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
 from patchcert.threats import Threat
@@ -25,6 +26,7 @@ class TransferAttack:
 
     attack: Attack
 
+    @precise_arithmetic()
     def run(
         self,
         model: nn.Module,

@@ -16,6 +16,7 @@ from patchcert.attacks.placement_search import (
     weakest_first,
 )
 from patchcert.attacks.settings import check_ascent, check_choice
+from patchcert.attacks.windows import patch_views
 from patchcert.certificates import placement_margins as interval_placement_margins
 from patchcert.errors import InvalidInput
 from patchcert.threats import Patch
@@ -70,10 +71,11 @@ class PatchAttack(Attack):
                 f"PatchAttack attacks with a Patch, got {patch}", hint="use SparseAttack for SparsePixels"
             )
         climb = Climb(self.loss, self.step_size, self.early_stop)
-        record = Record(task.images)
-        campaign = Campaign(model, task, patch, climb, self.batch_size, self.check_every, record)
+        record = Record(model, task.images, task.labels)
+        views = patch_views(model, task.images, patch)
+        campaign = Campaign(model, task, patch, views, climb, self.batch_size, self.check_every, record)
         order = self._order(campaign)
-        campaign.spend(order, lambda: noise(task.images, task.generator), self.restarts, self.steps)
+        campaign.spend(order, lambda: noise(task.images, patch, task.generator), self.restarts, self.steps)
         return campaign.findings()
 
     def _order(self, campaign: Campaign) -> Tensor:
@@ -86,6 +88,6 @@ class PatchAttack(Attack):
             bounds = self.placement_margins or interval_placement_margins
             margins = bounds(campaign.model, images, labels, campaign.patch)
             return weakest_first(certificate_leads(margins.detach(), labels, placements))
-        start = noise(images, task.generator)
+        start = noise(images, campaign.patch, task.generator)
         every = torch.arange(placements, device=images.device).expand(len(images), -1)
         return weakest_first(campaign.spend(every, lambda: start, placements, self.sweep_steps))

@@ -13,9 +13,12 @@ from patchcert.attacks.climbing import sure_lead
 from patchcert.attacks.judging import check_batch, evaluate, wrong_lead
 from patchcert.attacks.patch import PatchAttack
 from patchcert.attacks.placement_search import random_order
+from patchcert.attacks.views import put, stamp_cells
+from patchcert.bounds import precise_arithmetic
 from patchcert.threats import Patch
 
 
+@precise_arithmetic()
 def reference_patch_attack(
     attack: PatchAttack,
     model: nn.Module,
@@ -46,7 +49,9 @@ def _search(
         corner = placements.corners[order[:, restart % len(placements)].cpu()].to(images.device)
         box = threat.boxes(images, corner[:, None])
         lower, upper = box.lower[:, 0], box.upper[:, 0]
-        current = (images + noise(images, generator)).clamp(lower, upper)
+        cells = stamp_cells(threat, corner, images.shape[1:])
+        start = put(torch.zeros_like(images), cells, noise(images, threat, generator))
+        current = (images + start).clamp(lower, upper)
         for step in range(attack.steps + 1):
             current = current.detach().requires_grad_()
             logits = model(current)
@@ -54,9 +59,9 @@ def _search(
             better = lead > best_lead
             if attack.early_stop:
                 better &= best_lead <= 0
-            best[better] = current.detach()[better]
-            best_lead[better] = lead[better]
-            best_corner[better] = corner[better]
+            best = torch.where(better[:, None, None, None], current.detach(), best)
+            best_lead = torch.where(better, lead, best_lead)
+            best_corner = torch.where(better[:, None], corner, best_corner)
             if step < attack.steps:
                 loss = _loss(attack.loss, logits, labels).sum()
                 (gradient,) = torch.autograd.grad(loss, current)

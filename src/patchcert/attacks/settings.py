@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 from patchcert.attacks.climbing import LOSSES
 from patchcert.errors import InvalidInput
 
@@ -25,6 +27,13 @@ def check_ascent(steps: int, step_size: float, restarts: int, loss: str, batch_s
             hint="use as many as the memory holds",
         )
     check_choice("loss", loss, tuple(LOSSES))
+
+
+def default_batch_size(device: torch.device, is_imagenet: bool = False) -> int:
+    """Images and restarts at once: enough to keep the device busy, few enough for its memory."""
+    if device.type == "cpu":
+        return 16 if is_imagenet else 512
+    return 256 if is_imagenet else 16384
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

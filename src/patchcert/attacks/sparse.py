@@ -10,6 +10,7 @@ from torch import Generator, Tensor, nn
 from patchcert.attacks.base import Attack, Findings, Task
 from patchcert.attacks.climbing import LOSSES, Climb, Climbers, Loss, Record, climb_all
 from patchcert.attacks.settings import check_ascent
+from patchcert.attacks.views import ImageView, put
 from patchcert.errors import InvalidInput
 from patchcert.threats import SparsePixels
 
@@ -51,7 +52,7 @@ class SparseAttack(Attack):
             raise InvalidInput(
                 f"SparseAttack attacks with SparsePixels, got {threat}", hint="use PatchAttack for a Patch"
             )
-        record = Record(images)
+        record = Record(model, images, task.labels)
         done = 0
         while done < self.restarts and len(chosen := record.open(self.early_stop)):
             group = min(max(self.batch_size // len(chosen), 1), self.restarts - done)
@@ -76,11 +77,12 @@ class SparseAttack(Attack):
         climb = Climb(self.loss, self.step_size, self.early_stop)
         for steps in self._shares():
             gradient = self._gradient(model, current, task.labels[owner])
-            climbers = freed(owner, task.images[owner], current, gradient, threat)
-            climbers = climb_all(climb, model, task.labels, climbers, record, [steps] if steps else [])
-            owner, current = climbers.owner, climbers.current
+            climbers = freed(model, owner, task.images[owner], current, gradient, threat)
+            climbers = climb_all(climb, climbers, record, [steps] if steps else [])
             if not len(climbers):
                 return
+            owner = climbers.owner
+            current = put(task.images[owner], climbers.view.cells, climbers.current)
 
     def _shares(self) -> list[int]:
         """How many steps follow each selection; together all of them."""
@@ -98,19 +100,23 @@ def _start(restart: int, images: Tensor, threat: SparsePixels, generator: Genera
     return images if restart == 0 else threat.sample(images, generator)
 
 
-def freed(owner: Tensor, clean: Tensor, current: Tensor, gradient: Tensor, threat: SparsePixels) -> Climbers:
+def freed(
+    model: nn.Module, owner: Tensor, clean: Tensor, current: Tensor, gradient: Tensor, threat: SparsePixels
+) -> Climbers:
     """Ascents on newly chosen pixels: changed ones stay, new ones jump to the end the gradient points to."""
-    free = chosen_units(gradient, clean, threat)
+    cells = chosen_cells(gradient, clean, threat)
     jumped = torch.where(current != clean, current, (gradient > 0).to(clean.dtype))
-    lower, upper = torch.where(free, 0.0, clean), torch.where(free, 1.0, clean)
-    return Climbers.at(owner, torch.full_like(owner, -1), lower, upper, jumped)
+    view = ImageView(model, clean, cells)
+    return Climbers.at(owner, torch.full_like(owner, -1), view, jumped.flatten(1).gather(1, cells))
 
 
-def chosen_units(gradient: Tensor, clean: Tensor, threat: SparsePixels) -> Tensor:
-    """True (n, c, h, w) on the pixels, or channel values, whose free choice gains most to first order."""
+def chosen_cells(gradient: Tensor, clean: Tensor, threat: SparsePixels) -> Tensor:
+    """The cells (n, v) of the pixels, or the channel values, whose free choice gains most to first order."""
     gains = torch.maximum(gradient * (1 - clean), -gradient * clean)
-    scores = gains.sum(dim=1, keepdim=True) if threat.unit == "pixel" else gains
-    flat = scores.flatten(1)
-    largest = flat.topk(min(threat.pixels, flat.shape[1]), dim=1).indices
-    chosen = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, largest, True)
-    return chosen.unflatten(1, scores.shape[1:]).expand_as(clean)
+    if threat.unit != "pixel":
+        flat = gains.flatten(1)
+        return flat.topk(min(threat.pixels, flat.shape[1]), dim=1).indices
+    flat = gains.sum(dim=1).flatten(1)
+    pixels = flat.topk(min(threat.pixels, flat.shape[1]), dim=1).indices
+    channels = torch.arange(clean.shape[1], device=clean.device) * flat.shape[1]
+    return (pixels[:, None] + channels[:, None]).flatten(1)

@@ -7,10 +7,12 @@ from torch import Generator, Tensor, nn
 
 from patchcert.attacks.base import Attack, Progress, Task
 from patchcert.attacks.judging import check_batch, require_contained
+from patchcert.bounds import precise_arithmetic
 from patchcert.defenses import Defense, SearchResult, search_defense
 from patchcert.threats import Threat
 
 
+@precise_arithmetic()
 def tune_defense(
     attack: Attack,
     model: nn.Module,

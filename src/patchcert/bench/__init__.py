@@ -1,5 +1,6 @@
-"""How fast bounds are here: the engine against the dense way in one run, and against the floor of the device."""
+"""How fast bounds and attacks are here: each against the plain way in one run, bounds also against the floor."""
 
+from patchcert.bench.attacking import AttackRates as AttackRates
 from patchcert.bench.cases import CASES as CASES
 from patchcert.bench.cases import Case as Case
 from patchcert.bench.measure import Machine as Machine

@@ -1,11 +1,13 @@
-"""One case measured: dense bounds, the engine's sweep, certification and a whole training step."""
+"""One case measured: dense bounds, the engine's sweep, certification, a whole training step, and the attack."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from patchcert.bench.attacking import AttackRates, attack_rates
 from patchcert.bench.cases import Case
 from patchcert.bench.floor import Work
 from patchcert.bench.timing import Ceilings, seconds, synchronise
@@ -25,13 +27,18 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where is measured, how many images at once, how many are certified, and for how long calls are repeated."""
+    """Where is measured, for how long calls are repeated, and on how many images: at once, certified, attacked.
+
+    `restarts` are those of the attack.
+    """
 
     device: torch.device
     ceilings: Ceilings
     batch: int
     certified_images: int
     spend: float
+    attacked_images: int = 400
+    restarts: int = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,7 @@ class Measurement:
     floor_tf32: float
     dense_gigabytes: float | None
     step_gigabytes: float | None
+    attack: AttackRates
 
     @property
     def step_ratio(self) -> float:
@@ -65,7 +73,7 @@ class Measurement:
     def certification_ratio(self) -> float:
         return self.dense_step / self.certification
 
-    def to_dict(self) -> dict[str, float | str | None]:
+    def to_dict(self) -> dict[str, Any]:
         """All figures and ratios in plain types."""
         ratios = {
             "step_ratio": self.step_ratio,
@@ -90,6 +98,7 @@ def run_case(case: Case, machine: Machine) -> Measurement:
     certification, verdicts = _certifications(model, case, machine)
     _reset_peak(machine.device)
     step = _micro(_training_step(case, machine), machine, machine.batch)
+    step_gigabytes = _peak(machine.device)
     return Measurement(
         case=case.name,
         placements=sweep.placements,
@@ -103,7 +112,8 @@ def run_case(case: Case, machine: Machine) -> Measurement:
         floor_float32=work.seconds(machine.ceilings, tf32=False) * 1e6,
         floor_tf32=work.seconds(machine.ceilings, tf32=True) * 1e6,
         dense_gigabytes=dense_gigabytes,
-        step_gigabytes=_peak(machine.device),
+        step_gigabytes=step_gigabytes,
+        attack=attack_rates(case, machine.device, machine.attacked_images, machine.restarts, machine.spend),
     )
 
 

@@ -78,6 +78,20 @@ def _gigabytes(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def _attack_rows(facts: Facts) -> list[list[str]]:
+    """Files from before attacks were measured have none."""
+    rows = []
+    for case in facts["cases"]:
+        rates = case.get("attack")
+        if rates is None:
+            rows.append([case["case"], *["-"] * (len(ATTACK_HEADER) - 1)])
+            continue
+        work = f"{rates['images']} x {rates['restarts']} x {rates['steps']}"
+        figures = (f"{rates[key]:,.0f}" for key in ("plain", "batched"))
+        rows.append([case["case"], *figures, f"{rates['ratio']:.1f}x", work])
+    return rows
+
+
 TIME_TITLE = "Microseconds per image, all placements"
 RATIO_TITLE = "Times faster than the dense step; peak memory in GB"
 TIME_HEADER = ["case", *(name for name, _ in _TIMES)]
@@ -89,13 +103,24 @@ RATIO_HEADER = [
     "training step",
 ]
 
+ATTACK_TITLE = "Attack, image-steps (forward and backward) per second, without early stops"
+ATTACK_HEADER = ["case", "plain loop", "batched", "times faster", "images x restarts x steps"]
+
+
+def _tables(facts: Facts) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and rows of every table."""
+    tables = [(TIME_TITLE, TIME_HEADER, _time_rows(facts)), (RATIO_TITLE, RATIO_HEADER, _ratio_rows(facts))]
+    if any("attack" in case for case in facts["cases"]):
+        tables.append((ATTACK_TITLE, ATTACK_HEADER, _attack_rows(facts)))
+    return tables
+
 
 def show(facts: Facts) -> None:
-    """Both tables on the terminal."""
+    """All tables on the terminal."""
     console = Console(width=160)
     console.print(heading(facts))
-    console.print(_rich(TIME_TITLE, TIME_HEADER, _time_rows(facts)))
-    console.print(_rich(RATIO_TITLE, RATIO_HEADER, _ratio_rows(facts)))
+    for title, header, rows in _tables(facts):
+        console.print(_rich(title, header, rows))
 
 
 def _rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -108,10 +133,9 @@ def _rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> T
 
 
 def markdown(facts: Facts) -> str:
-    """Both tables in Markdown."""
+    """All tables in Markdown."""
     parts = [heading(facts) + "."]
-    tables = ((TIME_TITLE, TIME_HEADER, _time_rows(facts)), (RATIO_TITLE, RATIO_HEADER, _ratio_rows(facts)))
-    for title, header, rows in tables:
+    for title, header, rows in _tables(facts):
         lines = [f"| {' | '.join(header)} |", f"|---|{'---:|' * (len(header) - 1)}"]
         lines += [f"| {' | '.join(row)} |" for row in rows]
         parts += [f"{title}:", "\n".join(lines)]

@@ -15,6 +15,7 @@ from patchcert.attacks import (
 )
 from patchcert.attacks.climbing import Loss
 from patchcert.attacks.patch import Search
+from patchcert.attacks.settings import default_batch_size
 from patchcert.errors import InvalidInput
 from patchcert.threats import Patch, SparsePixels
 
@@ -94,11 +95,7 @@ class AttackChoice:
         )
 
     def _batch_size(self, is_imagenet: bool, device: torch.device) -> int:
-        if self.batch_size is not None:
-            return self.batch_size
-        if device.type == "cpu":
-            return 16 if is_imagenet else 512
-        return 256 if is_imagenet else 8192
+        return self.batch_size or default_batch_size(device, is_imagenet)
 
 
 def describe_attack(attack: object) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from patchcert.attacks import (
     evidence_columns,
     tune_defense,
 )
+from patchcert.attacks.settings import default_batch_size
 from patchcert.data import Dataset
 from patchcert.defenses import Defended, Defense, Trial, smoothing_grid, watermarking_grid
 from patchcert.errors import InvalidInput
@@ -52,7 +53,7 @@ def drawn_images(total: int, images: int, seed: int) -> Tensor:
 
 
 def _attack(plan: AttackPlan, device: torch.device) -> PatchAttack:
-    return PatchAttack(plan.steps, restarts=plan.restarts, batch_size=8192 if device.type == "cuda" else 512)
+    return PatchAttack(plan.steps, restarts=plan.restarts, batch_size=default_batch_size(device))
 
 
 def _known_choice(run: Run, plan: AttackPlan) -> dict[str, Any]:
