@@ -124,12 +124,18 @@ def opened(mask: Tensor, side: int) -> Tensor:
 
 def densest_window(salient: Tensor, strength: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """Top and left (n,) of the window with most salient pixels; the larger sum of strength decides ties."""
-    counts = F.avg_pool2d(salient.float()[:, None], side, 1, divisor_override=1).flatten(1).round()
-    sums = F.avg_pool2d(strength[:, None], side, 1, divisor_override=1).flatten(1)
+    counts = window_sums(salient.float(), side).flatten(1).round()
+    sums = window_sums(strength, side).flatten(1)
     densest = counts == counts.amax(dim=1, keepdim=True)
     best = torch.where(densest, sums, -math.inf).argmax(dim=1)
     columns = salient.shape[2] - side + 1
     return best // columns, best % columns
+
+
+def window_sums(values: Tensor, side: int) -> Tensor:
+    """The sum over every window: first along columns, then along rows, which is `side / 2` times less work."""
+    along_columns = F.avg_pool2d(values[:, None], (side, 1), 1, divisor_override=1)
+    return F.avg_pool2d(along_columns, (1, side), 1, divisor_override=1)[:, 0]
 
 
 def _within(start: Tensor, length: int, size: int) -> Tensor:
