@@ -1,22 +1,20 @@
+import itertools
 import math
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 
-from patchcert.defenses import (
-    ABSTAINED,
-    AblationTraining,
-    RandomAblation,
-    ablation_convnet,
-    ablation_resnet18,
-)
+from patchcert.defenses import ABSTAINED, RandomAblation
 from patchcert.defenses.ablation import draw_retained, encode_ablated
 from patchcert.defenses.ablation_statistics import (
     certified_radius,
+    decided_class,
     is_decided,
     probability_lower_bound,
     seen_probability,
@@ -29,9 +27,15 @@ def seeded(seed: int) -> torch.Generator:
 
 
 class CornerModel(nn.Module):
-    """Says 1 where the top-left pixel is retained and bright, else 0."""
+    """Says 1 where the top-left pixel is retained and bright, else 0; remembers the shapes it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+        self.eval()
 
     def forward(self, encoded):
+        self.shapes.append(tuple(encoded.shape))
         bright = encoded[:, 0, 0, 0]
         return torch.stack([torch.full_like(bright, 0.5), bright], dim=1)
 
@@ -128,7 +132,7 @@ def test_certificates_follow_from_the_votes():
     assert int(certificates.radius[2]) == -1
     assert certificates.certified_accuracy(11) == pytest.approx(1 / 3)
     assert certificates.certified_accuracy(0) == pytest.approx(2 / 3)
-    assert reached[-1] == (6_000, 6_000)
+    assert reached[-1] == (6_300, 6_300)
 
 
 def test_prediction_abstains_when_the_vote_is_too_close():
@@ -144,40 +148,91 @@ def test_votes_are_reproducible():
     assert torch.equal(first, second)
 
 
-def test_base_networks_have_the_published_sizes():
-    def parameters(model):
-        return sum(parameter.numel() for parameter in model.parameters())
-
-    assert parameters(ablation_convnet()) == 3_320_922
-    resnet = ablation_resnet18()
-    assert parameters(resnet) == 11_175_690
-    assert not resnet.training
-    assert resnet(torch.rand(2, 6, 32, 32)).shape == (2, 10)
+def test_all_votes_come_from_batches_of_one_shape():
+    model = CornerModel()
+    ablation = RandomAblation(model, retained=4, selection_samples=30, estimation_samples=100, batch_size=64)
+    ballots = ablation.ballots(torch.rand(3, 1, 4, 4, generator=seeded(8)), seeded(9))
+    assert model.shapes == [(64, 2, 4, 4)] * 7
+    assert ballots.selection.sum(dim=1).tolist() == [30] * 3
+    assert ballots.estimation.sum(dim=1).tolist() == [100] * 3
 
 
-@pytest.mark.parametrize("masks", ["image", "batch"])
-def test_training_on_ablated_images_learns_what_is_left(masks):
-    labels = torch.arange(64) % 2
-    images = labels.float().reshape(-1, 1, 1, 1).expand(-1, 1, 6, 6) * 0.8
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 2))
-    reached: list[int] = []
-    training = AblationTraining(retained=9, epochs=20, batch_size=16, learning_rate=0.1, masks=masks)
-    losses = training.run(model, images, labels, seeded(6), lambda done, total: reached.append(done))
-    assert losses[-1] < 0.3 < losses[0]
-    assert reached == list(range(1, 21))
-    assert not model.training
-    certificates = RandomAblation(model, 9, 100, 500).certify(images[:4], labels[:4], seeded(7))
-    assert certificates.certified_accuracy(1) == 1.0
+def test_selection_and_estimation_are_separate_votes():
+    """Were votes for the selection counted again, an image with one vote of each would have two in one."""
+    images = torch.ones(1, 1, 1, 2).expand(400, 1, 1, 2)
+    ablation = RandomAblation(CornerModel(), retained=1, selection_samples=1, estimation_samples=1)
+    ballots = ablation.ballots(images, seeded(10))
+    agree = (ballots.selected == ballots.estimation.argmax(dim=1)).double().mean()
+    assert abs(float(agree) - 0.5) < 5 * 0.5 / math.sqrt(400)
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
+def test_votes_are_cast_in_the_precision_asked_for_whatever_is_set_around(precision):
+    seen = []
+
+    class Probe(nn.Module):
+        def forward(self, encoded):
+            seen.append((encoded.flatten(1) @ torch.ones(encoded[0].numel(), 3)).dtype)
+            return torch.zeros(len(encoded), 3)
+
+    ablation = RandomAblation(Probe().eval(), retained=2, precision=precision)
+    with torch.autocast("cpu", torch.bfloat16):
+        ablation.votes(torch.rand(1, 1, 4, 4), 5, seeded(0))
+    assert seen == [torch.bfloat16 if precision == "bfloat16" else torch.float32]
+
+
+@given(
+    counts=st.lists(st.lists(st.integers(0, 60), min_size=3, max_size=3).filter(any), min_size=1, max_size=5)
+)
+def test_the_decided_class_leads_by_more_than_chance(counts):
+    votes = np.array(counts, np.uint16)
+    for row, found in zip(counts, decided_class(votes, 0.05), strict=True):
+        second, first = sorted(row)[-2:]
+        if stats.binomtest(first, first + second, 0.5).pvalue <= 0.05:
+            assert row[found] == first
+        else:
+            assert found == ABSTAINED
+
+
+def test_the_coverage_of_the_bound_is_what_it_says():
+    """Of many counts with a known probability, at most the error rate have a bound above it."""
+    votes = np.random.default_rng(0).binomial(200, 0.8, 20_000)
+    above = (probability_lower_bound(votes, 200, 0.05) > 0.8).mean()
+    assert 0.02 < above <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 20_000)
+
+
+def test_certificates_hold_against_every_change_of_so_many_pixels():
+    """On tiny images the vote's exact probabilities can be computed for all masks and all changes."""
+    pixels, retained = 6, 1
+    weights = torch.randn(2 * pixels, 3, generator=seeded(11)) + torch.tensor([2.0, 0.0, 0.0])
+
+    def exact(image):
+        masks = torch.eye(pixels).reshape(pixels, 1, pixels)
+        encoded = encode_ablated(image.expand(pixels, 1, 1, pixels), masks)
+        votes = (encoded.flatten(1) @ weights).argmax(dim=1)
+        return torch.bincount(votes, minlength=3).double() / pixels
+
+    radii = []
+    for seed in range(30):
+        image = torch.rand(1, 1, 1, pixels, generator=seeded(seed)).round()
+        share, leader = exact(image).max(dim=0)
+        radii.append(int(certified_radius(np.array([float(share)]), pixels, retained)[0]))
+        for changed in itertools.combinations(range(pixels), max(radii[-1], 0)):
+            for values in itertools.product((0.0, 1.0), repeat=len(changed)):
+                other = image.clone()
+                other[0, 0, 0, list(changed)] = torch.tensor(values)
+                assert radii[-1] < 0 or exact(other).argmax() == leader
+    assert max(radii) > 0
 
 
 def test_impossible_settings_are_refused():
     with pytest.raises(InvalidInput, match="retained, samples and batch_size of at least 1"):
         RandomAblation(CornerModel(), retained=0)
+    with pytest.raises(InvalidInput, match="precision is 'half'; expected one of float32, tf32, bfloat16"):
+        RandomAblation(CornerModel(), retained=5, precision="half")
     with pytest.raises(InvalidInput, match="20 pixels cannot be retained in images of 4x4"):
         RandomAblation(CornerModel(), retained=20).votes(torch.rand(1, 1, 4, 4), 5, seeded(0))
+    with pytest.raises(InvalidInput, match="base model is in training mode"):
+        RandomAblation(CornerModel().train(), retained=2).votes(torch.rand(1, 1, 4, 4), 5, seeded(0))
     with pytest.raises(InvalidInput, match="got 9 retained and 1 changed of 8"):
         seen_probability(8, 9, 1)
-    with pytest.raises(InvalidInput, match="'batch', got 5, 0, 128 and 'image'"):
-        AblationTraining(retained=5, epochs=0)

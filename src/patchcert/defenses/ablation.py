@@ -1,35 +1,60 @@
 """Random Ablation (Levine and Feizi 2020): vote over copies of which only a few random pixels are kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final, get_args
 
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.defenses.ablation_statistics import certified_radius, is_decided, probability_lower_bound
+from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
+from patchcert.defenses.ablation_statistics import certified_radius, decided_class, probability_lower_bound
 from patchcert.errors import InvalidInput
 
-ABSTAINED = -1
-
 Progress = Callable[[int, int], None]
+Precision = Literal["float32", "tf32", "bfloat16"]
+_KEYS = 2**31 - 1
 
 
 def encode_ablated(images: Tensor, retained: Tensor) -> Tensor:
-    """Channels (v, 1 - v) on retained pixels, (0, 0) on the others, which no colour is encoded by."""
-    return torch.cat([images, 1 - images], dim=1) * retained[:, None]
+    """Channels (v, 1 - v) on retained pixels, (0, 0) on the others, which no colour is encoded by.
+
+    Lies channels-last in memory, the layout in which a GPU convolves fastest.
+    """
+    encoded = torch.cat([images, 1 - images], dim=1) * retained[:, None]
+    return encoded.contiguous(memory_format=torch.channels_last)
 
 
 def draw_retained(count: int, height: int, width: int, retained: int, generator: Generator) -> Tensor:
-    """Masks (count, height, width) with exactly `retained` ones, each set of pixels equally likely."""
-    keys = torch.rand(count, height * width, generator=generator, device=generator.device)
-    masks = torch.zeros_like(keys)
-    masks.scatter_(1, keys.topk(retained, dim=1).indices, 1.0)
+    """Masks (count, height, width) with exactly `retained` ones, each set of pixels equally likely.
+
+    The pixels with the largest of random 32-bit keys are retained: ties, which the order of pixels would break,
+    come up in one mask of millions.
+    """
+    shape, device = (count, height * width), generator.device
+    keys = torch.randint(-_KEYS, _KEYS, shape, generator=generator, device=device, dtype=torch.int32)
+    masks = torch.zeros(shape, device=device)
+    masks.scatter_(1, keys.topk(retained, dim=1, sorted=False).indices, 1.0)
     return masks.unflatten(1, (height, width))
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Ballots:
+    """How often each class was voted for (n, classes): once to choose a class, and in a fresh count."""
+
+    selection: Tensor
+    estimation: Tensor
+
+    @property
+    def selected(self) -> Tensor:
+        """The class that leads the first count; a certificate is about this one."""
+        return self.selection.argmax(dim=1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class AblationCertificates:
     """What the votes prove, image by image; true with the confidence of `RandomAblation`, not for certain."""
 
@@ -54,8 +79,9 @@ class AblationCertificates:
 class RandomAblation:
     """Classifies by the majority of a base model's votes on randomly ablated copies.
 
-    The base model takes twice the channels of the image (`encode_ablated`). Pass generators that live on the
-    images' device: a mask is drawn for every vote.
+    The base model takes twice the channels of the image (`encode_ablated`). What is voted on and certified is
+    the model as it is carried out here: in `precision`, and always in batches of the same shape, so that the
+    votes of both counts come from the same arithmetic. Pass generators that live on the images' device.
     """
 
     model: nn.Module
@@ -63,7 +89,8 @@ class RandomAblation:
     selection_samples: int = 1_000
     estimation_samples: int = 10_000
     error_rate: float = 0.05
-    batch_size: int = 4_096
+    batch_size: int = 1_100
+    precision: Precision = "float32"
 
     def __post_init__(self) -> None:
         whole = (self.retained, self.selection_samples, self.estimation_samples, self.batch_size)
@@ -73,44 +100,34 @@ class RandomAblation:
                 f"between 0 and 1, got {whole} and {self.error_rate}",
                 hint="MNIST uses retained=45, CIFAR-10 retained=75; 1,000 and 10,000 samples at 0.05",
             )
+        if self.precision not in get_args(Precision):
+            raise InvalidInput(
+                f"precision is {self.precision!r}; expected one of {', '.join(get_args(Precision))}"
+            )
 
     def votes(
         self, images: Tensor, samples: int, generator: Generator, progress: Progress | None = None
     ) -> Tensor:
         """How often the base model says each class (n, classes) on fresh random copies."""
-        if self.retained > images.shape[2] * images.shape[3]:
-            raise InvalidInput(
-                f"{self.retained} pixels cannot be retained in images of {images.shape[2]}x{images.shape[3]}",
-                hint="retain fewer pixels",
-            )
-        counts = torch.zeros(len(images), 0, dtype=torch.long, device=images.device)
-        total = len(images) * samples
-        for start in range(0, total, self.batch_size):
-            end = min(start + self.batch_size, total)
-            owners = torch.arange(start, end, device=images.device) // samples
-            logits = self._logits(images[owners], generator)
-            if start == 0:
-                counts = counts.new_zeros(len(images), logits.shape[1])
-            counts.index_put_((owners, logits.argmax(dim=1)), counts.new_ones(()), accumulate=True)
-            if progress is not None:
-                progress(end, total)
-        return counts
+        return self._count(images, (samples,), generator, progress)[:, 0]
+
+    def ballots(self, images: Tensor, generator: Generator, progress: Progress | None = None) -> Ballots:
+        """Both counts of votes; nothing waits for the device."""
+        counts = self._count(images, (self.selection_samples, self.estimation_samples), generator, progress)
+        return Ballots(counts[:, 0], counts[:, 1])
 
     def predict(self, images: Tensor, generator: Generator, progress: Progress | None = None) -> Tensor:
         """The majority's class, or ABSTAINED where the two leading classes cannot be told apart."""
         votes = self.votes(images, self.estimation_samples, generator, progress)
-        leading = votes.topk(2, dim=1)
-        first, second = leading.values.cpu().numpy().T
-        decided = torch.from_numpy(is_decided(first, second, self.error_rate)).to(images.device)
-        return torch.where(decided, leading.indices[:, 0], ABSTAINED)
+        return torch.from_numpy(decided_class(votes.cpu().numpy(), self.error_rate)).to(images.device)
 
     def certify(
         self, images: Tensor, labels: Tensor, generator: Generator, progress: Progress | None = None
     ) -> AblationCertificates:
         """A radius per image: the class comes from some samples, its probability from fresh ones."""
-        predictions = self.votes(images, self.selection_samples, generator).argmax(dim=1)
-        votes = self.votes(images, self.estimation_samples, generator, progress)
-        agreeing = votes.gather(1, predictions[:, None])[:, 0].cpu().numpy()
+        ballots = self.ballots(images, generator, progress)
+        predictions = ballots.selected
+        agreeing = ballots.estimation.gather(1, predictions[:, None])[:, 0].cpu().numpy()
         lower = probability_lower_bound(agreeing, self.estimation_samples, self.error_rate)
         radius = certified_radius(lower, images.shape[2] * images.shape[3], self.retained)
         proven = torch.from_numpy(radius).to(images.device)
@@ -118,6 +135,54 @@ class RandomAblation:
         return AblationCertificates(proven, predictions, labels, torch.from_numpy(lower).to(images.device))
 
     @torch.no_grad()
+    def _count(
+        self, images: Tensor, parts: tuple[int, ...], generator: Generator, progress: Progress | None
+    ) -> Tensor:
+        """Votes by image, part and class; the last batch is filled up with votes that do not count."""
+        self._check(images)
+        device, each, total = images.device, sum(parts), len(images) * sum(parts)
+        ends = torch.tensor(parts).cumsum(0).to(device)
+        counts = torch.zeros(0, dtype=torch.int64, device=device)
+        for start in range(0, total, self.batch_size):
+            position = torch.arange(start, start + self.batch_size, device=device)
+            owner = (position // each).clamp(max=len(images) - 1)
+            logits = self._logits(images.index_select(0, owner), generator)
+            if start == 0:
+                counts = counts.new_zeros(len(images) * len(parts) * logits.shape[1])
+            part = torch.bucketize(position % each, ends, right=True)
+            bins = (owner * len(parts) + part) * logits.shape[1] + logits.argmax(dim=1)
+            counts.scatter_add_(0, bins, (position < total).long())
+            if progress is not None:
+                progress(min(start + self.batch_size, total), total)
+        return counts.reshape(len(images), len(parts), -1)
+
+    def _check(self, images: Tensor) -> None:
+        if self.retained > images.shape[2] * images.shape[3]:
+            raise InvalidInput(
+                f"{self.retained} pixels cannot be retained in images of {images.shape[2]}x{images.shape[3]}",
+                hint="retain fewer pixels",
+            )
+        if self.model.training:
+            raise InvalidInput(
+                "the base model is in training mode, where votes may depend on each other",
+                hint="call model.eval()",
+            )
+
     def _logits(self, images: Tensor, generator: Generator) -> Tensor:
         masks = draw_retained(len(images), images.shape[2], images.shape[3], self.retained, generator)
-        return self.model(encode_ablated(images, masks.to(images)))
+        with _arithmetic(self.precision, images.device):
+            return self.model(encode_ablated(images, masks.to(images)))
+
+
+@contextmanager
+def _arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
+    """The precision whatever is set outside; TF32 exists on CUDA alone."""
+    with precise_arithmetic():
+        if precision == "tf32":
+            with fast_arithmetic():
+                yield
+        elif precision == "bfloat16":
+            with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+                yield
+        else:
+            yield

@@ -9,6 +9,8 @@ from scipy import stats
 
 from patchcert.errors import InvalidInput
 
+ABSTAINED = -1
+
 
 def seen_probability(pixels: int, retained: int, changed: int) -> Fraction:
     """The exact chance that at least one of `changed` pixels is among the `retained` of all `pixels`."""
@@ -39,14 +41,24 @@ def certified_radius(probability: NDArray[np.float64], pixels: int, retained: in
     return np.searchsorted(np.asarray(thresholds), probability, side="left") - 1
 
 
-def probability_lower_bound(votes: NDArray[np.int64], samples: int, error_rate: float) -> NDArray[np.float64]:
+def probability_lower_bound(
+    votes: NDArray[np.integer], samples: int, error_rate: float
+) -> NDArray[np.float64]:
     """Clopper and Pearson's one-sided bound: the probability is below it in at most `error_rate` of cases."""
     bound = stats.beta.ppf(error_rate, np.maximum(votes, 1), samples - votes + 1)
     return np.where(votes > 0, bound, 0.0)
 
 
-def is_decided(first: NDArray[np.int64], second: NDArray[np.int64], error_rate: float) -> NDArray[np.bool_]:
+def is_decided(
+    first: NDArray[np.integer], second: NDArray[np.integer], error_rate: float
+) -> NDArray[np.bool_]:
     """Whether a fair coin splits the two leading classes' votes so unevenly with a chance of at most that."""
     both = first + second
     chance = np.minimum(2 * stats.binom.sf(np.maximum(first, second) - 1, both, 0.5), 1.0)
     return chance <= error_rate
+
+
+def decided_class(votes: NDArray[np.integer], error_rate: float) -> NDArray[np.int64]:
+    """The class that leads the votes (n, classes), or ABSTAINED where that could be chance (`is_decided`)."""
+    second, first = np.partition(votes.astype(np.int64), -2, axis=1)[:, -2:].T
+    return np.where(is_decided(first, second, error_rate), votes.argmax(axis=1), ABSTAINED)

@@ -1,10 +1,12 @@
 """From the words of a specification to the objects that train."""
 
-from torch import Generator
+import torch
+from torch import Generator, nn
 
 from patchcert.data import Dataset, Split
 from patchcert.errors import SpecError
 from patchcert.experiments.spec import (
+    AblatedTraining,
     AllTraining,
     DataChoice,
     GuidedTraining,
@@ -19,6 +21,7 @@ from patchcert.threats import Patch, SparsePixels
 from patchcert.train.loop import derived_seed
 from patchcert.train.step import StepSettings
 from patchcert.train.strategies import (
+    Ablated,
     AllPlacements,
     GuidedPlacements,
     Natural,
@@ -48,8 +51,8 @@ def describe_model(choice: ModelChoice, dataset: Dataset) -> ModelSpec:
         width=width,
         classes=len(dataset.classes),
         hidden=choice.hidden,
-        mean=dataset.mean,
-        std=dataset.std,
+        mean=dataset.mean if choice.normalise else (),
+        std=dataset.std if choice.normalise else (),
     )
 
 
@@ -67,6 +70,9 @@ def build_strategy(spec: Spec, model: ModelSpec) -> Strategy:
             return PooledPlacements(threat, choice.blocks)
         case SparseTraining() as choice, SparsePixels() as threat:
             return SparseChanges(threat, choice.bound)
+        case AblatedTraining() as choice, SparsePixels():
+            _check_retained(choice, model)
+            return Ablated(choice.retained, choice.masks, choice.bfloat16)
         case choice, threat if choice.kind != "natural":
             raise SpecError(f"the strategy {choice.kind!r} cannot train against {threat}")
     return Natural()
@@ -78,12 +84,34 @@ def step_settings(spec: Spec) -> StepSettings:
     return StepSettings(
         batch_size=optimiser.batch_size,
         weight_decay=optimiser.weight_decay,
+        momentum=optimiser.momentum,
         clip_norm=optimiser.clip_norm,
         natural_weight=optimiser.natural_weight,
         tf32=optimiser.tf32,
         flip=data.flip,
         crop_padding=data.crop_padding,
     )
+
+
+def check_votes(model: nn.Module, spec: ModelSpec) -> None:
+    """The model takes ablated images in their encoding of twice the channels, or this says that it does not."""
+    blank = torch.zeros(1, 2 * spec.channels, spec.height, spec.width)
+    try:
+        with torch.no_grad():
+            model(blank.to(next(model.parameters()).device))
+    except RuntimeError as error:
+        raise SpecError(
+            f"the model {spec.name!r} does not take ablated images, encoded in {2 * spec.channels} channels",
+            hint="set model.name to cnn2_ablation or resnet18_ablation",
+        ) from error
+
+
+def _check_retained(choice: AblatedTraining, model: ModelSpec) -> None:
+    if choice.retained > model.height * model.width:
+        raise SpecError(
+            f"{choice.retained} pixels cannot be retained in images of {model.height}x{model.width}",
+            hint="set strategy.retained to fewer",
+        )
 
 
 def _helper(choice: GuidedTraining, model: ModelSpec, seed: int) -> MarginUNet:

@@ -39,10 +39,11 @@ class DataChoice:
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """An architecture by name; image size, classes and normalisation come from the data."""
+    """An architecture by name; image size, classes and, where wanted, normalisation come from the data."""
 
     name: str = "mlp"
     hidden: int | None = None
+    normalise: bool = True
 
     def __post_init__(self) -> None:
         _at_least(1, "hidden", self.hidden)
@@ -110,24 +111,52 @@ class SparseTraining:
     bound: SparseBound | None = None
 
 
-Training = NaturalTraining | AllTraining | RandomTraining | GuidedTraining | PooledTraining | SparseTraining
+@dataclass(frozen=True, slots=True)
+class AblatedTraining:
+    """Plain cross entropy on images of which all but so many random pixels are ablated, for their vote.
+
+    Every image has a mask of its own, or a batch shares one. With `bfloat16` the products of the network are
+    rounded to it.
+    """
+
+    kind: Literal["ablated"] = "ablated"
+    retained: int = 45
+    masks: Literal["image", "batch"] = "image"
+    bfloat16: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least(1, "retained", self.retained)
+
+
+Training = (
+    NaturalTraining
+    | AllTraining
+    | RandomTraining
+    | GuidedTraining
+    | PooledTraining
+    | SparseTraining
+    | AblatedTraining
+)
 
 
 @dataclass(frozen=True, slots=True)
 class OptimiserChoice:
-    """Adam, its batches, and what is added to the worst-case loss.
+    """Adam, or gradient descent where a momentum is given, its batches, and what is added to the loss.
 
     `tf32` lets a GPU round the products of training steps to fewer digits for speed; certificates never do.
     """
 
     batch_size: int = 256
     weight_decay: float = 0.0
+    momentum: float | None = None
     clip_norm: float | None = None
     natural_weight: float = 0.0
     tf32: bool = False
 
     def __post_init__(self) -> None:
         _at_least(1, "batch_size", self.batch_size)
+        if not 0 <= (self.momentum or 0.0) < 1:
+            raise SpecError(f"momentum is {self.momentum}; expected at least 0 and below 1")
         if not 0 <= self.natural_weight <= 1:
             raise SpecError(f"natural_weight is {self.natural_weight}; expected between 0 and 1")
 
@@ -163,8 +192,9 @@ class Spec:
     def __post_init__(self) -> None:
         sparse = isinstance(self.threat, SparsePixels)
         kind = self.strategy.kind
-        if kind != "natural" and sparse != (kind == "sparse"):
-            wanted = "kind = 'sparse'" if kind == "sparse" else "kind = 'patch'"
+        counts_pixels = kind in ("sparse", "ablated")
+        if kind != "natural" and sparse != counts_pixels:
+            wanted = "kind = 'sparse'" if counts_pixels else "kind = 'patch'"
             raise SpecError(
                 f"the strategy {kind!r} cannot train against {self.threat}",
                 hint=f"give the threat {wanted} or choose another strategy",
@@ -173,6 +203,11 @@ class Spec:
             raise SpecError(
                 "select is 'best-validation', but no training images are held out",
                 hint="set data.validation = 5000, or select = 'last'",
+            )
+        if self.select == "best-validation" and kind == "ablated":
+            raise SpecError(
+                "select is 'best-validation', but votes are not counted during training",
+                hint="set select = 'last'",
             )
 
     def scaled(self, factor: float) -> "Spec":

@@ -9,9 +9,16 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
+from patchcert.bounds import Network
 from patchcert.data import Dataset, Split, load_dataset
 from patchcert.errors import PatchcertError, RunError
-from patchcert.experiments.build import build_strategy, choose_data, describe_model, step_settings
+from patchcert.experiments.build import (
+    build_strategy,
+    check_votes,
+    choose_data,
+    describe_model,
+    step_settings,
+)
 from patchcert.experiments.distributed import certify_sharded
 from patchcert.experiments.environment import describe_environment, describe_session
 from patchcert.experiments.observer import (
@@ -24,12 +31,13 @@ from patchcert.experiments.observer import (
 )
 from patchcert.experiments.prepare import exclusive, prepare_run
 from patchcert.experiments.runs import Run
-from patchcert.experiments.spec import Spec
+from patchcert.experiments.spec import AblatedTraining, Spec
 from patchcert.models import ModelSpec, build, save
 from patchcert.train.checkpoint import load_state
 from patchcert.train.distributed import ALONE, World
 from patchcert.train.loop import EpochSummary, Plan, Position, derived_seed, train
 from patchcert.train.step import Trainee
+from patchcert.train.strategies.ablated import WholeModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,7 @@ class _Training:
         self.best = Best()
         self.data, self.held_out = self._splits()
         self.plan = self._plan()
-        self.trainee = Trainee(self.model, self.plan.strategy.helper, self.plan.settings)
+        self.trainee = Trainee(self.model, self.plan.strategy.helper, self.plan.settings, self._network())
 
     def carry_out(self, stop: StopRequest, listener: Listener | None) -> None:
         """Train from the saved state, or from the start, to the end."""
@@ -136,6 +144,18 @@ class _Training:
             world=self.place.world,
         )
 
+    def _network(self) -> Network | None:
+        """The model itself where its strategy asks for no bounds; else it is traced."""
+        if not self.is_voting:
+            return None
+        check_votes(self.model, self.model_spec)
+        return WholeModel.in_training(self.model)
+
+    @property
+    def is_voting(self) -> bool:
+        """Whether the model learns to vote, so that bounds say nothing of it."""
+        return isinstance(self.spec.strategy, AblatedTraining)
+
     def _restore(self) -> Position:
         if not self.run.state.is_file():
             return Position()
@@ -166,7 +186,7 @@ class _Training:
         return accuracies | {"checked_on": name, "checked_images": len(sample)}
 
     def _is_due(self, epoch: int) -> bool:
-        every = self.spec.run.check_every
+        every = 0 if self.is_voting else self.spec.run.check_every
         return bool(every) and ((epoch + 1) % every == 0 or epoch + 1 == self.spec.schedule.epochs)
 
     def _accuracies(self, sample: Split) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Classifiers by name: those of Chiang et al. (2020), your own, and files that hold their weights."""
 
+from patchcert.models import ablation as ablation
 from patchcert.models import paper as paper
 from patchcert.models.layers import Normalize as Normalize
 from patchcert.models.registry import architecture as architecture

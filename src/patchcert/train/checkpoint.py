@@ -86,8 +86,11 @@ def _restore_optimiser(trainee: Trainee, tensors: dict[str, Tensor], path: Path)
         saved = {
             key.removeprefix(prefix): tensors.pop(key) for key in list(tensors) if key.startswith(prefix)
         }
-        if saved and saved["exp_avg"].shape != parameter.shape:
-            raise _misfit(path, f"parameter {number} has shape {tuple(saved['exp_avg'].shape)}")
+        unlike = next(
+            (value for value in saved.values() if value.dim() and value.shape != parameter.shape), None
+        )
+        if unlike is not None:
+            raise _misfit(path, f"parameter {number} has shape {tuple(unlike.shape)}")
         if saved:
             trainee.optimiser.state[parameter] = {
                 key: value.to(trainee.device) for key, value in saved.items()

@@ -90,11 +90,15 @@ class EpsilonSchedule:
 
 @dataclass(frozen=True, slots=True)
 class LearningRateSchedule:
-    """The initial rate, multiplied by `decay_factor` after every `decay_every` epochs from a given one."""
+    """The initial rate, multiplied by `decay_factor` after every `decay_every` epochs from a given one.
+
+    That is `decay_from` or, where it is not given, the one in which the schedule of epsilon has ended.
+    """
 
     initial: float = 5e-4
     decay_factor: float = 0.5
     decay_every: int = 10
+    decay_from: int | None = None
 
     def __post_init__(self) -> None:
         if not self.initial > 0:
@@ -102,6 +106,7 @@ class LearningRateSchedule:
         if not 0 < self.decay_factor <= 1:
             raise InvalidInput(f"decay_factor is {self.decay_factor}; expected above 0 and at most 1")
         _at_least(1, "decay_every", self.decay_every)
+        _at_least(0, "decay_from", self.decay_from or 0)
 
     def at(self, epoch: int, decay_from: int) -> float:
         """The rate of a whole epoch; the first decay comes `decay_every` epochs after `decay_from`."""
@@ -109,15 +114,17 @@ class LearningRateSchedule:
 
     def scaled(self, factor: float) -> "LearningRateSchedule":
         """The same rates with the decays closer together, in proportion."""
-        return replace(self, decay_every=scale(self.decay_every, factor))
+        start = None if self.decay_from is None else scale(self.decay_from, factor)
+        return replace(self, decay_every=scale(self.decay_every, factor), decay_from=start)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A whole training run: its length, epsilon in each batch and the learning rate in each epoch.
 
-    The learning rate starts to decay one epoch after epsilon has first been 1 for a whole epoch, the paper's
-    count of S + K epochs with S natural ones and a grid of K values for epsilon (here K = ramp_epochs + 1).
+    Unless it says otherwise, the learning rate starts to decay one epoch after epsilon has first been 1 for a
+    whole epoch, the paper's count of S + K epochs with S natural ones and a grid of K values for epsilon (here
+    K = ramp_epochs + 1).
     """
 
     epochs: int = 100
@@ -130,7 +137,8 @@ class Schedule:
     @property
     def decay_from(self) -> int:
         """The epoch from which the decays of the learning rate are counted."""
-        return self.epsilon.full_from + 1
+        given = self.learning_rate.decay_from
+        return self.epsilon.full_from + 1 if given is None else given
 
     def rate(self, epoch: int) -> float:
         """The learning rate of an epoch."""

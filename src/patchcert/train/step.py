@@ -23,6 +23,7 @@ class StepSettings:
 
     batch_size: int = 256
     weight_decay: float = 0.0
+    momentum: float | None = None
     clip_norm: float | None = None
     natural_weight: float = 0.0
     tf32: bool = False
@@ -34,32 +35,42 @@ class Trainee:
     """A model in training with all that changes from step to step, on one device.
 
     Epsilon, the learning rate and the running sums are tensors on the device, so that a recorded step reads
-    their present values and nothing is read back before an epoch ends.
+    their present values and nothing is read back before an epoch ends. The model is traced for its bounds
+    unless it comes with a network.
     """
 
-    def __init__(self, model: nn.Module, helper: nn.Module | None, settings: StepSettings) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        helper: nn.Module | None,
+        settings: StepSettings,
+        network: Network | None = None,
+    ) -> None:
         self.model = model
-        self.network: Network = trace(model)
+        self.network: Network = trace(model) if network is None else network
         self.helper = helper
         self.device = next(model.parameters()).device
         self.generator = Generator(self.device)
         self.epsilon = torch.zeros((), device=self.device)
         self.learning_rate = torch.zeros((), device=self.device)
         self.sums = torch.zeros(3, device=self.device, dtype=torch.float64)
-        self.optimiser = self._adam(settings.weight_decay)
+        self.optimiser = self._optimiser(settings)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All weights that learn, the classifier's first."""
         return [each for group in self.optimiser.param_groups for each in group["params"]]
 
-    def _adam(self, weight_decay: float) -> torch.optim.Adam:
+    def _optimiser(self, settings: StepSettings) -> torch.optim.Optimizer:
+        """Gradient descent where there is a momentum, else Adam; both can be recorded with their step."""
         groups: list[dict[str, Any]] = [{"params": list(self.model.parameters())}]
         if self.helper is not None:
             groups.append({"params": list(self.helper.parameters()), "weight_decay": 0.0})
         on_cuda = self.device.type == "cuda"
-        rate = self.learning_rate
-        return torch.optim.Adam(groups, lr=rate, weight_decay=weight_decay, fused=True, capturable=on_cuda)
+        rate, decay = self.learning_rate, settings.weight_decay
+        if settings.momentum is not None:
+            return torch.optim.SGD(groups, rate, settings.momentum, weight_decay=decay, fused=True)
+        return torch.optim.Adam(groups, lr=rate, weight_decay=decay, fused=True, capturable=on_cuda)
 
 
 class TrainingStep:
