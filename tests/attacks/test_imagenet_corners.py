@@ -3,8 +3,13 @@ import torch
 from torch import nn
 
 from patchcert.attacks import PatchAttack
-from patchcert.attacks.imagenet_corners import corner_experiment, find_imagenet, imagenet_defense
-from patchcert.defenses import DigitalWatermarking, LocalGradientSmoothing
+from patchcert.attacks.imagenet_corners import (
+    CornerExperiment,
+    find_imagenet,
+    imagenet_defense,
+)
+from patchcert.attacks.twin import Twin
+from patchcert.defenses import Defended, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import DataError
 
 
@@ -28,12 +33,14 @@ def smooth_images(count: int) -> torch.Tensor:
     return nn.functional.interpolate(coarse, 40, mode="bilinear", align_corners=False)
 
 
-def test_every_cell_of_the_table_is_filled_and_adaptive_is_the_stronger_attack():
+@pytest.mark.parametrize("reduced", [False, True])
+def test_every_cell_of_the_table_is_filled_and_adaptive_is_the_stronger_attack(reduced):
     model, images = small_model(), smooth_images(12)
     labels = model(images).argmax(dim=1).detach()
     labels[0] = (labels[0] + 1) % 5
     attack = PatchAttack(steps=8, step_size=0.1, restarts=4, loss="margin", batch_size=16)
-    rows = list(corner_experiment(model, images, labels, attack, patches=(8, 12)))
+    experiment = CornerExperiment(attack, judged_at_once=5, reduced=reduced)
+    rows = [row for patch in (8, 12) for row in experiment.run(model, images, labels, patch)]
     cells = [(row.patch, row.defense, row.adaptive) for row in rows]
     assert cells == [
         (patch, name, adaptive) for patch in (8, 12) for name in ("lgs", "dw") for adaptive in (False, True)
@@ -45,6 +52,8 @@ def test_every_cell_of_the_table_is_filled_and_adaptive_is_the_stronger_attack()
         places = {tuple(place) for place in strong.result.placement[right].tolist()}
         assert places <= corners
         assert (strong.result.placement[~right] == -1).all()
+        assert torch.equal(strong.undefended, model(images).argmax(dim=1))
+        assert torch.equal(weak.undefended_after, model(weak.result.adversarial).argmax(dim=1))
     assert any(
         strong.result.accuracy < weak.result.accuracy
         for weak, strong in zip(rows[::2], rows[1::2], strict=True)
@@ -56,13 +65,58 @@ def test_summary_counts_all_images_and_those_initially_correct():
     labels = model(images).argmax(dim=1).detach()
     labels[:3] = (labels[:3] + 1) % 5
     attack = PatchAttack(steps=0, restarts=1, batch_size=4)
-    row = next(corner_experiment(model, images, labels, attack, patches=(4,), defenses=("lgs",)))
+    row, _ = CornerExperiment(attack).run(model, images, labels, 4, ("lgs",))
     summary = row.summary()
     assert summary["images"] == 6
     assert summary["undefended_accuracy"] == 0.5
     withstood = (~row.result.succeeded).double()
     assert summary["accuracy"] == float(withstood.mean())
     assert summary["accuracy_of_initially_correct"] == float(withstood[3:].mean())
+
+
+def test_results_are_what_the_defended_network_itself_says():
+    model, images = small_model(), smooth_images(8)
+    labels = model(images).argmax(dim=1).detach()
+    attack = PatchAttack(steps=6, step_size=0.1, restarts=2, batch_size=16)
+    for row in CornerExperiment(attack, reduced=True).run(model, images, labels, 12):
+        defended = Defended(imagenet_defense(row.defense, model, 12), model)
+        with torch.no_grad():
+            predictions = defended(row.result.adversarial).argmax(dim=1)
+        assert torch.equal(row.result.predictions, predictions)
+        assert torch.equal(row.result.succeeded, predictions != labels)
+
+
+def test_the_surrogate_past_the_clip_comes_first_and_again_by_the_margin():
+    model, experiment = small_model(), CornerExperiment()
+    twin = Twin(model)
+    smoothing = LocalGradientSmoothing.imagenet()
+    stages = experiment.attacks(Defended(smoothing, twin))
+    assert [stage.twin.surrogate for stage in stages] == [
+        smoothing.forward_past_clip,
+        smoothing.forward,
+        smoothing.forward_past_clip,
+    ]
+    assert [stage.attack.loss for stage in stages] == ["cross-entropy", "cross-entropy", "margin"]
+    assert len(experiment.attacks(Defended(imagenet_defense("dw", twin, 12), twin))) == 2
+
+
+def test_every_pass_is_told_of_and_may_be_the_last():
+    model, images = small_model(), smooth_images(2)
+    labels = model(images).argmax(dim=1).detach()
+    attack = PatchAttack(steps=3, restarts=4, batch_size=16)
+    said = []
+    CornerExperiment(attack).run(model, images, labels, 8, ("lgs",), tell=said.append)
+    assert said[:4] == ["weak attack"] * 4
+    assert set(said[4:]) == {"adaptive attack on lgs"}
+
+    class EnoughError(Exception):
+        pass
+
+    def stop(words):
+        raise EnoughError
+
+    with pytest.raises(EnoughError):
+        CornerExperiment(attack).run(model, images, labels, 8, tell=stop)
 
 
 def test_defenses_have_their_imagenet_settings():

@@ -1,26 +1,29 @@
 """The ImageNet experiment of Chiang et al. (2020): two defenses against patches in the corners."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final
 
-import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks.base import AttackResult, Findings, Progress, Task, judge
-from patchcert.attacks.composite import strongest, surrogate_stages
+from patchcert.attacks.base import AttackResult, Findings, Task, judge
+from patchcert.attacks.composite import Stage, strongest
 from patchcert.attacks.judging import check_batch, evaluate
 from patchcert.attacks.patch import PatchAttack
+from patchcert.attacks.twin import InParts, Twin, TwinAttack
+from patchcert.bounds import precise_arithmetic
 from patchcert.data.files import data_folders
 from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import DataError
 from patchcert.threats import Patch
 
 DefenseName = Literal["lgs", "dw"]
+Tell = Callable[[str], None]
 
 PATCHES = (42, 52, 60)
 DEFENSES: tuple[DefenseName, ...] = ("lgs", "dw")
+CORNER_ATTACK = PatchAttack(restarts=4, batch_size=64, check_every=10)
 
 
 @final
@@ -34,6 +37,8 @@ class CornerRow:
     result: AttackResult
     undefended: Tensor
     """The undefended model's predictions on the clean images."""
+    undefended_after: Tensor
+    """The undefended model's predictions on the attacked images."""
 
     def summary(self) -> dict[str, str | int | float | bool]:
         """Accuracies over all images and over those that the undefended model gets right."""
@@ -45,52 +50,111 @@ class CornerRow:
             "adaptive": self.adaptive,
             "images": len(right),
             "undefended_accuracy": _share(right),
+            "undefended_accuracy_after": _share(self.undefended_after == self.result.labels),
             "clean_accuracy": self.result.clean_accuracy,
             "accuracy": self.result.accuracy,
             "accuracy_of_initially_correct": _share(withstood[right]),
         }
 
 
-def corner_experiment(
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    attack: PatchAttack | None = None,
-    patches: Sequence[int] = PATCHES,
-    defenses: Sequence[DefenseName] = DEFENSES,
-    generator: Generator | None = None,
-    progress: Progress | None = None,
-) -> Iterator[CornerRow]:
-    """Weak and adaptive attacks in the four corners, cell by cell as they are done.
+@final
+@dataclass(frozen=True)
+class CornerExperiment:
+    """Weak and adaptive attacks with patches in the four corners.
 
-    The default attack visits every corner once with 150 steps of 0.05. The weak attack does not depend on the
-    defense, so its patches are made once per size; the adaptive one starts from them.
+    The weak attack does not know of the defense: it runs to its end on the undefended model, and its surest
+    patch is shown to each defense. The adaptive one starts from these patches and climbs on every surrogate of
+    the defense, last on the first of them once more by the margin; an image is spared once it is broken.
+
+    Ascents go by a twin of the network, in bfloat16 on a GPU. Whatever counts is said by the network itself in
+    float32, `judged_at_once` images at a time: clean predictions, successes before an image is given up, and
+    the results. The default attack visits every corner once in each of its stages, with 150 steps of 0.05.
     """
-    check_batch(model, images, labels)
-    attack = attack or PatchAttack(restarts=4, batch_size=64)
-    generator = generator or torch.Generator().manual_seed(0)
-    undefended = evaluate(model, images, labels, attack.batch_size).predictions
-    for patch in patches:
-        task = Task(images, labels, Patch(patch, placements="corners"), generator, progress)
-        transferred = attack.exhaustive().propose(model, task)
+
+    attack: PatchAttack = CORNER_ATTACK
+    judged_at_once: int = 64
+    reduced: bool | None = None
+    """Whether the twin computes in bfloat16; None for a GPU only."""
+
+    @precise_arithmetic()
+    def run(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        labels: Tensor,
+        patch: int,
+        defenses: tuple[DefenseName, ...] = DEFENSES,
+        generator: Generator | None = None,
+        tell: Tell | None = None,
+    ) -> tuple[CornerRow, ...]:
+        """The cells of one patch size. `tell` hears before every pass of the twin what it is for, and may raise."""
+        check_batch(model, images, labels)
+        threat = Patch(patch, placements="corners")
+        task = Task(images, labels, threat, generator or Generator().manual_seed(0))
+        twin, told = Twin(model, self.reduced), tell or _silence
+        transferred = self._transferred(model, Observed(twin, "weak attack", told), task)
+        rows: list[CornerRow] = []
         for name in defenses:
-            defended = Defended(imagenet_defense(name, model, patch), model)
-            clean = evaluate(defended, images, labels, attack.batch_size).predictions
-            weak = judge(defended, task, transferred, clean, attack.batch_size)
-            yield CornerRow(name, patch, False, weak, undefended)
-            found = _adapted(attack, defended, task, transferred, clean)
-            result = judge(defended, task, found, clean, attack.batch_size)
-            yield CornerRow(name, patch, True, result, undefended)
+            observed = Observed(twin, f"adaptive attack on {name}", told)
+            rows += self._rows(name, model, observed, task, transferred)
+        return tuple(rows)
+
+    def attacks(self, rehearsed: Defended) -> list[TwinAttack]:
+        """The adaptive attack's stages: the most passable surrogate first, which breaks most, and last again."""
+        first, *rest = reversed(rehearsed.surrogates())
+        by_margin = replace(self.attack, loss="margin")
+        return [TwinAttack(self.attack, each) for each in (first, *rest)] + [TwinAttack(by_margin, first)]
+
+    def _transferred(self, model: nn.Module, twin: nn.Module, task: Task) -> Findings:
+        """The surest patch for the undefended model; nothing is to be gained by asking about it on the way."""
+        attack = replace(self.attack.exhaustive(), check_every=max(self.attack.steps, 1))
+        return TwinAttack(attack, twin).propose(InParts(model, self.judged_at_once), task)
+
+    def _rows(
+        self, name: DefenseName, model: nn.Module, twin: nn.Module, task: Task, transferred: Findings
+    ) -> tuple[CornerRow, CornerRow]:
+        patch = _side(task)
+        defended = Defended(imagenet_defense(name, model, patch), model)
+        clean = evaluate(defended, task.images, task.labels, self.judged_at_once).predictions
+        weak = judge(defended, task, transferred, clean, self.judged_at_once)
+        rehearsed = Defended(imagenet_defense(name, twin, patch), twin)
+        found = self._adapted(defended, rehearsed, task, transferred, clean)
+        adaptive = judge(defended, task, found, clean, self.judged_at_once)
+        return self._row(name, model, task, weak, False), self._row(name, model, task, adaptive, True)
+
+    def _adapted(
+        self, defended: Defended, rehearsed: Defended, task: Task, transferred: Findings, clean: Tensor
+    ) -> Findings:
+        """The strongest images for the defended model; those wrong by themselves stay unchanged."""
+        right = (clean == task.labels).nonzero().flatten()
+        judged = InParts(defended, self.judged_at_once)
+        stages = [Stage(judged, attack) for attack in self.attacks(rehearsed)]
+        found = strongest(judged, stages, task.part(right), transferred.part(right), self.judged_at_once)
+        return Findings.unchanged(task.images).updated(right, found)
+
+    def _row(
+        self, name: DefenseName, model: nn.Module, task: Task, result: AttackResult, adaptive: bool
+    ) -> CornerRow:
+        before, after = (
+            evaluate(model, images, task.labels, self.judged_at_once).predictions
+            for images in (task.images, result.adversarial)
+        )
+        return CornerRow(name, _side(task), adaptive, result, before, after)
 
 
-def _adapted(
-    attack: PatchAttack, defended: Defended, task: Task, transferred: Findings, clean: Tensor
-) -> Findings:
-    """The strongest images for the defended model; those wrong by themselves stay unchanged."""
-    right = (clean == task.labels).nonzero().flatten()
-    stages = surrogate_stages(defended, attack)
-    found = strongest(defended, stages, task.part(right), transferred.part(right), attack.batch_size)
-    return Findings.unchanged(task.images).updated(right, found)
+@final
+class Observed(nn.Module):
+    """The same model, of each of whose passes somebody is told."""
+
+    def __init__(self, model: nn.Module, words: str, tell: Tell) -> None:
+        super().__init__()
+        self.model, self.words, self.tell = model, words, tell
+        self.train(model.training)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The logits of the model."""
+        self.tell(self.words)
+        return self.model(images)
 
 
 def imagenet_defense(name: DefenseName, model: nn.Module, patch: int) -> Defense:
@@ -112,6 +176,15 @@ def find_imagenet(data_dir: Path | None = None) -> Path:
         hint="put images/, labels.csv and the networks' .safetensors files into DIR/imagenet "
         "and pass --data-dir DIR or set PATCHCERT_DATA=DIR",
     )
+
+
+def _side(task: Task) -> int:
+    assert isinstance(task.threat, Patch)
+    return task.threat.height
+
+
+def _silence(words: str) -> None:
+    """For nobody who wants to hear."""
 
 
 def _share(flags: Tensor) -> float:
