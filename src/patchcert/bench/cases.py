@@ -47,5 +47,8 @@ CASES = (
     Case("cnn5w", "cifar10", 5, 3, 32),
 )
 
+DATA_SETS = ("mnist", "cifar10")
+"""The data of cases that have real images."""
+
 SIZES = tuple(Case("cnn4", f"{size}px", 5, 3, size) for size in (32, 64, 96))
 """The same network on larger images, for how the cost grows."""

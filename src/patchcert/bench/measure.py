@@ -2,19 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from patchcert.bench.attacking import AttackRates, attack_rates
-from patchcert.bench.cases import Case
+from patchcert.bench.cases import DATA_SETS, Case
 from patchcert.bench.floor import Work
 from patchcert.bench.timing import Ceilings, seconds, synchronise
 from patchcert.bounds import Network, precise_arithmetic, trace
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.certificates import certify
-from patchcert.data import Split
+from patchcert.data import Split, load_dataset
 from patchcert.engine import PlacementSweep, clean_pass, default_budget, dense_margins
 from patchcert.train.capture import CapturedStep
 from patchcert.train.distributed import ALONE
@@ -29,7 +30,7 @@ Call = Callable[[], object]
 class Machine:
     """Where is measured, for how long calls are repeated, and on how many images: at once, certified, attacked.
 
-    `restarts` are those of the attack.
+    `restarts` are those of the attack. Test images in `data_dir` are certified, elsewhere random ones.
     """
 
     device: torch.device
@@ -39,6 +40,7 @@ class Machine:
     spend: float
     attacked_images: int = 400
     restarts: int = 80
+    data_dir: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Measurement:
     sweep_float32: float
     sweep_tf32: float
     certification: float
+    certified_images: int
+    are_test_images: bool
     verdicts: float
     training_step: float
     floor_float32: float
@@ -79,6 +83,7 @@ class Measurement:
             "step_ratio": self.step_ratio,
             "sweep_ratio": self.sweep_ratio,
             "certification_ratio": self.certification_ratio,
+            "certification_seconds": self.certification * self.certified_images / 1e6,
             "sweep_fraction_of_floor": self.floor_float32 / self.sweep_float32,
         }
         return asdict(self) | ratios
@@ -95,7 +100,8 @@ def run_case(case: Case, machine: Machine) -> Measurement:
     sweep = PlacementSweep.of(network, images, case.threat, default_budget(machine.device))
     work = Work.of(sweep)
     exact, fast = _sweeps(sweep, images, labels, machine)
-    certification, verdicts = _certifications(model, case, machine)
+    certified = _certified_images(case, machine)
+    certification, verdicts = _certifications(model, case, certified, machine)
     _reset_peak(machine.device)
     step = _micro(_training_step(case, machine), machine, machine.batch)
     step_gigabytes = _peak(machine.device)
@@ -107,6 +113,8 @@ def run_case(case: Case, machine: Machine) -> Measurement:
         sweep_float32=exact,
         sweep_tf32=fast,
         certification=certification,
+        certified_images=len(certified),
+        are_test_images=machine.data_dir is not None and case.data in DATA_SETS,
         verdicts=verdicts,
         training_step=step,
         floor_float32=work.seconds(machine.ceilings, tf32=False) * 1e6,
@@ -136,14 +144,32 @@ def _sweeps(sweep: PlacementSweep, images: Tensor, labels: Tensor, machine: Mach
     return exact, fast
 
 
-def _certifications(model: nn.Module, case: Case, machine: Machine) -> tuple[float, float]:
+def _certifications(model: nn.Module, case: Case, images: Split, machine: Machine) -> tuple[float, float]:
     """Whole calls of `certify`, sound and from the model on: with all margins, and for verdicts only."""
+    pixels, labels = images.floats(), images.labels
+
+    def micro(verdicts_only: bool) -> float:
+        def call(count: int) -> None:
+            certify(model, pixels[:count], labels[:count], case.threat, verdicts_only=verdicts_only)
+
+        call(_WARM_UP_IMAGES)
+        spent = seconds(lambda: call(len(labels)), machine.device, machine.spend, warm_ups=0, least=1)
+        return spent / len(labels) * 1e6
+
+    return micro(False), micro(True)
+
+
+_WARM_UP_IMAGES = 64
+
+
+def _certified_images(case: Case, machine: Machine) -> Split:
+    """The test images where there is a folder of data with them, else random ones."""
+    if machine.data_dir is not None and case.data in DATA_SETS:
+        return (
+            load_dataset(case.data, machine.data_dir).test.take(machine.certified_images).to(machine.device)
+        )
     images, labels = case.images(machine.certified_images, machine.device)
-
-    def call(verdicts_only: bool) -> Call:
-        return lambda: certify(model, images, labels, case.threat, verdicts_only=verdicts_only)
-
-    return _micro(call(False), machine, len(images)), _micro(call(True), machine, len(images))
+    return Split((images * 255).to(torch.uint8), labels)
 
 
 class _Dense:

@@ -16,13 +16,15 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(call: Callable[[], object], device: torch.device, spend: float) -> float:
-    """The median time of the call, repeated for about `spend` seconds after a warm-up; at least three times."""
-    for _ in range(2):
+def seconds(
+    call: Callable[[], object], device: torch.device, spend: float, warm_ups: int = 2, least: int = 3
+) -> float:
+    """The median time of the call, repeated for about `spend` seconds after some warm-ups, at least so often."""
+    for _ in range(warm_ups):
         call()
     synchronise(device)
     times: list[float] = []
-    while len(times) < 3 or (sum(times) < spend and len(times) < 50):
+    while len(times) < least or (sum(times) < spend and len(times) < 50):
         began = time.perf_counter()
         call()
         synchronise(device)

@@ -18,7 +18,10 @@ def bench(
         int | None, typer.Option(min=1, help="Images at once: 256 on a GPU, 32 on a CPU.")
     ] = None,
     certify_images: Annotated[
-        int | None, typer.Option(min=1, help="Images to certify: 8 batches on a GPU, one on a CPU.")
+        int | None, typer.Option(min=1, help="Images to certify: 10,000 on a GPU, one batch on a CPU.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the data: certify its test images, not random ones.")
     ] = None,
     spend: Annotated[float, typer.Option(min=0, help="Seconds to repeat each call for.")] = 1.0,
     sizes: Annotated[bool, typer.Option(help="Also measure larger images.")] = False,
@@ -37,9 +40,10 @@ def bench(
     """
     from patchcert.bench.report import markdown, show
 
-    facts = (
-        _read(source) if source is not None else _measure(device, only, batch, certify_images, spend, sizes)
-    )
+    if source is not None:
+        facts = _read(source)
+    else:
+        facts = _measure(device, only, batch, certify_images, data_dir, spend, sizes)
     if as_json:
         print_json(facts)
     elif as_markdown:
@@ -61,7 +65,13 @@ def _read(source: Path) -> dict[str, Any]:
 
 
 def _measure(
-    device: str, only: str | None, batch: int | None, certify_images: int | None, spend: float, sizes: bool
+    device: str,
+    only: str | None,
+    batch: int | None,
+    certify_images: int | None,
+    data_dir: Path | None,
+    spend: float,
+    sizes: bool,
 ) -> dict[str, Any]:
     from patchcert.bench import CASES, Machine, run_case
     from patchcert.bench.cases import SIZES
@@ -74,9 +84,9 @@ def _measure(
         raise InvalidInput(f"no case holds {only!r}", hint=f"cases: {', '.join(case.name for case in CASES)}")
     on_gpu = chosen.type == "cuda"
     images = batch or (256 if on_gpu else 32)
-    certified = certify_images or (8 * images if on_gpu else images)
+    certified = certify_images or (10_000 if on_gpu else images)
     attacked, restarts = (400, 80) if on_gpu else (images, 8)
-    machine = Machine(chosen, Ceilings.of(chosen), images, certified, spend, attacked, restarts)
+    machine = Machine(chosen, Ceilings.of(chosen), images, certified, spend, attacked, restarts, data_dir)
     measurements = []
     for case in cases:
         say(f"measuring {case.name} ...")
