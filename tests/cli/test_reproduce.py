@@ -11,6 +11,7 @@ import pytest
 
 import patchcert
 from patchcert.cli.app import run
+from patchcert.experiments.reproduce.tables import table_names
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("strategy-detail-5x5", "--rows", "MNIST random mlp", "--scale", "quick", "--device", "cpu")
@@ -79,6 +80,7 @@ def test_without_a_table_all_are_listed(capsys):
         (["large-models", "--pack", "x.zip"], "--pack x.zip is no name of a tar file"),
         (["large-models", "--unpack", "none.tar"], "there is no none.tar"),
         (["large-models", "--write", "x.txt"], "--write x.txt is no name of a Markdown file"),
+        (["large-models", "--page", "x.htm"], "--page x.htm is no name of an HTML file"),
         (["large-models", "--device", "cpu"], "cifar10"),
     ],
 )
@@ -108,3 +110,14 @@ def test_the_page_of_results_is_what_the_evidence_says(tmp_path):
     assert page.read_text() == (ROOT / "docs" / "results.md").read_text(), (
         "docs/results.md is out of date: patchcert reproduce all --from results --write docs/results.md"
     )
+
+
+def test_tables_are_written_as_an_html_page(capsys, tmp_path):
+    page = tmp_path / "new" / "tables.html"
+    assert run(["reproduce", "all", "--from", str(ROOT / "results"), "--page", str(page)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"the page is {page}" in captured.err
+    written = page.read_text(encoding="utf-8")
+    assert written.count("<article ") == len(table_names())
+    assert f"--from {ROOT / 'results'}" in written

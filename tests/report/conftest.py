@@ -1,6 +1,13 @@
-"""A made-up run whose every number is known."""
+"""A made-up run whose every number is known, a reader of pages, and a browser."""
 
+import html
+import json
+import re
+import shutil
+import subprocess
 from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,3 +88,99 @@ def contradictory_run(run: RunSummary) -> RunSummary:
     """An attack broke image 4, which is certified."""
     attack = run.attacks[0]
     return replace(run, attacks=(replace(attack, succeeded=attack.succeeded | (attack.index == 4)),))
+
+
+VOID = {"meta", "link", "img", "input", "br"}
+
+
+class Reader(HTMLParser):
+    """Fails on tags that do not nest; collects what the page loads and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.words: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag, f"</{tag}> closes another element, line {self.getpos()[0]}"
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture
+def parse():
+    def read(path: Path) -> Reader:
+        """The page in the file, which must nest."""
+        reader = Reader()
+        reader.feed(path.read_text(encoding="utf-8"))
+        reader.close()
+        assert reader.open == []
+        return reader
+
+    return read
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+)
+
+PROBE = """<script>(() => {
+    let answer;
+    try { answer = (() => { SCRIPT })(); } catch (error) { answer = String(error); }
+    window.parent.postMessage(JSON.stringify(answer), "*");
+})();</script></body>"""
+
+FRAME = """<!DOCTYPE html><html><body><script>
+    window.addEventListener("message", event => { document.body.dataset.answer = event.data; });
+</script><iframe src="inner.html" style="border: 0; width: WIDTHpx; height: 900px"></iframe></body></html>"""
+
+
+@pytest.fixture
+def evaluate(tmp_path):
+    """Runs a script in a page; skips where there is no browser, and fails if the page complains."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine: install `chromium`")
+
+    def run_script(page: Path, script: str, width: int = 1200) -> object:
+        """What the script returns at the end of the page, in a frame, since windows are never narrow."""
+        source = page.read_text(encoding="utf-8").replace("</body>", PROBE.replace("SCRIPT", script))
+        (tmp_path / "inner.html").write_text(source, encoding="utf-8")
+        outer = tmp_path / "outer.html"
+        outer.write_text(FRAME.replace("WIDTH", str(width)), encoding="utf-8")
+        profile = f"--user-data-dir={tmp_path / 'profile'}"
+        command = [CHROMIUM, *FLAGS, profile, "--virtual-time-budget=5000", "--dump-dom", outer.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert "CONSOLE" not in done.stderr, done.stderr
+        answer = re.search(r'<body data-answer="([^"]*)"', done.stdout)
+        assert answer, done.stdout[:500]
+        return json.loads(html.unescape(answer[1]))
+
+    return run_script

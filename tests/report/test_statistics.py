@@ -14,6 +14,7 @@ from patchcert.report.statistics import (
     Proportion,
     bracket,
     clopper_pearson,
+    mean_interval,
 )
 
 
@@ -81,3 +82,24 @@ def test_each_contradiction_is_named_even_where_the_averages_are_in_order():
     assert claims == {11: BROKEN_CERTIFICATE, 12: BROKEN_CLEAN, 13: WRONG_CERTIFIED}
     assert found.certified.value <= found.empirical.value <= found.clean.value
     assert not found.holds
+
+
+def test_the_interval_of_one_proportion_is_its_own():
+    assert mean_interval([Proportion(81, 263)]) == clopper_pearson(81, 263)
+
+
+def test_the_interval_of_a_mean_holds_when_runs_share_their_images():
+    """Wholly dependent proportions are the worst case; the risk, counted exactly, stays below a twentieth."""
+    total, truth = 50, 0.3
+    missed = 0.0
+    for successes in range(total + 1):
+        low, high = mean_interval([Proportion(successes, total)] * 3)
+        missed += binom.pmf(successes, total, truth) * (not low <= truth <= high)
+    assert missed <= 0.05
+    low, high = mean_interval([Proportion(10, 50), Proportion(40, 50)])
+    assert low < 0.5 < high
+
+
+def test_a_mean_of_nothing_is_refused():
+    with pytest.raises(InvalidInput, match="a mean needs at least one proportion"):
+        mean_interval([])

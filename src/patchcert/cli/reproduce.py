@@ -57,6 +57,9 @@ def reproduce(
     unpack: Annotated[Path | None, typer.Option(help="First bring in what --pack wrote elsewhere.")] = None,
     output: Annotated[str, typer.Option("--format", help=f"{', '.join(FORMATS)}.")] = "table",
     write: Annotated[Path | None, typer.Option(help="Write the tables to this Markdown file.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write the tables to this HTML page, with charts.")
+    ] = None,
 ) -> None:
     """Recompute a table of the paper, and put its numbers beside ours.
 
@@ -64,7 +67,7 @@ def reproduce(
     again. Exits with 1 if a run failed, with 3 if the time limit left runs undone.
     """
     began = time.monotonic()
-    _check_options(output, pack, write)
+    _check_options(output, pack, write, page)
     folder = source or results or runs / "results"
     if unpack is not None:
         _unpack(unpack, folder, runs)
@@ -89,14 +92,17 @@ def reproduce(
             code = carry_out([entry for _, entries in chosen for entry in entries], effort, shop)
         fixed = effort.scale if source is None or scale else None
         found = [(table, outcomes(entries, folder, fixed, seeds)) for table, entries in chosen]
-        _show(found, output, effort.scale.quick, write)
+        if page is not None:
+            _write_page(found, page, folder, effort.scale.quick)
+        if page is None or write is not None:
+            _show(found, output, effort.scale.quick, write)
     if pack is not None:
         _pack(pack, folder, runs if pack_runs or pack_weights else None, pack_runs, pack_weights, pack_limit)
     if code:
         raise typer.Exit(code)
 
 
-def _check_options(output: str, pack: Path | None, write: Path | None) -> None:
+def _check_options(output: str, pack: Path | None, write: Path | None, page: Path | None) -> None:
     """Found out before the work, not after it."""
     from patchcert.experiments.reproduce.pack import compression
 
@@ -106,6 +112,8 @@ def _check_options(output: str, pack: Path | None, write: Path | None) -> None:
         compression(pack)
     if write is not None and write.suffix != ".md":
         raise InvalidInput(f"--write {write} is no name of a Markdown file", hint="end it with .md")
+    if page is not None and page.suffix != ".html":
+        raise InvalidInput(f"--page {page} is no name of an HTML file", hint="end it with .html")
 
 
 def _choose(name: str, texts: list[str], everything: bool) -> "list[tuple[PaperTable, tuple[Entry, ...]]]":
@@ -122,6 +130,15 @@ def _choose(name: str, texts: list[str], everything: bool) -> "list[tuple[PaperT
     if not any(entries for _, entries in chosen):
         raise InvalidInput(f"no table has a row with the words {' or '.join(map(repr, texts))}")
     return [(table, entries) for table, entries in chosen if entries or not texts]
+
+
+def _write_page(
+    found: "list[tuple[PaperTable, tuple[Outcome, ...]]]", path: Path, folder: Path, quick: bool
+) -> None:
+    from patchcert.report.reproduction_page import write_reproduction_page
+
+    write_reproduction_page(found, path, str(folder), quick)
+    say(f"the page is {path.resolve()}")
 
 
 def _show(

@@ -49,21 +49,29 @@ def write_page(runs: Sequence[RunSummary], path: Path) -> Page:
 
 def render(views: Sequence[RunView]) -> str:
     """The page as text; the same views give the same text."""
-    environment = jinja2.Environment(
+    return (
+        page_environment()
+        .get_template("report.html.j2")
+        .render(
+            title=views[0].name if len(views) == 1 else f"{len(views)} runs compared",
+            version=patchcert.__version__,
+            runs=views,
+            has_violations=any(view.violations for view in views),
+            violations_shown=VIOLATIONS_SHOWN,
+            table_columns=TABLE_COLUMNS,
+            ramp=_gradient(),
+        )
+    )
+
+
+def page_environment() -> jinja2.Environment:
+    """Where pages get their templates: text is escaped, and a name that is not given is an error."""
+    return jinja2.Environment(
         loader=jinja2.PackageLoader("patchcert.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.j2").render(
-        title=views[0].name if len(views) == 1 else f"{len(views)} runs compared",
-        version=patchcert.__version__,
-        runs=views,
-        has_violations=any(view.violations for view in views),
-        violations_shown=VIOLATIONS_SHOWN,
-        table_columns=TABLE_COLUMNS,
-        ramp=_gradient(),
     )
 
 

@@ -29,7 +29,7 @@ def reproduction_table(table: PaperTable, outcomes: Sequence[Outcome], quick: bo
     title = f"{QUICK_LABEL}: {table.title}" if quick else _title(table)
     attacked = any(outcome.entry.empirical is not None for outcome in outcomes)
     several = any(outcome.spread is not None for outcome in outcomes)
-    digits = _digits(table)
+    digits = decimals(table)
     columns = [
         *(Column(name, numeric=False) for name in ("data", "threat", "training", "model")),
         *(Column(name, digits) for name in ("paper clean", "clean")),
@@ -67,7 +67,7 @@ def reproduction_json(
     }
 
 
-def _digits(table: PaperTable) -> int:
+def decimals(table: PaperTable) -> int:
     """The decimals that the paper gives in most cells of the table."""
     values = [
         value for entry in table.entries for value in (entry.clean, entry.certified) if value is not None
@@ -110,7 +110,7 @@ def _row(outcome: Outcome, attacked: bool, several: bool, quick: bool) -> tuple[
     cells: list[Cell] = [
         DATA_NAMES.get(entry.dataset, entry.dataset) + (" (by mnist-mini)" if quick else ""),
         entry.threat_words,
-        _training(outcome),
+        training_words(outcome),
         entry.model_words,
         _number(entry.clean),
         _number(outcome.clean),
@@ -125,18 +125,20 @@ def _row(outcome: Outcome, attacked: bool, several: bool, quick: bool) -> tuple[
         _number(entry.hours),
         _number(outcome.seconds),
         outcome.hardware or ABSENT,
-        _schedule(outcome, quick),
+        schedule_words(outcome, quick),
     ]
     return tuple(cells)
 
 
-def _training(outcome: Outcome) -> str:
+def training_words(outcome: Outcome) -> str:
+    """How the row's models were trained, or the defense in front of them."""
     entry = outcome.entry
     attack = f", {entry.attack} attack" if entry.attack else ""
     return entry.preset or (f"{entry.defense}{attack}" if entry.defense else entry.strategy)
 
 
-def _schedule(outcome: Outcome, quick: bool) -> str:
+def schedule_words(outcome: Outcome, quick: bool) -> str:
+    """Whether the schedule was that of the paper."""
     if not outcome.seeds:
         return ABSENT
     if quick:

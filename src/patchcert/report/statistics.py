@@ -1,6 +1,8 @@
 """How sure a measured accuracy is, and whether certificates and attacks agree image by image."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +50,19 @@ class Proportion:
     def interval(self) -> tuple[float, float]:
         """The 95 % Clopper-Pearson interval of the true share."""
         return clopper_pearson(self.successes, self.total)
+
+
+def mean_interval(shares: Sequence[Proportion], confidence: float = 0.95) -> tuple[float, float]:
+    """Covers the mean of the true proportions with at least this confidence, however they depend on each other.
+
+    Each has an exact interval whose risk of missing is its part of the whole risk, so that all hold at once;
+    runs on the same test images need not be independent. For one proportion it is the Clopper-Pearson interval.
+    """
+    if not shares:
+        raise InvalidInput("a mean needs at least one proportion")
+    each = 1 - (1 - confidence) / len(shares)
+    ends = [clopper_pearson(share.successes, share.total, each) for share in shares]
+    return fmean(low for low, _ in ends), fmean(high for _, high in ends)
 
 
 @dataclass(frozen=True)
