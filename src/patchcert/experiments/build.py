@@ -71,7 +71,7 @@ def build_strategy(spec: Spec, model: ModelSpec) -> Strategy:
         case SparseTraining() as choice, SparsePixels() as threat:
             return SparseChanges(threat, choice.bound)
         case AblatedTraining() as choice, SparsePixels():
-            _check_retained(choice, model)
+            _check_ablated(choice, spec, model)
             return Ablated(choice.retained, choice.masks, choice.bfloat16)
         case choice, threat if choice.kind != "natural":
             raise SpecError(f"the strategy {choice.kind!r} cannot train against {threat}")
@@ -106,7 +106,12 @@ def check_votes(model: nn.Module, spec: ModelSpec) -> None:
         ) from error
 
 
-def _check_retained(choice: AblatedTraining, model: ModelSpec) -> None:
+def _check_ablated(choice: AblatedTraining, spec: Spec, model: ModelSpec) -> None:
+    if spec.schedule.epsilon.full_from:
+        raise SpecError(
+            "the strategy 'ablated' has no epsilon, but the schedule has natural or ramp epochs",
+            hint="set schedule.epsilon.natural_epochs = 0 and schedule.epsilon.ramp_epochs = 0",
+        )
     if choice.retained > model.height * model.width:
         raise SpecError(
             f"{choice.retained} pixels cannot be retained in images of {model.height}x{model.width}",

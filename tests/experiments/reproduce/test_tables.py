@@ -70,7 +70,8 @@ def test_rows_that_tables_share_have_the_same_numbers(table):
 
 def test_all_tables_together_need_the_paper_s_number_of_runs():
     assert (
-        len({spec.fingerprint() for table in ROWS for spec in specs(table)}) == 60 + 8 + 2 + 10 + 14 + 2 + 6
+        len({spec.fingerprint() for table in ROWS for spec in specs(table)})
+        == 60 + 8 + 2 + 10 + 14 + 2 + 6 + 2
     )
 
 
@@ -108,9 +109,22 @@ def test_transfer_rows_share_one_run_and_try_every_variant():
     assert counts == {"square": 1, "rectangle": 6, "line": 2, "diamond": 1, "parallelogram": 4}
 
 
-def test_votes_and_imagenet_are_not_trained_here():
+def test_imagenet_is_not_trained_here():
     assert all(recipe(entry) is None for entry in find_table("break-imagenet").entries)
-    assert recipe(find("sparse-vs-ablation", "cifar 4 ablation")) is None
+
+
+@pytest.mark.parametrize(("data", "retained", "images"), [("mnist", 45, None), ("cifar", 75, 1000)])
+def test_votes_for_all_numbers_of_pixels_are_counted_once(data, retained, images):
+    made = [recipe(entry) for entry in find_table("sparse-vs-ablation").chosen([f"{data} ablation"])]
+    assert [each.pixels for each in made] == [1, 4, 10]
+    ((spec,),) = {each.specs for each in made}
+    (plan,) = {each.votes for each in made}
+    assert (plan.selection, plan.estimation, plan.error_rate, plan.images) == (1000, 10_000, 0.05, images)
+    assert spec.strategy.retained == retained
+    schedule, optimiser = spec.schedule, spec.optimiser
+    rates = [schedule.rate(epoch) for epoch in (0, 199, 200, 399)]
+    assert rates == pytest.approx([0.01, 0.01, 0.001, 0.001])
+    assert (schedule.epochs, optimiser.batch_size, optimiser.momentum) == (400, 128, 0.9)
 
 
 def test_undefended_and_preprocessed_rows_share_models_that_have_seen_no_patch():

@@ -61,7 +61,7 @@ class Rows:
     @classmethod
     def read(cls, path: Path) -> "Rows":
         """The rows in a file of evidence, refused if they contradict themselves."""
-        columns, meta = _load(path, COLUMNS)
+        columns, meta = load_columns(path, COLUMNS)
         rows = cls(path, columns, meta)
         rows.check()
         return rows
@@ -123,7 +123,7 @@ class AttackedRows:
     @classmethod
     def read(cls, path: Path) -> "AttackedRows":
         """The rows in a file of evidence, refused if they contradict themselves."""
-        columns, meta = _load(path, ATTACK_COLUMNS)
+        columns, meta = load_columns(path, ATTACK_COLUMNS)
         rows = cls(path, columns, meta)
         broken = np.flatnonzero((columns["prediction_after"] != columns["label"]) != columns["succeeded"])
         if broken.size:
@@ -160,7 +160,8 @@ class AttackedRows:
             raise RunError(f"{proven.path}: image {refuted[0]} is certified, but {self.path.name} broke it")
 
 
-def _load(path: Path, names: Sequence[str]) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+def load_columns(path: Path, names: Sequence[str]) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """The columns in a file of evidence, among them those of the names, and how they came about."""
     with np.load(path, allow_pickle=False) as stored:
         columns = {key: stored[key] for key in stored.files}
     missing = [name for name in (*names, "meta") if name not in columns]

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from patchcert.experiments.reproduce.ablation_plan import VotePlan
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.plan import Task
 from patchcert.experiments.reproduce.rows import AnyThreat
@@ -15,7 +16,7 @@ ORDERS = ".task.json"
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Threats to certify on the first test images or on all, attacks, and the schedule's scale.
+    """Threats to certify on the first test images or on all, attacks, votes, and the schedule's scale.
 
     `jobs` is how many runs share the device, without which training times cannot be compared.
     """
@@ -25,6 +26,7 @@ class Orders:
     scale: float = 1.0
     attacks: tuple[AttackPlan, ...] = ()
     jobs: int = 1
+    votes: tuple[VotePlan, ...] = ()
 
 
 def write_orders(folder: Path, task: Task, jobs: int) -> None:
@@ -35,6 +37,7 @@ def write_orders(folder: Path, task: Task, jobs: int) -> None:
         "scale": task.scale,
         "attacks": [attack.to_dict() for attack in task.attacks],
         "jobs": jobs,
+        "votes": [votes.to_dict() for votes in task.votes],
     }
     write_text(folder / ORDERS, json.dumps(plain))
 
@@ -50,4 +53,5 @@ def read_orders(folder: Path) -> Orders:
         scale=float(plain["scale"]),
         attacks=tuple(AttackPlan.from_dict(attack) for attack in plain["attacks"]),
         jobs=int(plain["jobs"]),
+        votes=tuple(VotePlan.from_dict(votes) for votes in plain.get("votes", [])),
     )

@@ -6,11 +6,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
 
+from patchcert.experiments.reproduce.ablation_plan import VotePlan
 from patchcert.experiments.reproduce.results import Result, Results
 from patchcert.experiments.reproduce.rows import AnyThreat, Recipe, recipe
 from patchcert.experiments.reproduce.scales import Scale
 from patchcert.experiments.reproduce.tables import Entry
 from patchcert.experiments.spec import Spec
+from patchcert.threats import SparsePixels
 
 Status = Literal["measured", "partly run", "not run"]
 
@@ -40,6 +42,7 @@ class RunOutcome:
     device: str
     attacked: Count | None = None
     defense: str = ""
+    drawn_images: int | None = None
 
     @property
     def worst(self) -> Count | None:
@@ -153,6 +156,7 @@ def _found(
     for result in sorted(results.of(spec), key=lambda result: result.spec.optimiser.tf32):
         factor = float(result.summary["scale"])
         is_same = result.spec.schedule == (spec if factor == 1.0 else spec.scaled(factor)).schedule
+        is_same &= asked.votes is None or result.voted(asked.votes) is not None
         if is_same and result.covers(asked.threats, limit, [asked.attack] if asked.attack else []):
             found.setdefault(factor, {}).setdefault(result.spec.seed, _count(result, asked, limit))
     return found
@@ -166,6 +170,8 @@ def _device(summary: Mapping[str, Any]) -> str:
 
 def _count(result: Result, asked: Recipe, limit: int | None) -> RunOutcome:
     """Clean accuracy is counted on all certified images, else on the attacked ones, behind their defense."""
+    if asked.votes is not None:
+        return _count_votes(result, asked.votes, asked.pixels)
     evidence = [rows for threat in asked.threats if (rows := result.evidence(threat, limit)) is not None]
     attacked = result.attack(asked.attack) if asked.attack else None
     basis = evidence[0] if evidence else attacked
@@ -180,4 +186,20 @@ def _count(result: Result, asked: Recipe, limit: int | None) -> RunOutcome:
         device=_device(summary),
         attacked=None if attacked is None else Count(attacked.withstood, attacked.total),
         defense="" if attacked is None else attacked.meta["defense"] or "",
+    )
+
+
+def _count_votes(result: Result, plan: VotePlan, pixels: int) -> RunOutcome:
+    """Clean accuracy is the share of images that the vote decides rightly; an abstention is an error."""
+    rows = result.voted(plan)
+    assert rows is not None
+    summary: Any = result.summary
+    return RunOutcome(
+        fingerprint=result.path.name,
+        spec=result.spec,
+        clean=Count(rows.correct, rows.total),
+        certified=((SparsePixels(pixels), Count(rows.certified(pixels), rows.total)),),
+        seconds=float(summary["training_seconds"]),
+        device=_device(summary),
+        drawn_images=rows.plan.images,
     )

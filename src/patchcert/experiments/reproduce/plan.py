@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from patchcert.data import load_dataset
+from patchcert.experiments.reproduce.ablation_plan import VotePlan
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.evidence import evidence_name
 from patchcert.experiments.reproduce.rows import AnyThreat, Recipe, recipe
@@ -26,12 +27,13 @@ class Task:
     test_images: int | None = None
     scale: float = 1.0
     attacks: tuple[AttackPlan, ...] = ()
+    votes: tuple[VotePlan, ...] = ()
 
     @property
     def evidence_names(self) -> tuple[str, ...]:
         """What the run's evidence is called once all is done."""
         certificates = (evidence_name(threat, self.test_images) for threat in self.threats)
-        return (*certificates, *(attack.name for attack in self.attacks))
+        return (*certificates, *(each.name for each in (*self.attacks, *self.votes)))
 
     @property
     def label(self) -> str:
@@ -46,11 +48,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """At which scale, with how many seeds, and whether training steps may round products to TF32."""
+    """At which scale, with how many seeds, and whether training steps may round products to TF32.
+
+    `voted_images` is on how many random test images votes are counted, where not on those of the recipe.
+    """
 
     scale: Scale = PAPER_SCALE
     seeds: int = 1
     tf32: bool = False
+    voted_images: int | None = None
 
     def recipe(self, entry: Entry) -> Recipe:
         """All runs of a row, every seed of them, its threats and its attack; nothing where none is known."""
@@ -63,7 +69,10 @@ class Effort:
         ]
         if self.tf32:
             specs = [replace(spec, optimiser=replace(spec.optimiser, tf32=True)) for spec in specs]
-        return replace(scaled, specs=tuple(specs))
+        votes = scaled.votes
+        if votes is not None and self.voted_images is not None:
+            votes = replace(votes, images=self.voted_images)
+        return replace(scaled, specs=tuple(specs), votes=votes)
 
 
 def plan(entries: Sequence[Entry], effort: Effort, data_dir: Path | None) -> tuple[Task, ...]:
@@ -78,10 +87,12 @@ def plan(entries: Sequence[Entry], effort: Effort, data_dir: Path | None) -> tup
             name = spec.fingerprint(checksums[spec.data.name])
             task = tasks.get(name, Task(name, spec, (), effort.scale.test_images, effort.scale.factor))
             attacks = (*task.attacks, made.attack) if made.attack else task.attacks
+            votes = (*task.votes, made.votes) if made.votes else task.votes
             tasks[name] = replace(
                 task,
                 threats=tuple(dict.fromkeys((*task.threats, *made.threats))),
                 attacks=tuple(dict.fromkeys(attacks)),
+                votes=tuple(dict.fromkeys(votes)),
             )
     return tuple(tasks.values())
 

@@ -15,6 +15,8 @@ import numpy as np
 import patchcert
 from patchcert.errors import RunError
 from patchcert.experiments.read import read_spec
+from patchcert.experiments.reproduce.ablation_evidence import VotedRows
+from patchcert.experiments.reproduce.ablation_plan import VotePlan
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.evidence import AttackedRows, Rows
 from patchcert.experiments.reproduce.orders import read_orders
@@ -65,7 +67,22 @@ class Result:
         """The rows of this very attack, where they are there."""
         return next((rows for rows in self.attacks if rows.plan == plan), None)
 
-    def _check(self, found: Sequence[Rows | AttackedRows]) -> None:
+    @cached_property
+    def votes(self) -> tuple[VotedRows, ...]:
+        """The evidence of votes, checked likewise."""
+        found = tuple(VotedRows.read(file) for file in sorted(self.path.glob("votes-*.npz")))
+        self._check((*self.rows, *found))
+        for rows in found:
+            if rows.meta["retained"] != getattr(self.spec.strategy, "retained", None):
+                raise RunError(f"{rows.path} holds votes on other images than the run was trained on")
+        return found
+
+    def voted(self, plan: VotePlan) -> VotedRows | None:
+        """The rows of votes that were counted like this, on as many images as there are."""
+        same = [rows for rows in self.votes if replace(plan, images=rows.plan.images) == rows.plan]
+        return max(same, key=lambda rows: rows.total, default=None)
+
+    def _check(self, found: Sequence[Rows | AttackedRows | VotedRows]) -> None:
         if len({rows.meta["weights_sha256"] for rows in found}) > 1:
             raise RunError(f"{self.path} holds evidence of different weights", hint="collect the run again")
         for rows in found:
@@ -83,11 +100,16 @@ class Result:
         return None
 
     def covers(
-        self, threats: Sequence[AnyThreat], limit: int | None, attacks: Sequence[AttackPlan] = ()
+        self,
+        threats: Sequence[AnyThreat],
+        limit: int | None,
+        attacks: Sequence[AttackPlan] = (),
+        votes: Sequence[VotePlan] = (),
     ) -> bool:
-        """Whether there is evidence for all threats and attacks."""
+        """Whether there is evidence for all threats and attacks, and votes on at least as many images."""
         proven = all(self.evidence(threat, limit) is not None for threat in threats)
-        return proven and all(self.attack(plan) is not None for plan in attacks)
+        voted = all(any(plan.is_answered_by(rows.plan) for rows in self.votes) for plan in votes)
+        return proven and voted and all(self.attack(plan) is not None for plan in attacks)
 
 
 def experiment_key(spec: Spec) -> str:
@@ -126,7 +148,7 @@ def find_result(folder: Path | None, task: Task) -> Result | None:
 def is_complete(folder: Path | None, task: Task) -> bool:
     """Whether the results have evidence for everything the task asks."""
     result = find_result(folder, task)
-    return result is not None and result.covers(task.threats, task.test_images, task.attacks)
+    return result is not None and result.covers(task.threats, task.test_images, task.attacks, task.votes)
 
 
 def collect(run: Run, name: str, folder: Path, scale: float = 1.0) -> Result:
@@ -158,11 +180,11 @@ def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
 
 
 def _countable(run: Run) -> list[Path]:
-    """The evidence from which tables are counted: certificates, and attacks that followed a plan."""
+    """The evidence from which tables are counted: certificates, votes, and attacks that followed a plan."""
     files = sorted((run.path / EVIDENCE).glob("*.npz"))
     names = [(file, file.stem.partition("-")[0]) for file in files]
     planned = {file: "plan" in run.evidence_meta(file.stem) for file, kind in names if kind == "attack"}
-    return [file for file, kind in names if kind == "certify" or planned.get(file, False)]
+    return [file for file, kind in names if kind in ("certify", "votes") or planned.get(file, False)]
 
 
 def _weights_of(file: Path) -> str:
@@ -183,13 +205,16 @@ def source_sha256() -> str:
 def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
     rows = [Rows.read(file) for file in sorted(target.glob("certify-*.npz"))]
     attacks = [AttackedRows.read(file) for file in sorted(target.glob("attack-*.npz"))]
+    votes = [VotedRows.read(file) for file in sorted(target.glob("votes-*.npz"))]
+    counted = [*rows, *votes]
     environment = run.environment()
     return {
         "fingerprint": target.name,
         "scale": scale,
-        "clean_accuracy": rows[0].correct / rows[0].total if rows else None,
+        "clean_accuracy": counted[0].correct / counted[0].total if counted else None,
         "certified_accuracy": {each.path.stem: each.certified / each.total for each in rows},
         "attacked_accuracy": {each.path.stem: each.withstood / each.total for each in attacks},
+        "voted_accuracy": {each.path.stem: voted_accuracies(each) for each in votes},
         "training_seconds": round(run.training_seconds, 1),
         "device": environment.get("device", ""),
         "jobs": read_orders(run.path).jobs,
@@ -198,6 +223,12 @@ def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
         "source_sha256": source_sha256(),
         "weights_sha256": sha256(run.weights),
     }
+
+
+def voted_accuracies(rows: VotedRows) -> dict[str, float]:
+    """The share of images that stays right, by the number of changed pixels."""
+    largest = int(rows.columns["radius"].max())
+    return {str(pixels): rows.certified(pixels) / rows.total for pixels in range(1, largest + 1)}
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from patchcert.errors import InvalidInput
 from patchcert.experiments.read import read_spec
+from patchcert.experiments.reproduce.ablation_plan import VotePlan
 from patchcert.experiments.reproduce.attack_plan import AttackPlan, DefenseName
 from patchcert.experiments.reproduce.tables import AVERAGED, Entry
 from patchcert.experiments.spec import Spec
@@ -15,16 +16,22 @@ AnyThreat = Patch | SparsePixels
 _STRATEGY = re.compile(r"(All Patch|Random|Guided|Pool)\s*\(?([\d-]*)\)?")
 _CLASSES = 10
 HELD_OUT = 5000
+VOTED_IMAGES = {"cifar10": 1_000}
 LARGEST_DROPS = {"2x2": 0.02, "5x5": 0.16}
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a row's numbers come about: the mean over the specs, each against its worst threat, or attacked."""
+    """How a row's numbers come about: the mean over the specs, each against its worst threat, or attacked.
+
+    Of votes it is asked what they prove against so many changed `pixels`.
+    """
 
     specs: tuple[Spec, ...]
     threats: tuple[AnyThreat, ...]
     attack: AttackPlan | None = None
+    votes: VotePlan | None = None
+    pixels: int = 0
 
 
 def recipe(entry: Entry) -> Recipe | None:
@@ -32,8 +39,12 @@ def recipe(entry: Entry) -> Recipe | None:
     if entry.preset:
         spec = read_spec(entry.preset)
         return Recipe((spec,), (spec.threat,))
-    if entry.dataset == "imagenet" or entry.strategy == "Random Ablation":
+    if entry.dataset == "imagenet":
         return None
+    if entry.strategy == "Random Ablation":
+        spec = read_spec(f"paper-{entry.dataset}-ablation")
+        plan = VotePlan(images=VOTED_IMAGES.get(entry.dataset))
+        return Recipe((spec,), (), votes=plan, pixels=entry.pixels)
     models = AVERAGED if entry.model == "average" else (entry.model,)
     if entry.defense:
         return _attacked(entry, models)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import patchcert
+from patchcert.experiments.reproduce.ablation_evidence import VotedRows
 from patchcert.experiments.reproduce.evidence import Rows
 from patchcert.experiments.reproduce.orders import write_orders
 from patchcert.experiments.reproduce.plan import Task
@@ -78,7 +79,10 @@ class Job:
         """How far it is."""
         total = self.task.spec.schedule.epochs
         done = self.epochs_done
-        return f"{self.task.label} {'on evidence' if done >= total else f'{done}/{total}'}"
+        if done < total:
+            return f"{self.task.label} {done}/{total}"
+        last = _last_line(self.folder).partition(" ")[2]
+        return f"{self.task.label} on evidence{f', {last}' if last.startswith('votes on') else ''}"
 
     def stop(self) -> None:
         """Ask it to save its state and end."""
@@ -163,6 +167,7 @@ class Runner:
             task,
             threats=tuple(dict.fromkeys((*task.threats, *earlier))),
             attacks=tuple(dict.fromkeys((*task.attacks, *(rows.plan for rows in result.attacks)))),
+            votes=tuple(dict.fromkeys((*task.votes, *(rows.plan for rows in result.votes)))),
         )
 
     def _look(self) -> None:
@@ -221,6 +226,9 @@ def _found(run: Run) -> str:
     names = [name for name in run.evidence_names() if name.startswith("certify-")]
     rows = [Rows.read(run.path / EVIDENCE / f"{name}.npz") for name in names]
     own = next((each for each in rows if each.threat == run.spec.threat), rows[0] if rows else None)
+    voted = [name for name in run.evidence_names() if name.startswith("votes-")]
+    if own is None and voted:
+        return VotedRows.read(run.path / EVIDENCE / f"{voted[-1]}.npz").words
     if own is None:
         return f"{len(run.evidence_names())} attacks"
     return f"{own.correct / own.total:.2%} right, {own.certified / own.total:.2%} certified"

@@ -3,9 +3,11 @@
 from dataclasses import dataclass, replace
 
 from patchcert.errors import InvalidInput
+from patchcert.experiments.reproduce.ablation_plan import VotePlan
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.rows import Recipe
 from patchcert.experiments.spec import (
+    AblatedTraining,
     DataChoice,
     GuidedTraining,
     ModelChoice,
@@ -17,9 +19,17 @@ from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Sch
 
 QUICK_DATA = "mnist-mini"
 QUICK_SCHEDULE = Schedule(8, EpsilonSchedule(1, 4), LearningRateSchedule(initial=4e-3))
+QUICK_VOTING = Schedule(20, EpsilonSchedule(0, 0), LearningRateSchedule(0.1, 0.1, 15, decay_from=0))
+QUICK_RETAINED = 150
 QUICK_POOLED = 80
 QUICK_HELD_OUT = 50
-QUICK_MODELS = {"cnn4": "cnn2", "cnn5w": "cnn2", "cnn4_c11": "cnn2", "cnn4_c13": "cnn2"}
+QUICK_MODELS = {
+    "cnn4": "cnn2",
+    "cnn5w": "cnn2",
+    "cnn4_c11": "cnn2",
+    "cnn4_c13": "cnn2",
+    "resnet18_ablation": "cnn2_ablation",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +61,8 @@ class Scale:
         """The runs at this scale, against the same threats."""
         if self.quick:
             specs = tuple(dict.fromkeys(map(self._quick, recipe.specs)))
-            return replace(recipe, specs=specs, attack=recipe.attack and self._quick_attack(recipe.attack))
+            attack = recipe.attack and self._quick_attack(recipe.attack)
+            return replace(recipe, specs=specs, attack=attack, votes=recipe.votes and self._quick_votes())
         if self.factor == 1.0:
             return recipe
         return replace(recipe, specs=tuple(spec.scaled(self.factor) for spec in recipe.specs))
@@ -63,10 +74,16 @@ class Scale:
             attack, images=images, restarts=4, steps=10, tuned_on=images, largest_drop=1.0, settings=4
         )
 
+    def _quick_votes(self) -> VotePlan:
+        images = min(self.quick_test, QUICK_HELD_OUT)
+        return VotePlan(selection=20, estimation=100, images=images, precision="float32")
+
     def _quick(self, spec: Spec) -> Spec:
         strategy, images = spec.strategy, self.quick_train
         if isinstance(strategy, GuidedTraining):
             strategy = replace(strategy, width=2)
+        if isinstance(strategy, AblatedTraining):
+            strategy = replace(strategy, retained=QUICK_RETAINED)
         if isinstance(strategy, PooledTraining):
             images = min(images, QUICK_POOLED)
         return replace(
@@ -76,7 +93,7 @@ class Scale:
             ),
             model=ModelChoice(QUICK_MODELS.get(spec.model.name, spec.model.name), hidden=64),
             strategy=strategy,
-            schedule=QUICK_SCHEDULE,
+            schedule=QUICK_VOTING if isinstance(strategy, AblatedTraining) else QUICK_SCHEDULE,
             optimiser=replace(spec.optimiser, batch_size=25),
             run=RunSettings(check_every=0),
         )

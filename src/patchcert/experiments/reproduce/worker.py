@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 STOP_FILE = ".stop"
 FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
 LOOK_EVERY = 0.3
+LOG_VOTES_EVERY = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,6 +54,7 @@ def carry_out(folder: Path, device_name: str, data_dir: Path | None) -> None:
     import torch
 
     from patchcert.data import load_dataset
+    from patchcert.experiments.reproduce.ablation_voting import vote_run
     from patchcert.experiments.reproduce.attacking import attack_run
     from patchcert.experiments.reproduce.evidence import evidence_name
     from patchcert.experiments.reproduce.orders import read_orders
@@ -70,6 +72,9 @@ def carry_out(folder: Path, device_name: str, data_dir: Path | None) -> None:
     for plan in task.attacks:
         if is_missing(run, plan.name):
             _log(f"{plan.name}: {attack_run(run, dataset, plan, device):.2%} withstood")
+    for votes in task.votes:
+        if is_missing(run, votes.name):
+            _log(f"{votes.name}: {vote_run(run, dataset, votes, device, _VoteLog()).words}")
 
 
 def is_missing(run: "Run", name: str) -> bool:
@@ -116,6 +121,19 @@ class _EpochLog:
     def on_epoch(self, row: Mapping[str, Any]) -> None:
         """Everything that is known of the epoch."""
         _log(json.dumps(dict(row)))
+
+
+class _VoteLog:
+    """A line of the log every few seconds while votes are counted."""
+
+    def __init__(self) -> None:
+        self._said_at = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Say how many images are done, unless it was said just now."""
+        if time.monotonic() - self._said_at >= LOG_VOTES_EVERY or done == total:
+            self._said_at = time.monotonic()
+            _log(f"votes on {done:,} of {total:,} images")
 
 
 def _watch(folder: Path, parent: int) -> None:
