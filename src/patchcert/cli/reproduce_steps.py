@@ -9,6 +9,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from patchcert.cli.output import say
+from patchcert.errors import DataError
+from patchcert.experiments.reproduce.imagenet_plan import Piece, pieces_of
+from patchcert.experiments.reproduce.imagenet_runner import PieceRunner, require_material
 from patchcert.experiments.reproduce.plan import Effort, Task, plan
 from patchcert.experiments.reproduce.runner import Runner, State, StopOrder, Workshop
 
@@ -22,10 +25,13 @@ TALK_EVERY = 30.0
 
 def carry_out(entries: "Sequence[Entry]", effort: Effort, shop: Workshop) -> int:
     """Train and certify what the rows need and is not there yet; the exit code that says how it went."""
+    pieces = available_pieces(entries, effort, shop)
     tasks = plan(entries, effort, shop.data_dir)
-    say(f"{len(entries)} rows need {len(tasks)} runs ({effort.scale.words}) on {shop.device}")
+    also = f" and {len(pieces)} attacks on ImageNet" if pieces else ""
+    say(f"{len(entries)} rows need {len(tasks)} runs{also} ({effort.scale.words}) on {shop.device}")
     with stop_on_signals() as stop:
         states = Runner(shop, Talk(), stop).run(tasks)
+        states |= PieceRunner(shop, PieceTalk(), stop).run(pieces)
     counted = Counter(states.values())
     say(", ".join(f"{count} {state}" for state, count in counted.items()) or "nothing to run")
     if stop.is_given:
@@ -37,6 +43,39 @@ def carry_out(entries: "Sequence[Entry]", effort: Effort, shop: Workshop) -> int
         say("the time limit is reached; give the same command again to go on")
         return LEFT_OVER
     return 0
+
+
+def available_pieces(entries: "Sequence[Entry]", effort: Effort, shop: Workshop) -> tuple[Piece, ...]:
+    """What is to be attacked on ImageNet: nothing in a quick look, nor where other rows can do without it."""
+    pieces = () if effort.scale.quick else pieces_of(entries, effort.seeds)
+    try:
+        require_material(pieces, shop.data_dir)
+    except DataError as error:
+        if all(entry.dataset == "imagenet" for entry in entries):
+            raise
+        say(f"left out the attacks on ImageNet: {error}")
+        return ()
+    return pieces
+
+
+class PieceTalk:
+    """A line for whatever becomes of an attack on ImageNet, for each of its parts, and from time to time."""
+
+    def __init__(self) -> None:
+        self._words, self._passes, self._said_at = "", 0, 0.0
+
+    def piece_changed(self, piece: Piece, state: State, note: str) -> None:
+        """Say what became of an attack."""
+        self._words = ""
+        say(f"{state}: {piece.plan.label}{', ' if note else ''}{note}")
+
+    def piece_passed(self, piece: Piece, words: str) -> None:
+        """Say what begins, and later how often the network has looked at images."""
+        now, is_new = time.monotonic(), words != self._words
+        self._passes = 1 if is_new else self._passes + 1
+        if is_new or now - self._said_at >= TALK_EVERY:
+            self._words, self._said_at = words, now
+            say(f"{piece.plan.label}: {words}{'' if is_new else f', {self._passes} passes'}")
 
 
 class Talk:
