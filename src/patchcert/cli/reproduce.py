@@ -35,6 +35,12 @@ def reproduce(
     tf32: Annotated[
         bool, typer.Option("--tf32", help="Train with products rounded to TF32; certificates never are.")
     ] = False,
+    voted_images: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Random Ablation: on so many random test images (MNIST: all, CIFAR-10: 1000)."
+        ),
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data.")] = None,
     runs: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/reproduce"),
     results: Annotated[
@@ -83,7 +89,7 @@ def reproduce(
         from patchcert.experiments.reproduce.runner import Workshop
         from patchcert.experiments.reproduce.scales import parse_scale
 
-        effort = Effort(parse_scale(scale or "paper"), seeds or 1, tf32)
+        effort = Effort(parse_scale(scale or "paper"), seeds or 1, tf32, voted_images)
         chosen = _choose(table, rows or [], source is not None)
         if source is None:
             deadline = None if time_limit is None else began + time_limit

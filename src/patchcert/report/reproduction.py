@@ -8,6 +8,7 @@ from patchcert.experiments.reproduce.tables import DATA_NAMES, PaperTable
 from patchcert.report.tables import Cell, Column, Table
 
 ABSENT = "-"
+OF_CORRECT = "under attack, of those right at first"
 QUICK_LABEL = "QUICK LOOK, NOT A RESULT (small images, networks and schedules stand in for the paper's)"
 
 HEADING = """# Results
@@ -19,8 +20,8 @@ patchcert reproduce all --from results --write docs/results.md
 ```
 
 and a test holds this page to them. The last epoch counts; nothing was chosen on test images; certificates
-cover every placement, and all test images. Accuracies are in per cent, differences in points.
-[How to reproduce them](guides/reproduce.md).
+cover every placement, and all test images unless a row says how many. Accuracies are in per cent, differences
+in points. [How to reproduce them](guides/reproduce.md).
 """
 
 
@@ -29,18 +30,20 @@ def reproduction_table(table: PaperTable, outcomes: Sequence[Outcome], quick: bo
     title = f"{QUICK_LABEL}: {table.title}" if quick else _title(table)
     attacked = any(outcome.entry.empirical is not None for outcome in outcomes)
     several = any(outcome.spread is not None for outcome in outcomes)
+    of_correct = any(outcome.empirical_of_correct is not None for outcome in outcomes)
     digits = decimals(table)
     columns = [
         *(Column(name, numeric=False) for name in ("data", "threat", "training", "model")),
         *(Column(name, digits) for name in ("paper clean", "clean")),
         *(Column(name, digits) for name in ("paper under attack", "under attack") if attacked),
+        *((Column(OF_CORRECT, digits),) if of_correct else ()),
         *(Column(name, digits) for name in ("paper certified", "certified")),
         Column("difference", digits, signed=True),
         *((Column("spread over seeds", decimals=2),) if several else ()),
         *(Column("seeds"), Column("paper hours"), Column("training seconds", decimals=0)),
         *(Column(name, numeric=False) for name in ("hardware", "schedule")),
     ]
-    rows = tuple(_row(outcome, attacked, several, quick) for outcome in outcomes)
+    rows = tuple(_row(outcome, attacked, of_correct, several, quick) for outcome in outcomes)
     return Table(title, tuple(columns), rows)
 
 
@@ -103,7 +106,7 @@ def _source(table: PaperTable) -> str:
     return f"Section {table.section} of the paper. " if table.section else ""
 
 
-def _row(outcome: Outcome, attacked: bool, several: bool, quick: bool) -> tuple[Cell, ...]:
+def _row(outcome: Outcome, attacked: bool, of_correct: bool, several: bool, quick: bool) -> tuple[Cell, ...]:
     entry = outcome.entry
     missing = "" if outcome.status == "measured" else outcome.status
     missing += f" ({outcome.note})" if outcome.note else ""
@@ -111,12 +114,14 @@ def _row(outcome: Outcome, attacked: bool, several: bool, quick: bool) -> tuple[
         DATA_NAMES.get(entry.dataset, entry.dataset) + (" (by mnist-mini)" if quick else ""),
         entry.threat_words,
         training_words(outcome),
-        entry.model_words,
+        model_words(outcome),
         _number(entry.clean),
         _number(outcome.clean),
     ]
     if attacked:
         cells += [_number(entry.empirical), missing or _number(outcome.empirical)]
+    if of_correct:
+        cells.append(_number(outcome.empirical_of_correct))
     cells += [_number(entry.certified), missing or _number(outcome.certified), _number(outcome.difference)]
     if several:
         cells.append(_number(outcome.spread))
@@ -137,13 +142,21 @@ def training_words(outcome: Outcome) -> str:
     return entry.preset or (f"{entry.defense}{attack}" if entry.defense else entry.strategy)
 
 
+def model_words(outcome: Outcome) -> str:
+    """The paper's model, and ours where it is another."""
+    words = outcome.entry.model_words
+    return f"{words} (ours: {outcome.network})" if outcome.network else words
+
+
 def schedule_words(outcome: Outcome, quick: bool) -> str:
-    """Whether the schedule was that of the paper."""
+    """Whether the schedule was that of the paper, and whether only some test images were asked."""
     if not outcome.seeds:
         return ABSENT
     if quick:
         return "quick"
-    return "full" if outcome.scale == 1.0 else f"scaled by {outcome.scale:g}"
+    words = "full" if outcome.scale == 1.0 else f"scaled by {outcome.scale:g}"
+    drawn = outcome.drawn_images
+    return words if drawn is None else f"{words}; {drawn:,} random test images"
 
 
 def _number(value: float | None) -> Cell:
@@ -159,6 +172,7 @@ def _plain_outcome(outcome: Outcome) -> dict[str, Any]:
         "paper": {name: getattr(entry, name) for name in ("clean", "empirical", "certified", "hours")},
         "clean": outcome.clean,
         "empirical": outcome.empirical,
+        "empirical_of_initially_correct": outcome.empirical_of_correct,
         "certified": outcome.certified,
         "difference": outcome.difference,
         "spread": outcome.spread,
@@ -171,8 +185,8 @@ def _plain_outcome(outcome: Outcome) -> dict[str, Any]:
 def _plain_run(run: RunOutcome) -> dict[str, Any]:
     return {
         "fingerprint": run.fingerprint,
-        "model": run.spec.model.name,
-        "seed": run.spec.seed,
+        "model": run.model,
+        "seed": run.seed,
         "images": run.clean.total,
         "correct": run.clean.successes,
         "certified": [
@@ -180,6 +194,8 @@ def _plain_run(run: RunOutcome) -> dict[str, Any]:
         ],
         "attacked": None if run.attacked is None else run.attacked.total,
         "withstood": None if run.attacked is None else run.attacked.successes,
+        "initially_correct": None if run.initially_correct is None else run.initially_correct.total,
+        "withstood_of_them": None if run.initially_correct is None else run.initially_correct.successes,
         "defense": run.defense,
         "seconds": run.seconds,
         "device": run.device,

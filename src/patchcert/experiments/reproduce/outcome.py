@@ -103,6 +103,12 @@ class Outcome:
         return "; ".join(words)
 
     @property
+    def drawn_images(self) -> int | None:
+        """On how many random test images the votes of the row were counted, where not on all."""
+        drawn = [run.drawn_images for seed in self.seeds for run in seed if run.drawn_images is not None]
+        return min(drawn, default=None)
+
+    @property
     def _certified(self) -> list[float | None]:
         return [_shares(seed, lambda run: run.worst) for seed in self.seeds]
 
