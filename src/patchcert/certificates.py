@@ -17,7 +17,7 @@ from patchcert.engine.inputs import (
     check_images,
     check_logits,
     check_trace,
-    float_weights,
+    has_finite_weights,
     logits_of,
     model_of_type,
 )
@@ -181,11 +181,11 @@ class _Task:
         dtype = bound_dtype(model, images, certifier.dtype)
         twin = copy.deepcopy(model).double()
         network, audit = trace(model_of_type(model, dtype)), trace(twin)
+        budget = certifier.memory_budget or default_budget(images.device)
         logits = logits_of(model, images)
         check_logits(logits, images, labels)
         check_trace(twin, audit, images)
-        converted, budget = images.to(dtype), certifier.memory_budget or default_budget(images.device)
-        weights_finite = all(bool(value.isfinite().all()) for value in float_weights(model))
+        converted = images.to(dtype)
         sweep, verdicts = None, None
         if isinstance(threat, Patch) and len(images):
             if certifier.verdicts_only:
@@ -201,7 +201,7 @@ class _Task:
             images=converted,
             labels=labels,
             predictions=logits.argmax(dim=1) if len(logits) else labels.new_empty(0),
-            is_finite=logits.isfinite().all(dim=1) & weights_finite,
+            is_finite=logits.isfinite().all(dim=1) & has_finite_weights(model),
             classes=logits.shape[1],
             budget=budget,
             progress=certifier.progress,

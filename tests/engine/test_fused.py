@@ -135,7 +135,7 @@ def test_the_kernel_of_the_last_layer_is_relu_and_two_products(
     moved, wide = plain_relu(deviation, radius, clean, None, 1.01, 1.02, slack)
     merged = (weight[labels].unsqueeze(2) - weight.T).double()
     scale = float((wide.transpose(0, 1) @ merged.abs()).max())
-    tolerance = scale * (1e-6 if arithmetic is precise_arithmetic else 1e-3)
+    tolerance = scale * (1e-6 if arithmetic is precise_arithmetic else 3e-3)
     torch.testing.assert_close(shift.double(), moved.transpose(0, 1) @ merged, rtol=0, atol=tolerance)
     torch.testing.assert_close(spread.double(), wide.transpose(0, 1) @ merged.abs(), rtol=0, atol=tolerance)
 

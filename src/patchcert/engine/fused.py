@@ -99,7 +99,7 @@ def fused_head(
     shift = torch.empty(images, placements, classes, dtype=deviation.dtype, device=deviation.device)
     spread = torch.empty_like(shift)
     is_fast = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    rows, block = (32, 64) if is_fast else (8, 64)
+    rows, warps = (32, 2) if is_fast else (8, 4)
     head_windows[(images, -(-placements // rows))](  # pyright: ignore[reportIndexIssue]
         deviation,
         radius,
@@ -121,9 +121,9 @@ def fused_head(
         HAS_SLACK=slack is not None,
         IS_FAST=is_fast,
         ROWS=rows,
-        BLOCK=block,
+        BLOCK=32,
         COLUMNS=max(16, 1 << (classes - 1).bit_length()),
-        num_warps=4,
+        num_warps=warps,
     )
     return shift, spread
 

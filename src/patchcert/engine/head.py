@@ -109,9 +109,12 @@ def _by_place(
 
 
 def _lowered(clean: Tensor, moves: Moves, rounding: Rounding) -> Tensor:
-    """Rounded down: products lose gamma, the weight differences a unit, and the sums are in float64."""
-    gamma, unit, shift = rounding.gamma(moves.roundings + 3), rounding.unit, moves.shift.double()
-    spread = moves.spread.double() * (1 + 2 * gamma * (1 + 2 * gamma)) + rounding.tiny / unit
-    margins = clean + (shift - spread)
-    margins = margins - (clean.abs() + spread + shift.abs()) * 1e-15
-    return (margins - margins.abs() * (2 * unit)).to(moves.shift.dtype)
+    """Rounded down: products lose gamma, weight differences a unit, and each of the three sums here a unit of its
+    own size, which is at most that of all terms together."""
+    gamma, unit = rounding.gamma(moves.roundings + 3), rounding.unit
+    spread = moves.spread * (1 + 2 * gamma * (1 + 2 * gamma) + 8 * unit)
+    spread += rounding.tiny / unit
+    clean = clean.to(spread.dtype)
+    margins = (moves.shift - spread).add_(clean)
+    sizes = spread.add_(moves.shift.abs()).add_(clean.abs())
+    return margins.sub_(sizes, alpha=8 * unit)

@@ -78,22 +78,23 @@ def check_trace(twin: nn.Module, audit: Network, images: Tensor) -> None:
     They differ where the forward pass looks at more than its input: at a counter, or at whether it is traced.
     """
     image = images[:1].double() if len(images) else images.new_full((1, *images.shape[1:]), 0.25).double()
-    for probe in (image, 1 - image):
-        try:
-            bounds = audit.bounds(Interval.point(probe), rounding=Rounding.outward(torch.float64))
-            logits = twin(probe)
-        except RuntimeError as error:
-            raise ModelError(
-                f"the model does not run in float64: {str(error).splitlines()[0]}",
-                hint="keep all weights in parameters or buffers, and cast nothing to a fixed type",
-            ) from error
-        leeway = (bounds.upper - bounds.lower) + 1e-6 * (1 + logits.abs())
-        apart = torch.maximum(bounds.lower - logits, logits - bounds.upper)
-        if bool((apart > leeway).any()):
-            raise ModelError(
-                f"the model gives {logits[0].tolist()}, its traced operations {bounds.centre[0].tolist()}",
-                hint="the forward pass must be a function of the images alone, the same in every call",
-            )
+    probes = torch.cat([image, 1 - image])
+    try:
+        bounds = audit.bounds(Interval.point(probes), rounding=Rounding.outward(torch.float64))
+        logits = torch.cat([twin(probe) for probe in probes.split(1)])
+    except RuntimeError as error:
+        raise ModelError(
+            f"the model does not run in float64: {str(error).splitlines()[0]}",
+            hint="keep all weights in parameters or buffers, and cast nothing to a fixed type",
+        ) from error
+    leeway = (bounds.upper - bounds.lower) + 1e-6 * (1 + logits.abs())
+    apart = torch.maximum(bounds.lower - logits, logits - bounds.upper)
+    if bool((apart > leeway).any()):
+        worst = int((apart - leeway).amax(dim=1).argmax())
+        raise ModelError(
+            f"the model gives {logits[worst].tolist()}, its traced operations {bounds.centre[worst].tolist()}",
+            hint="the forward pass must be a function of the images alone, the same in every call",
+        )
 
 
 def logits_of(model: nn.Module, images: Tensor) -> Tensor:
@@ -103,7 +104,8 @@ def logits_of(model: nn.Module, images: Tensor) -> Tensor:
         raise InvalidInput(
             f"the model is on {own.device}, images on {images.device}", hint="put both on one device"
         )
-    batches = images.to(own.dtype).split(256) if len(images) else [images.to(own.dtype)]
+    at_once = 2048 if images.is_cuda else 256
+    batches = images.to(own.dtype).split(at_once) if len(images) else [images.to(own.dtype)]
     try:
         return torch.cat([model(batch) for batch in batches])
     except RuntimeError as error:
@@ -131,6 +133,12 @@ def _weight_dtype(model: nn.Module, images: Tensor) -> torch.dtype:
     """The type that holds all weights exactly; that of the images where there are none."""
     types = [value.dtype for value in float_weights(model)]
     return reduce(torch.promote_types, types) if types else images.dtype
+
+
+def has_finite_weights(model: nn.Module) -> bool:
+    """Whether no parameter or buffer holds NaN or infinity."""
+    flags = [value.isfinite().all() for value in float_weights(model)]
+    return bool(torch.stack(flags).all()) if flags else True
 
 
 def float_weights(model: nn.Module) -> list[Tensor]:
