@@ -4,10 +4,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from patchcert.experiments.reproduce.imagenet_plan import corner_plan
 from patchcert.experiments.reproduce.outcome import Count, Outcome, RunOutcome
 from patchcert.experiments.reproduce.rows import recipe
 from patchcert.experiments.reproduce.tables import DATA_NAMES, PaperTable
-from patchcert.report.reproduction import ABSENT, decimals, schedule_words, training_words
+from patchcert.report.reproduction import ABSENT, decimals, model_words, schedule_words, training_words
 from patchcert.report.reproduction_charts import ChartView, Counter, charts, share_of
 
 
@@ -129,9 +130,9 @@ def _row(
     attacked, certified = shown
     words = (data + (" (by mnist-mini)" if quick else ""), entry.threat_words, training_words(outcome))
     cells = [
-        *(Cell(word, word) for word in (*words, entry.model_words)),
+        *(Cell(word, word) for word in (*words, model_words(outcome))),
         *_pair(entry.clean, outcome, lambda run: run.clean, digits),
-        *(_pair(entry.empirical, outcome, lambda run: run.attacked, digits) if attacked else ()),
+        *(_attacked_pair(outcome, digits) if attacked else ()),
         *(_with_spread(outcome, _pair(entry.certified, outcome, _worst, digits)) if certified else ()),
         _difference(outcome.difference, digits),
         _time(outcome, quick),
@@ -157,6 +158,15 @@ def _pair(paper: float | None, outcome: Outcome, count: Counter, digits: int) ->
 
 def _worst(run: RunOutcome) -> Count | None:
     return run.worst
+
+
+def _attacked_pair(outcome: Outcome, digits: int) -> tuple[Cell, Cell]:
+    """Under attack; beneath it the share of those that are right without attack and defense, where known."""
+    stated, ours = _pair(outcome.entry.empirical, outcome, lambda run: run.attacked, digits)
+    share = outcome.empirical_of_correct
+    if share is None:
+        return stated, ours
+    return stated, replace(ours, small=(*ours.small, f"{share:.{digits}f} of those right at first"))
 
 
 def _with_spread(outcome: Outcome, pair: tuple[Cell, Cell]) -> tuple[Cell, Cell]:
@@ -199,7 +209,7 @@ def duration(seconds: float) -> str:
 def _command(table: PaperTable, outcome: Outcome, quick: bool) -> tuple[str, int]:
     """What runs this row as it was run, and how many other rows hold its words too; nothing where none does."""
     entry = outcome.entry
-    if recipe(entry) is None:
+    if recipe(entry) is None and corner_plan(entry) is None:
         return "", 0
     words = ["patchcert", "reproduce", table.name, "--rows", entry.label, *_effort(outcome, quick)]
     also = sum(other != entry for other in table.matching([entry.label]))
@@ -213,7 +223,7 @@ def _effort(outcome: Outcome, quick: bool) -> list[str]:
     return [
         *(["--scale", scale] if scale else []),
         *(["--seeds", str(len(outcome.seeds))] if len(outcome.seeds) > 1 else []),
-        *(["--tf32"] if any(run.spec.optimiser.tf32 for run in runs) else []),
+        *(["--tf32"] if any(run.uses_tf32 for run in runs) else []),
     ]
 
 
@@ -225,5 +235,5 @@ def _facts(run: RunOutcome) -> RunFacts:
     if run.attacked is not None:
         behind = f" behind {run.defense}" if run.defense else ""
         counts.append(f"{run.attacked.successes:,} of {run.attacked.total:,} right under attack{behind}")
-    words = f"{run.spec.model.name}, seed {run.spec.seed}, {duration(run.seconds)} on {run.device}"
+    words = f"{run.model}, seed {run.seed}, {duration(run.seconds)} on {run.device}"
     return RunFacts(run.fingerprint, words, tuple(counts))

@@ -1,8 +1,13 @@
 """The ImageNet table from end to end, with a small network and synthetic images in the real formats."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +16,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
+import patchcert
+from patchcert.cli.app import run
 from patchcert.data import load_dataset
 from patchcert.errors import DataError, RunError
 from patchcert.experiments.reproduce import imagenet_plan
@@ -263,3 +270,101 @@ def test_rows_that_were_changed_are_refused(made, column, message):
     np.savez_compressed(file, **arrays, **({column: changed} if column == "succeeded" else {}))
     with pytest.raises(RunError, match=message):
         assert CornerResult(made).cells
+
+
+def reproduce(data_dir, place, *arguments):
+    where = ["--data-dir", str(data_dir), "--runs", str(place / "runs"), "--results", str(place / "results")]
+    return run(["reproduce", *arguments, "--device", "cpu", *where])
+
+
+def test_the_whole_table_from_the_command_line_and_back_from_its_evidence(data_dir, tmp_path, capsys):
+    packed = str(tmp_path / "all.tar.gz")
+    assert reproduce(data_dir, tmp_path, "break-imagenet", "--pack", packed, "--format", "json") == 0
+    captured = capsys.readouterr()
+    assert "12 rows need 0 runs and 3 attacks on ImageNet" in captured.err
+    assert "running: imagenet resnet50 42x42" in captured.err
+    assert "imagenet resnet50 60x60: weak attack" in captured.err
+    assert "packed 3 results" in captured.err
+    (table,) = json.loads(captured.out)["tables"]
+    assert [row["status"] for row in table["rows"]] == ["measured"] * 12
+    for row in table["rows"]:
+        (each,) = row["runs"]
+        assert (each["model"], each["attacked"], each["seed"]) == ("resnet50", IMAGES, 0)
+        assert row["empirical"] == pytest.approx(100 * each["withstood"] / IMAGES)
+        share = 100 * each["withstood_of_them"] / each["initially_correct"]
+        assert row["empirical_of_initially_correct"] == pytest.approx(share)
+        assert row["seconds"] is None
+
+    there = tmp_path / "there"
+    again = ["--from", str(there), "--unpack", packed]
+    assert run(["reproduce", "break-imagenet", *again, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tables"] == [table]
+    assert run(["reproduce", "all", "--from", str(there), "--write", str(tmp_path / "page.md")]) == 0
+    page = (tmp_path / "page.md").read_text()
+    assert "| break-imagenet | 12 | 12 | 12 |" in page
+    assert page.count("inception_v3 (ours: resnet50)") == 6
+    assert page.count("under attack, of those right at first") == 1
+    assert page.count("full; 6 random test images") == 12
+    assert run(["reproduce", "all", "--from", str(there), "--page", str(tmp_path / "page.html")]) == 0
+    assert "vgg19 (ours: resnet50)" in (tmp_path / "page.html").read_text()
+    capsys.readouterr()
+    assert reproduce(data_dir, tmp_path, "break-imagenet") == 0
+    assert "3 already done" in capsys.readouterr().err
+
+
+def test_time_that_is_up_leaves_the_rest_for_the_next_call(data_dir, tmp_path, capsys):
+    assert reproduce(data_dir, tmp_path, "break-imagenet", "--rows", "42x42", "--time-limit", "0") == 3
+    assert "the time limit is reached" in capsys.readouterr().err
+
+
+def test_other_rows_do_without_imagenet_but_its_own_do_not(tmp_path, capsys):
+    assert reproduce(tmp_path, tmp_path, "break-imagenet") == 2
+    assert "no ImageNet folder with labels.csv found" in capsys.readouterr().err
+    assert reproduce(tmp_path, tmp_path, "break-imagenet", "--scale", "quick") == 0
+    assert capsys.readouterr().out.count("not run") >= 12
+    rows = ["--rows", "ImageNet 42x42", "--rows", "mnist 5x5 all mlp"]
+    assert reproduce(tmp_path, tmp_path, "all", *rows, "--time-limit", "0") == 2
+    captured = capsys.readouterr().err
+    assert "left out the attacks on ImageNet: no ImageNet folder" in captured
+    assert "mnist" in captured
+
+
+def test_ctrl_c_keeps_finished_pieces_and_the_same_command_goes_on(data_dir, tmp_path, capsys):
+    script = tmp_path / "run.py"
+    script.write_text(
+        f"""
+import sys
+from torch import nn
+from patchcert.cli.app import run
+from patchcert.experiments.reproduce import imagenet_plan
+from patchcert.models import imagenet
+
+def small_network():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 8, stride=8), nn.BatchNorm2d(4), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(36, 5),
+    )
+
+imagenet._BUILDERS["resnet50"] = small_network
+imagenet_plan.IMAGES, imagenet_plan.STEPS = {IMAGES}, {STEPS}
+sys.exit(run(sys.argv[1:]))
+"""
+    )
+    rows = ["break-imagenet", "--rows", "LGS"]
+    where = ["--data-dir", str(data_dir), "--results", str(tmp_path / "results"), "--device", "cpu"]
+    command = [sys.executable, str(script), "reproduce", *rows, *where]
+    source = str(Path(patchcert.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stderr=pipe, stdout=pipe, text=True, env=environment) as process:
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if line.startswith("running: imagenet resnet50 52x52"):
+                process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, said
+    assert len(list((tmp_path / "results").iterdir())) == 1
+    assert any("1 done, 1 interrupted, 1 waiting" in line for line in said), said
+    assert reproduce(data_dir, tmp_path, *rows) == 0
+    assert "1 already done, 2 done" in capsys.readouterr().err

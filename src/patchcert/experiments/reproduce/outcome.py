@@ -7,6 +7,9 @@ from statistics import fmean, stdev
 from typing import Any, Literal
 
 from patchcert.experiments.reproduce.ablation_plan import VotePlan
+from patchcert.experiments.reproduce.evidence import AttackedRows
+from patchcert.experiments.reproduce.imagenet_plan import corner_defense, corner_plan
+from patchcert.experiments.reproduce.imagenet_results import CornerResult, corner_results, initially_correct
 from patchcert.experiments.reproduce.results import Result, Results
 from patchcert.experiments.reproduce.rows import AnyThreat, Recipe, recipe
 from patchcert.experiments.reproduce.scales import Scale
@@ -32,10 +35,14 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """One run: how many images are right, proven against each threat, and right under attack."""
+    """One run: how many images are right, proven against each threat, and right under attack.
+
+    `initially_correct` counts those right under attack among the images that the model gets right without a
+    defense. A `network` that was not trained here has no spec.
+    """
 
     fingerprint: str
-    spec: Spec
+    spec: Spec | None
     clean: Count
     certified: tuple[tuple[AnyThreat, Count], ...]
     seconds: float
@@ -43,6 +50,24 @@ class RunOutcome:
     attacked: Count | None = None
     defense: str = ""
     drawn_images: int | None = None
+    initially_correct: Count | None = None
+    network: str = ""
+    attack_seed: int = 0
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return self.network if self.spec is None else self.spec.model.name
+
+    @property
+    def seed(self) -> int:
+        """The seed of the training or, without one, of the attack."""
+        return self.attack_seed if self.spec is None else self.spec.seed
+
+    @property
+    def uses_tf32(self) -> bool:
+        """Whether training steps were rounded to TF32."""
+        return self.spec is not None and self.spec.optimiser.tf32
 
     @property
     def worst(self) -> Count | None:
@@ -76,6 +101,16 @@ class Outcome:
         return _mean(_shares(seed, lambda run: run.attacked) for seed in self.seeds)
 
     @property
+    def empirical_of_correct(self) -> float | None:
+        """The same among the images that are right without attack and defense, in per cent."""
+        return _mean(_shares(seed, lambda run: run.initially_correct) for seed in self.seeds)
+
+    @property
+    def network(self) -> str:
+        """The network that stands for the paper's, where it was not trained here."""
+        return ", ".join(dict.fromkeys(run.network for seed in self.seeds for run in seed if run.network))
+
+    @property
     def spread(self) -> float | None:
         """The standard deviation of the certified accuracy over seeds, in points."""
         values = [value for value in self._certified if value is not None]
@@ -92,14 +127,14 @@ class Outcome:
 
     @property
     def seconds(self) -> float | None:
-        """Mean training time of a run."""
-        return fmean(run.seconds for seed in self.seeds for run in seed) if self.seeds else None
+        """Mean training time of a run; None where nothing was trained."""
+        return _mean(None if run.spec is None else run.seconds for seed in self.seeds for run in seed)
 
     @property
     def hardware(self) -> str:
         """The devices that trained, and whether steps were rounded to TF32."""
         runs = [run for seed in self.seeds for run in seed]
-        words = dict.fromkeys(run.device + (", TF32" if run.spec.optimiser.tf32 else "") for run in runs)
+        words = dict.fromkeys(run.device + (", TF32" if run.uses_tf32 else "") for run in runs)
         return "; ".join(words)
 
     @property
@@ -133,6 +168,11 @@ def outcomes(
 
 
 def _outcome(entry: Entry, results: Results, scale: Scale | None, seeds: int | None) -> Outcome:
+    corners = corner_plan(entry)
+    if corners is not None:
+        is_quick = scale is not None and scale.quick
+        found = {} if is_quick else corner_results(results.folder, corners)
+        return _corner_outcome(entry, found, seeds)
     made = recipe(entry)
     if made is None:
         return Outcome(entry, "not run")
@@ -208,4 +248,31 @@ def _count_votes(result: Result, plan: VotePlan, pixels: int) -> RunOutcome:
         seconds=float(summary["training_seconds"]),
         device=_device(summary),
         drawn_images=rows.plan.images,
+    )
+
+
+def _corner_outcome(entry: Entry, results: Mapping[int, CornerResult], seeds: int | None) -> Outcome:
+    """The row of an attack on ImageNet from results by seed."""
+    cell = corner_defense(entry), entry.attack == "adaptive"
+    found = {seed: result for seed, result in results.items() if cell in result.cells}
+    chosen = [found[seed] for seed in sorted(found)[:seeds]]
+    runs = tuple((_count_corners(result, result.cells[cell]),) for result in chosen)
+    return Outcome(entry, "measured", runs) if runs else Outcome(entry, "not run")
+
+
+def _count_corners(result: CornerResult, rows: AttackedRows) -> RunOutcome:
+    kept, right = initially_correct(rows)
+    return RunOutcome(
+        fingerprint=result.path.name,
+        spec=None,
+        clean=Count(rows.correct, rows.total),
+        certified=(),
+        seconds=float(rows.meta["seconds"]),
+        device=rows.meta["device"],
+        attacked=Count(rows.withstood, rows.total),
+        defense=rows.meta["defense"],
+        drawn_images=rows.total,
+        initially_correct=Count(kept, right) if right else None,
+        network=rows.meta["network"],
+        attack_seed=int(rows.meta["plan"]["seed"]),
     )

@@ -48,7 +48,8 @@ def pack(
                 continue
             used += _add(tar, RUNS, run.path.parent, files)
     packed = len(chosen) - len(left_out)
-    return Packed(path, len(list(results.glob(f"*/{SPEC}"))), packed, tuple(left_out))
+    kept = {file.parent for file in results.glob("*/*.npz")}
+    return Packed(path, len(kept), packed, tuple(left_out))
 
 
 def unpack(path: Path, results: Path, runs: Path) -> Packed:
