@@ -18,12 +18,14 @@ from patchcert.experiments.reproduce.ablation_plan import VotePlan
 from patchcert.experiments.reproduce.ablation_voting import vote_run
 from patchcert.experiments.reproduce.orders import read_orders, write_orders
 from patchcert.experiments.reproduce.outcome import outcomes
+from patchcert.experiments.reproduce.pack import pack, unpack
 from patchcert.experiments.reproduce.plan import Effort, Task, plan
 from patchcert.experiments.reproduce.results import Result, collect
 from patchcert.experiments.reproduce.rows import recipe
 from patchcert.experiments.reproduce.runner import Runner, StopOrder, Workshop
 from patchcert.experiments.reproduce.scales import Scale
 from patchcert.experiments.reproduce.tables import find_table
+from patchcert.experiments.runs import Run
 from patchcert.experiments.training import Workplace, train_run
 from patchcert.files import sha256
 from patchcert.report.reproduction import reproduction_table
@@ -52,7 +54,7 @@ def rows(text="mnist ablation"):
 
 @pytest.fixture
 def trained(tmp_path):
-    return train_run(tiny(), tmp_path / "run", CPU)
+    return train_run(tiny(), tmp_path / "runs" / "run", CPU)
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ class Stopper:
         pass
 
 
-def test_rows_become_numbers_and_evidence_gives_them_again(tmp_path):
+def test_rows_become_numbers_that_evidence_gives_again_and_more_images_are_added(tmp_path):
     (task,) = plan(rows(), Effort(TINY_SCALE, voted_images=6), None)
     assert task.votes == (VotePlan(20, 100, images=6, precision="float32"),)
     shop, watcher = Workshop(tmp_path / "runs", tmp_path / "results"), Silent()
@@ -103,15 +105,11 @@ def test_rows_become_numbers_and_evidence_gives_them_again(tmp_path):
     log = (tmp_path / "runs" / task.name / "log.txt").read_text()
     assert "votes on 6 of 6 images" in log
 
-
-def test_more_images_are_counted_when_they_are_asked_for(tmp_path):
-    (few,) = plan(rows(), Effort(TINY_SCALE, voted_images=2), None)
-    (more,) = plan(rows(), Effort(TINY_SCALE, voted_images=4), None)
-    assert few.name == more.name
-    shop = Workshop(tmp_path / "runs", tmp_path / "results")
-    states = [Runner(shop, Silent(), StopOrder()).run([task]) for task in (few, more, few)]
-    assert states == [{few.name: "done"}, {few.name: "done"}, {few.name: "already done"}]
-    assert {outcome.drawn_images for outcome in outcomes(rows(), shop.results, TINY_SCALE)} == {4}
+    (more,) = plan(rows(), Effort(TINY_SCALE, voted_images=8), None)
+    assert more.name == task.name
+    states = [Runner(shop, watcher, StopOrder()).run([each]) for each in (more, task)]
+    assert states == [{task.name: "done"}, {task.name: "already done"}]
+    assert {outcome.drawn_images for outcome in outcomes(rows(), shop.results, TINY_SCALE)} == {8}
 
 
 @pytest.mark.parametrize("after", [1, 4, 7])
@@ -145,6 +143,21 @@ def test_an_interrupted_count_goes_on_to_the_same_votes(tmp_path, trained, small
         assert np.array_equal(values, again.columns[name]), name
     assert again.meta["seconds"] > 0
     assert not list(trained.path.glob(".votes*"))
+
+
+def test_unfinished_counts_travel_with_their_run(tmp_path, trained, small_blocks):
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    dataset = load_dataset("mnist-mini")
+    with pytest.raises(KeyboardInterrupt):
+        vote_run(trained, dataset, VOTES, CPU.device, interrupt)
+    pack(tmp_path / "all.tar", tmp_path / "results", trained.path.parent)
+    unpack(tmp_path / "all.tar", tmp_path / "there" / "results", tmp_path / "there")
+    reached = []
+    there = Run.open(tmp_path / "there" / trained.path.name)
+    vote_run(there, dataset, VOTES, CPU.device, lambda done, total: reached.append(done))
+    assert reached == [6, 7]
 
 
 def test_votes_of_other_weights_are_not_gone_on_with(tmp_path, trained, small_blocks):
@@ -221,14 +234,14 @@ def test_tables_state_scale_and_images(finished, tmp_path):
         "retained": 75,
         "pixels": 1024,
         "weights_sha256": sha256(run.weights),
-        "data": {"name": "cifar10", "split": "test", "sha256": checksums},
+        "data": {"name": "cifar10", "split": "test", "test_images": 10_000, "sha256": checksums},
     }
     run.write_evidence(made.votes.name, vote_columns(rules, np.arange(5), right, right, votes), meta)
     collect(run, run.path.name, tmp_path / "results", scale=0.1)
     found = outcomes(rows("cifar ablation"), tmp_path / "results", None)
     assert [outcome.certified for outcome in found] == [100.0, 100.0, 0.0]
     table = reproduction_table(find_table("sparse-vs-ablation"), found).to_markdown()
-    assert "scaled by 0.1; 1,000 random test images" in table
+    assert "scaled by 0.1; 5 random test images" in table
 
 
 def test_plans_survive_being_written_down(tmp_path):

@@ -90,6 +90,11 @@ class VotedRows:
         return len(self.columns["label"])
 
     @property
+    def drawn_images(self) -> int | None:
+        """How many test images were drawn; None where they are all."""
+        return None if self.total == self.meta["data"]["test_images"] else self.total
+
+    @property
     def correct(self) -> int:
         """How many are predicted rightly; an abstention is not."""
         return int(np.count_nonzero(self.columns["prediction"] == self.columns["label"]))

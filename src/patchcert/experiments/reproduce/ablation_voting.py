@@ -150,6 +150,7 @@ def _meta(
             "name": dataset.name,
             "split": "test",
             "images": plan.images,
+            "test_images": len(dataset.test),
             "limit": None,
             "sha256": dict(dataset.checksums),
         },

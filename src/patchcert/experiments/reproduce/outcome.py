@@ -247,7 +247,7 @@ def _count_votes(result: Result, plan: VotePlan, pixels: int) -> RunOutcome:
         certified=((SparsePixels(pixels), Count(rows.certified(pixels), rows.total)),),
         seconds=float(summary["training_seconds"]),
         device=_device(summary),
-        drawn_images=rows.plan.images,
+        drawn_images=rows.drawn_images,
     )
 
 

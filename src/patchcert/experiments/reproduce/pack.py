@@ -81,10 +81,15 @@ def _choose_runs(
         run = Run.open(spec_file.parent)
         is_collected = (results / run.path.name / SPEC).is_file()
         if run.is_finished and (weights or not is_collected):
-            chosen.append((run, _existing(run, (SPEC, ENVIRONMENT, METRICS, ORDERS, WEIGHTS))))
+            chosen.append((run, _existing(run, (SPEC, ENVIRONMENT, METRICS, ORDERS, *_votes(run), WEIGHTS))))
         elif not run.is_finished and unfinished:
             chosen.append((run, _existing(run, (SPEC, ENVIRONMENT, METRICS, ORDERS, LOG, STATE))))
     return chosen
+
+
+def _votes(run: Run) -> list[str]:
+    """Votes that are being counted; the weights come after them, since a run that has weights is not replaced."""
+    return sorted(file.name for file in run.path.glob(".votes-*.npz"))
 
 
 def _existing(run: Run, names: Iterable[str]) -> list[Path]:
