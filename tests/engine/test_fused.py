@@ -24,6 +24,10 @@ pytestmark = [
 MODELS = {
     "linear": [nn.Flatten(), nn.Linear(3 * 12 * 11, 5)],
     "hidden": [nn.Flatten(), nn.Linear(3 * 12 * 11, 40), nn.ReLU(), nn.Linear(40, 20), nn.ReLU(), nn.Linear(20, 5)],
+    "deep": [
+        nn.Conv2d(3, 5, 3, 1, 1), nn.ReLU(), nn.Conv2d(5, 7, 4, 2, 1), nn.ReLU(), nn.Flatten(), nn.LazyLinear(30),
+        nn.ReLU(), nn.Linear(30, 5),
+    ],
     "strided": [
         nn.Conv2d(3, 5, 3, 1, 1), nn.ReLU(), nn.Conv2d(5, 7, 4, 2, 1), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5),
     ],
@@ -242,3 +246,41 @@ def test_shortcuts_of_the_process_do_not_reach_the_bounds():
     finally:
         torch.set_float32_matmul_precision(legacy)
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("name", ["hidden", "deep"])
+def test_sweeps_of_half_precision_rank_placements_as_well_as_tf32(name):
+    model = built(name).cuda()
+    images, labels = (part.cuda() for part in batch())
+    network = trace(model)
+    sweep = covering_sweep(network, images, Patch(3), 2**26)
+    assert sweep is not None
+    assert sweep.takes_half(images)
+    with torch.no_grad(), fast_arithmetic():
+        half = sweep.margins(clean_pass(network, images, labels), labels, dtype=torch.float16)
+    exact = swept(model, images, labels, Patch(3), NEAREST)
+    assert half.dtype == torch.float32
+    assert distance(half, exact) < 3e-3
+    chosen = exact.gather(1, half.argmin(dim=1, keepdim=True))
+    assert float((chosen - exact.amin(dim=1, keepdim=True)).max() / exact.abs().max()) < 3e-3
+
+
+def test_sweeps_of_half_precision_do_not_overflow_into_nan():
+    model = built("deep").cuda()
+    with torch.no_grad():
+        model[0].weight.mul_(1e4)
+    images, labels = (part.cuda() for part in batch())
+    network = trace(model)
+    sweep = covering_sweep(network, images, Patch(3), 2**26)
+    assert sweep is not None
+    with torch.no_grad(), fast_arithmetic():
+        half = sweep.margins(clean_pass(network, images, labels), labels, dtype=torch.float16)
+    assert bool(half.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["linear", "strided", "pooled", "residual"])
+def test_other_networks_are_not_swept_in_half_precision(name):
+    images = batch()[0].cuda()
+    sweep = covering_sweep(trace(built(name).cuda()), images, Patch(3), 2**26)
+    assert sweep is not None
+    assert not sweep.takes_half(images)

@@ -37,7 +37,7 @@ def fused_relu(
     features).
 
     The radius is first taken times `factor` plus the first slack (n,), the result's times `widen` plus the
-    second.
+    second. Deviation and radius may be of half precision: the sums are in float32 all the same.
     """
     from patchcert.engine.kernels import relu_windows
 
@@ -68,6 +68,7 @@ def fused_relu(
         INNER=inner,
         HAS_PLACES=cells is not None,
         HAS_SLACK=slack is not None,
+        IS_HALF=deviation.dtype == torch.float16,
         ROWS=rows,
         BLOCK=block,
         num_warps=4,
@@ -96,7 +97,7 @@ def fused_head(
     deviation, radius, clean, weight = (part.contiguous() for part in (deviation, radius, clean, weight))
     placements, images, features = deviation.shape
     classes = len(weight)
-    shift = torch.empty(images, placements, classes, dtype=deviation.dtype, device=deviation.device)
+    shift = torch.empty(images, placements, classes, dtype=clean.dtype, device=clean.device)
     spread = torch.empty_like(shift)
     is_fast = torch.backends.cuda.matmul.fp32_precision == "tf32"
     rows, warps = (32, 2) if is_fast else (8, 4)
@@ -120,6 +121,7 @@ def fused_head(
         CLASSES=classes,
         HAS_SLACK=slack is not None,
         IS_FAST=is_fast,
+        IS_HALF=deviation.dtype == torch.float16,
         ROWS=rows,
         BLOCK=32,
         COLUMNS=max(16, 1 << (classes - 1).bit_length()),

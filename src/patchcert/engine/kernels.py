@@ -16,6 +16,15 @@ def _relu(value):
 
 
 @triton.jit
+def _finite(value, IS_HALF: tl.constexpr):
+    """In float32; of half precision, whose products may overflow, within its range."""
+    value = value.to(tl.float32)
+    if IS_HALF:
+        value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
+    return value
+
+
+@triton.jit
 def relu_windows(
     deviation,
     radius,
@@ -36,6 +45,7 @@ def relu_windows(
     INNER: tl.constexpr,
     HAS_PLACES: tl.constexpr,
     HAS_SLACK: tl.constexpr,
+    IS_HALF: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -52,9 +62,9 @@ def relu_windows(
         is_inside = is_here
         place = image.to(tl.int64) * clean_image_stride + inner
     value = tl.load(clean + place, mask=is_inside, other=0.0)
-    shift = tl.load(deviation + offset, mask=is_inside, other=0.0)
+    shift = _finite(tl.load(deviation + offset, mask=is_inside, other=0.0), IS_HALF)
     at = placement.to(tl.int64) * radius_placement_stride + image.to(tl.int64) * radius_image_stride + inner
-    spread = tl.load(radius + at, mask=is_inside, other=0.0) * factor
+    spread = _finite(tl.load(radius + at, mask=is_inside, other=0.0), IS_HALF) * factor
     if HAS_SLACK:
         spread += tl.load(slack_before + image, mask=is_row, other=0.0)
     lower, upper = _relu(value + shift - spread), _relu(value + shift + spread)
@@ -62,8 +72,12 @@ def relu_windows(
     spread = (upper - lower) * 0.5 * widen
     if HAS_SLACK:
         spread += tl.load(slack_after + image, mask=is_row, other=0.0)
-    tl.store(new_deviation + offset, tl.where(is_inside, shift, 0.0), mask=is_here)
-    tl.store(new_radius + offset, tl.where(is_inside, spread, 0.0), mask=is_here)
+    shift, spread = (
+        _finite(tl.where(is_inside, shift, 0.0), IS_HALF),
+        _finite(tl.where(is_inside, spread, 0.0), IS_HALF),
+    )
+    tl.store(new_deviation + offset, shift, mask=is_here)
+    tl.store(new_radius + offset, spread, mask=is_here)
 
 
 @triton.jit
@@ -123,6 +137,7 @@ def head_windows(
     CLASSES: tl.constexpr,
     HAS_SLACK: tl.constexpr,
     IS_FAST: tl.constexpr,
+    IS_HALF: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,

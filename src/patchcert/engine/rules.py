@@ -106,7 +106,7 @@ _DENSE_FACTOR = 8
 def _slide_by_convolution(
     geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass
 ) -> Windows:
-    precise = sweep.rounding.is_outward
+    precise, weight = sweep.rounding.is_outward, weight.to(state.deviation.dtype)
 
     def slide(part: Tensor, taps: Tensor) -> Tensor:
         if precise and sweep.is_fused and groups == 1:
@@ -132,7 +132,7 @@ def _slide_by_matrix(
     shape = tuple(state.deviation.shape[2:])
     key = (position, geometry, shape)
     if key not in sweep.shared.weights:
-        matrix = window_matrix(geometry, weight, groups, shape)
+        matrix = window_matrix(geometry, weight, groups, shape).to(state.deviation.dtype)
         sweep.shared.weights[key] = (matrix, matrix.abs())
     matrix, absolute = sweep.shared.weights[key]
     height, width = geometry.output_size(shape[0], shape[1])
@@ -156,7 +156,7 @@ def window_matrix(geometry: Geometry, weight: Tensor, groups: int, shape: Sequen
 
 def _linear(operation: Linear, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
     (state,), index = inputs, sweep.steps[position].inputs[0]
-    columns, absolute = _columns(operation, sweep, position)
+    columns, absolute = _columns(operation, state.deviation.dtype, sweep, position)
     if sweep.windows[index] is None:
         moved = Windows(
             _feature_product(state.deviation, columns, sweep), _feature_product(state.radius, absolute, sweep)
@@ -172,14 +172,16 @@ def _feature_product(part: Tensor, columns: Tensor, sweep: WindowPass) -> Tensor
     return product(part.flatten(0, 1), columns, sweep.rounding).unflatten(0, part.shape[:2])
 
 
-def _columns(operation: Linear, sweep: WindowPass, position: int) -> tuple[Tensor, Tensor]:
+def _columns(
+    operation: Linear, dtype: torch.dtype, sweep: WindowPass, position: int
+) -> tuple[Tensor, Tensor]:
     """Transposed weights and their absolute values; (places, channels, out) where the input still has places."""
     key = (position,)
     if key not in sweep.shared.weights:
         area, weight = sweep.layout.maps[sweep.steps[position].inputs[0]], operation.weight()
         places = weight if area is None else weight.unflatten(1, (area.channels, -1))
         columns = places.movedim(0, -1) if area is None else places.permute(2, 1, 0)
-        columns = columns.contiguous()
+        columns = columns.to(dtype).contiguous()
         sweep.shared.weights[key] = (columns, columns.abs())
     return sweep.shared.weights[key]
 

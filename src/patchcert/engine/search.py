@@ -25,13 +25,17 @@ class WeakestPlacements:
 
     @torch.no_grad()
     def find(self, network: Network, images: Tensor, labels: Tensor, epsilon: float | Tensor) -> Tensor:
-        """Indices (n, classes) into the threat's placements; products may run in TF32, which only ranks placements."""
+        """Indices (n, classes) into the threat's placements.
+
+        Products may run in TF32 and windows in half precision: both only rank placements.
+        """
         budget = self.memory_budget or min(default_budget(images.device), _TRAINING_BUDGET)
         with fast_arithmetic():
             sweep = self._sweep(network, images, budget)
             if sweep is None:
                 return dense_worst(network, images, labels, self.threat, epsilon, budget)
-            return sweep.worst(clean_pass(network, images, labels), labels, epsilon)
+            dtype = torch.float16 if sweep.takes_half(images) else None
+            return sweep.worst(clean_pass(network, images, labels), labels, epsilon, dtype)
 
     def _sweep(self, network: Network, images: Tensor, budget: int) -> PlacementSweep | None:
         key = (id(network), images.shape[1:], images.device, images.dtype, budget)
