@@ -20,6 +20,7 @@ from patchcert.defenses.ablation_statistics import (
     seen_probability,
 )
 from patchcert.errors import InvalidInput
+from patchcert.models import ModelSpec, build
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -236,3 +237,18 @@ def test_impossible_settings_are_refused():
         RandomAblation(CornerModel().train(), retained=2).votes(torch.rand(1, 1, 4, 4), 5, seeded(0))
     with pytest.raises(InvalidInput, match="got 9 retained and 1 changed of 8"):
         seen_probability(8, 9, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
+def test_votes_on_a_gpu_are_complete_and_reproducible(precision):
+    model = build(ModelSpec("cnn2_ablation", 1, 28, 28, hidden=16), seeded(0)).to("cuda")
+    images = torch.rand(3, 1, 28, 28, generator=seeded(1)).to("cuda")
+    ablation = RandomAblation(model, 45, 100, 400, batch_size=600, precision=precision)
+    first, second = (ablation.ballots(images, torch.Generator("cuda").manual_seed(2)) for _ in range(2))
+    assert torch.equal(first.estimation, second.estimation)
+    assert first.selection.sum(dim=1).tolist() == [100] * 3
+    assert first.estimation.sum(dim=1).tolist() == [400] * 3
+    masks = draw_retained(1_000, 28, 28, 45, torch.Generator("cuda").manual_seed(3))
+    assert (masks.flatten(1).sum(dim=1) == 45).all()

@@ -56,7 +56,8 @@ def _count(
     run: Run, plan: VotePlan, ablation: RandomAblation, images: Split, progress: Progress | None
 ) -> "_Kept":
     """All votes. What is counted is kept every few seconds, and in any case when it is cut short."""
-    kept, kept_at = _Kept.read(run, plan), time.monotonic()
+    origin = f"{sha256(run.weights)} on {device_name(images.images.device)} by {ablation.batch_size}"
+    kept, kept_at = _Kept.read(run, plan, origin), time.monotonic()
     try:
         while len(kept) < len(images):
             kept = kept.extended(*_block(ablation, images, len(kept), plan.seed))
@@ -95,12 +96,15 @@ def _block(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Kept:
-    """What has been counted so far, in the folder of the run until it is complete."""
+    """What has been counted so far, in the folder of the run until it is complete.
+
+    The origin names weights, device and batches: counts of another are not gone on with.
+    """
 
     selected: NDArray[np.int64]
     votes: NDArray[np.int64]
     seconds: float
-    weights: str
+    origin: str
 
     def __len__(self) -> int:
         return len(self.selected)
@@ -110,15 +114,15 @@ class _Kept:
         return run.path / f".{plan.name}.npz"
 
     @classmethod
-    def read(cls, run: Run, plan: VotePlan) -> "_Kept":
-        """Counts of these very weights, or none."""
-        file, weights = cls.file(run, plan), sha256(run.weights)
+    def read(cls, run: Run, plan: VotePlan, origin: str) -> "_Kept":
+        """Counts of this very origin, or none."""
+        file = cls.file(run, plan)
         if file.is_file():
             with np.load(file, allow_pickle=False) as stored:
                 facts = json.loads(str(stored["meta"]))
-                if facts["weights_sha256"] == weights:
-                    return cls(stored["selected"], stored["votes"], facts["seconds"], weights)
-        return cls(np.zeros(0, np.int64), np.zeros((0, 0), np.int64), 0.0, weights)
+                if facts["origin"] == origin:
+                    return cls(stored["selected"], stored["votes"], facts["seconds"], origin)
+        return cls(np.zeros(0, np.int64), np.zeros((0, 0), np.int64), 0.0, origin)
 
     def extended(self, selected: NDArray[np.int64], votes: NDArray[np.int64], seconds: float) -> "_Kept":
         before = self.votes.reshape(-1, votes.shape[1])
@@ -126,11 +130,11 @@ class _Kept:
             np.concatenate([self.selected, selected]),
             np.concatenate([before, votes]),
             self.seconds + seconds,
-            self.weights,
+            self.origin,
         )
 
     def write(self, run: Run, plan: VotePlan) -> None:
-        meta = np.array(json.dumps({"weights_sha256": self.weights, "seconds": self.seconds}))
+        meta = np.array(json.dumps({"origin": self.origin, "seconds": self.seconds}))
         with atomic_write(self.file(run, plan)) as stream:
             np.savez(stream, selected=self.selected, votes=self.votes, meta=meta)
 
