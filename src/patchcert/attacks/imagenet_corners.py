@@ -76,7 +76,6 @@ class CornerExperiment:
     reduced: bool | None = None
     """Whether the twin computes in bfloat16; None for a GPU only."""
 
-    @precise_arithmetic()
     def run(
         self,
         model: nn.Module,
@@ -87,40 +86,48 @@ class CornerExperiment:
         generator: Generator | None = None,
         tell: Tell | None = None,
     ) -> tuple[CornerRow, ...]:
-        """The cells of one patch size. `tell` hears before every pass of the twin what it is for, and may raise."""
-        check_batch(model, images, labels)
+        """All cells of one patch size."""
         threat = Patch(patch, placements="corners")
         task = Task(images, labels, threat, generator or Generator().manual_seed(0))
-        twin, told = Twin(model, self.reduced), tell or _silence
-        transferred = self._transferred(model, Observed(twin, "weak attack", told), task)
-        rows: list[CornerRow] = []
-        for name in defenses:
-            observed = Observed(twin, f"adaptive attack on {name}", told)
-            rows += self._rows(name, model, observed, task, transferred)
-        return tuple(rows)
+        transferred = self.transferred(model, task, tell)
+        return tuple(row for name in defenses for row in self.rows(name, model, task, transferred, tell))
+
+    @precise_arithmetic()
+    def transferred(self, model: nn.Module, task: Task, tell: Tell | None = None) -> Findings:
+        """The surest patch for the undefended model, in one corner or other.
+
+        `tell` hears before every pass of the twin what it is for, and may raise to end the attack.
+        """
+        check_batch(model, task.images, task.labels)
+        twin = Observed(Twin(model, self.reduced), "weak attack", tell or _silence)
+        attack = replace(self.attack.exhaustive(), check_every=max(self.attack.steps, 1))
+        return TwinAttack(attack, twin).propose(InParts(model, self.judged_at_once), task)
+
+    @precise_arithmetic()
+    def rows(
+        self,
+        name: DefenseName,
+        model: nn.Module,
+        task: Task,
+        transferred: Findings,
+        tell: Tell | None = None,
+    ) -> tuple[CornerRow, CornerRow]:
+        """The weak and the adaptive attack on one defense, from what was found on the undefended model."""
+        patch = _side(task)
+        defended = Defended(imagenet_defense(name, model, patch), model)
+        clean = evaluate(defended, task.images, task.labels, self.judged_at_once).predictions
+        weak = judge(defended, task, transferred, clean, self.judged_at_once)
+        twin = Observed(Twin(model, self.reduced), f"adaptive attack on {name}", tell or _silence)
+        rehearsed = Defended(imagenet_defense(name, twin, patch), twin)
+        found = self._adapted(defended, rehearsed, task, transferred, clean)
+        adaptive = judge(defended, task, found, clean, self.judged_at_once)
+        return self._row(name, model, task, weak, False), self._row(name, model, task, adaptive, True)
 
     def attacks(self, rehearsed: Defended) -> list[TwinAttack]:
         """The adaptive attack's stages: the most passable surrogate first, which breaks most, and last again."""
         first, *rest = reversed(rehearsed.surrogates())
         by_margin = replace(self.attack, loss="margin")
         return [TwinAttack(self.attack, each) for each in (first, *rest)] + [TwinAttack(by_margin, first)]
-
-    def _transferred(self, model: nn.Module, twin: nn.Module, task: Task) -> Findings:
-        """The surest patch for the undefended model; nothing is to be gained by asking about it on the way."""
-        attack = replace(self.attack.exhaustive(), check_every=max(self.attack.steps, 1))
-        return TwinAttack(attack, twin).propose(InParts(model, self.judged_at_once), task)
-
-    def _rows(
-        self, name: DefenseName, model: nn.Module, twin: nn.Module, task: Task, transferred: Findings
-    ) -> tuple[CornerRow, CornerRow]:
-        patch = _side(task)
-        defended = Defended(imagenet_defense(name, model, patch), model)
-        clean = evaluate(defended, task.images, task.labels, self.judged_at_once).predictions
-        weak = judge(defended, task, transferred, clean, self.judged_at_once)
-        rehearsed = Defended(imagenet_defense(name, twin, patch), twin)
-        found = self._adapted(defended, rehearsed, task, transferred, clean)
-        adaptive = judge(defended, task, found, clean, self.judged_at_once)
-        return self._row(name, model, task, weak, False), self._row(name, model, task, adaptive, True)
 
     def _adapted(
         self, defended: Defended, rehearsed: Defended, task: Task, transferred: Findings, clean: Tensor

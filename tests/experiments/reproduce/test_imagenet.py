@@ -87,24 +87,24 @@ def _small(monkeypatch):
 class Listener:
     """Writes down what it hears, and orders a stop at a certain pass of a certain piece."""
 
-    def __init__(self, stop=None, at=None):
-        self.said, self.passes, self.stop, self.at = [], [], stop, at
+    def __init__(self, stop=None, at=None, words=""):
+        self.said, self.passes, self.stop, self.at, self.words = [], [], stop, at, words
 
     def piece_changed(self, piece, state, note):
         self.said.append((piece.plan.patch, state, note))
 
     def piece_passed(self, piece, words):
         self.passes.append((piece.plan.patch, words))
-        if self.stop is not None and piece.plan.patch == self.at:
+        if self.stop is not None and piece.plan.patch == self.at and self.words in words:
             self.stop.is_given = True
 
     def states(self):
         return [(patch, state) for patch, state, _ in self.said]
 
 
-def run_pieces(shop, texts, stop_at=None):
+def run_pieces(shop, texts, stop_at=None, words=""):
     stop = StopOrder()
-    listener = Listener(stop, stop_at)
+    listener = Listener(stop, stop_at, words)
     states = PieceRunner(shop, listener, stop).run(pieces_of(TABLE.chosen(texts)))
     return list(states.values()), listener
 
@@ -180,6 +180,23 @@ def test_a_stop_keeps_finished_pieces_and_the_rest_is_done_next_time(data_dir, t
     assert {patch for patch, _ in listener.passes} == {52, 60}
     late = replace(shop, deadline=time.monotonic() - 1)
     assert run_pieces(late, ["dw"])[0] == ["waiting"] * 3
+
+
+def test_a_finished_defense_outlives_a_stop_in_the_next(data_dir, tmp_path):
+    shop = Workshop(tmp_path / "runs", tmp_path / "results", data_dir=data_dir)
+    states, _ = run_pieces(shop, ["42x42"], stop_at=42, words="on dw")
+    assert states == ["interrupted"]
+    (result,) = corner_results(tmp_path / "results", corner_plan(TABLE.entries[0])).values()
+    assert set(result.cells) == {("lgs", False), ("lgs", True)}
+    states, listener = run_pieces(shop, ["42x42"])
+    assert states == ["done"]
+    assert "adaptive attack on lgs" not in {words for _, words in listener.passes}
+    whole = Workshop(tmp_path / "runs", tmp_path / "whole", data_dir=data_dir)
+    run_pieces(whole, ["42x42"])
+    (once,) = corner_results(tmp_path / "whole", corner_plan(TABLE.entries[0])).values()
+    (result,) = corner_results(tmp_path / "results", corner_plan(TABLE.entries[0])).values()
+    for cell, rows in once.cells.items():
+        assert np.array_equal(rows.columns["margin"], result.cells[cell].columns["margin"])
 
 
 def test_a_deadline_stops_within_a_piece(data_dir, tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks import PatchAttack, evidence_columns
+from patchcert.attacks import PatchAttack, Task, evidence_columns
 from patchcert.attacks.imagenet_corners import (
     CornerExperiment,
     CornerRow,
@@ -109,22 +109,38 @@ def planned_experiment(plan: CornerPlan, device: torch.device) -> CornerExperime
 def attack_piece(
     piece: Piece, material: Material, device: torch.device, results: Path, tell: Tell
 ) -> CornerResult:
-    """Attack as planned and leave the evidence of all cells in the folder of results."""
-    began = time.perf_counter()
-    plan, model = piece.plan, material.model(device)
-    split = material.split.to(device)
-    experiment = planned_experiment(plan, device)
-    generator = Generator(device).manual_seed(plan.seed)
-    rows = experiment.run(model, split.floats(), split.labels, plan.patch, piece.defenses, generator, tell)
-    facts = _facts(plan, material, experiment, device)
-    facts["seconds"] = round(time.perf_counter() - began, 3)
-    target = results / material.fingerprint(plan)
-    write_text(target / ENVIRONMENT, json.dumps(facts["environment"], indent=2) + "\n")
-    for row in rows:
-        _write_cell(target / file_of(row), row, material.index, facts | _cell_facts(row, experiment, model))
-    result = CornerResult(target)
-    write_text(target / SUMMARY, json.dumps(result.summary(), indent=2) + "\n")
+    """Attack as planned; the evidence of a defense is in the folder of results as soon as it is there."""
+    plan, experiment, model = piece.plan, planned_experiment(piece.plan, device), material.model(device)
+    split, result = material.split.to(device), CornerResult(results / material.fingerprint(plan))
+    task = Task(split.floats(), split.labels, plan.threat, Generator(device).manual_seed(plan.seed))
+    clock = Clock()
+    transferred = experiment.transferred(model, task, tell)
+    spent = clock.lap()
+    for name in piece.defenses:
+        again = replace(task, generator=Generator(device).manual_seed(plan.seed))
+        rows = experiment.rows(name, model, again, transferred, tell)
+        seconds = (spent, spent + clock.lap())
+        facts = _facts(plan, material, experiment, device)
+        for row, taken in zip(rows, seconds, strict=True):
+            meta = facts | _cell_facts(row, experiment, model) | {"seconds": round(taken, 3)}
+            _write_cell(result.path / file_of(row), row, material.index, meta)
+        result = CornerResult(result.path)
+        write_text(result.path / ENVIRONMENT, json.dumps(facts["environment"], indent=2) + "\n")
+        write_text(result.path / SUMMARY, json.dumps(result.summary(), indent=2) + "\n")
     return result
+
+
+class Clock:
+    """Counts the seconds from one lap to the next."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    def lap(self) -> float:
+        """The seconds since the last one."""
+        now = time.perf_counter()
+        passed, self._began = now - self._began, now
+        return passed
 
 
 def _write_cell(path: Path, row: CornerRow, index: Tensor, meta: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ class CornerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A plan and the defenses that are asked for; its evidence appears all at once."""
+    """A plan and the defenses that are asked for; the evidence of each appears as soon as it is there."""
 
     plan: CornerPlan
     defenses: tuple[DefenseName, ...] = DEFENSES

@@ -1,4 +1,4 @@
-"""The pieces of the ImageNet table one after the other, in this process: each is either there or not begun."""
+"""The pieces of the ImageNet table one after the other, in this process; a stop keeps what is finished."""
 
 import time
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class _StopError(Exception):
 
 
 class PieceRunner:
-    """Carries out pieces; one that fails does not stop the others, one that is cut short leaves nothing."""
+    """Carries out pieces; one that fails does not stop the others, one cut short leaves its finished defenses."""
 
     def __init__(self, shop: Workshop, watcher: PieceWatcher, stop: StopOrder) -> None:
         self.shop, self.watcher, self.stop = shop, watcher, stop
@@ -48,7 +48,7 @@ class PieceRunner:
             try:
                 self._carry_out(piece)
             except _StopError:
-                self._set(piece, "interrupted", "nothing of it is kept")
+                self._set(piece, "interrupted", "finished defenses are kept")
             except (PatchcertError, torch.OutOfMemoryError) as error:
                 self._set(piece, "failed", str(error))
         return self.states
