@@ -64,6 +64,30 @@ class AdaptiveAttack(Attack):
         """The same attack with an inner attack that goes on to the largest margin."""
         return type(self)(self.attack.exhaustive())
 
+    @precise_arithmetic()
+    def run_after(
+        self,
+        weak: AttackResult,
+        model: nn.Module,
+        images: Tensor,
+        labels: Tensor,
+        threat: Threat,
+        generator: Generator | None = None,
+        progress: Progress | None = None,
+    ) -> AttackResult:
+        """Goes on from a `TransferAttack` on the same images: none that it broke withstands this attack."""
+        defended = require_defended(model)
+        check_batch(defended, images, labels)
+        task = Task(images, labels, threat, generator or torch.Generator().manual_seed(0), progress)
+        right = (weak.clean_predictions == labels).nonzero().flatten()
+        stages = surrogate_stages(defended, self.attack)
+        start = Findings(weak.adversarial, weak.placement, weak.steps).part(right)
+        found = Findings.unchanged(images)
+        if len(right):
+            best = strongest(defended, stages, task.part(right), start, self.batch_size)
+            found = found.updated(right, best)
+        return judge(defended, task, found, weak.clean_predictions, self.batch_size)
+
     def propose(self, model: nn.Module, task: Task) -> Findings:
         """The strongest image for the defended model out of all stages."""
         defended = require_defended(model)
