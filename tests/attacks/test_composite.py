@@ -2,10 +2,17 @@ import pytest
 import torch
 from torch import nn
 
-from patchcert.attacks import AdaptiveAttack, AttackSeries, PatchAttack, TransferAttack
+from patchcert.attacks import (
+    AdaptiveAttack,
+    AttackLeftThreat,
+    AttackSeries,
+    AttackWithin,
+    PatchAttack,
+    TransferAttack,
+)
 from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
-from patchcert.threats import Patch
+from patchcert.threats import Patch, SparsePixels
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -180,3 +187,17 @@ def test_an_adaptive_attack_goes_on_from_a_weak_one(kind):
         weak, defended, images, (weak.clean_predictions + 1) % 3, Patch(2), seeded(0)
     )
     assert none.succeeded.all()
+
+
+def test_an_attack_within_a_smaller_threat_answers_for_the_larger_one():
+    model, images = network(), torch.rand(12, 1, 8, 8, generator=seeded(1))
+    labels = model(images).argmax(dim=1).detach()
+    within = AttackWithin(PatchAttack(10, 0.2, 4), Patch(2))
+    result = within.run(model, images, labels, SparsePixels(4), seeded(0))
+    inner = PatchAttack(10, 0.2, 4).run(model, images, labels, Patch(2), seeded(0))
+    assert torch.equal(result.adversarial, inner.adversarial)
+    assert torch.equal(result.succeeded, inner.succeeded)
+    assert (result.placement == -1).all()
+    assert within.exhaustive().attack == PatchAttack(10, 0.2, 4, early_stop=False)
+    with pytest.raises(AttackLeftThreat, match="left its threat SparsePixels"):
+        within.run(model, images, labels, SparsePixels(3), seeded(0))

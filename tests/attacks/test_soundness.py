@@ -109,7 +109,37 @@ def test_strongest_attack_sweeps_all_placements_with_both_losses():
         ("sweep", "margin", 20),
         ("sweep", "cross-entropy", 20),
     ]
-    assert isinstance(strongest_attack(SparsePixels(2)), SparseAttack)
+
+
+@pytest.mark.parametrize(("pixels", "side"), [(1, 1), (4, 2), (10, 3)])
+def test_strongest_sparse_attack_also_sweeps_square_patches_of_as_many_pixels(pixels, side):
+    *climbs, first, second = strongest_attack(SparsePixels(pixels)).attacks
+    assert [(type(attack), attack.loss) for attack in climbs] == [
+        (SparseAttack, "margin"),
+        (SparseAttack, "cross-entropy"),
+    ]
+    assert first.threat == second.threat == Patch(side)
+    assert [inner.attack.search for inner in (first, second)] == ["sweep", "sweep"]
+    values = strongest_attack(SparsePixels(pixels, "per-value"))
+    assert {type(attack) for attack in values.attacks} == {SparseAttack}
+
+
+def test_a_weak_place_that_has_no_gradient_at_the_clean_image_is_found_by_the_sweep():
+    hidden = nn.Linear(36, 1)
+    last = nn.Linear(1, 2)
+    with torch.no_grad():
+        hidden.weight.zero_()
+        hidden.weight[0, 17] = 1.0
+        hidden.bias.fill_(-0.3)
+        last.weight.copy_(torch.tensor([[0.0], [1.0]]))
+        last.bias.copy_(torch.tensor([0.6, 0.0]))
+    model = nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), last).eval()
+    images, labels = torch.zeros(40, 1, 6, 6), torch.zeros(40, dtype=torch.long)
+    alone = SparseAttack(20, restarts=2, loss="margin").run(model, images, labels, SparsePixels(1))
+    together = strongest_attack(SparsePixels(1), 20, 2).run(model, images, labels, SparsePixels(1))
+    assert together.succeeded.sum() > alone.succeeded.sum()
+    assert SparsePixels(1).contains(images, together.adversarial).all()
+    assert (together.placement == -1).all()
 
 
 def test_flags_that_do_not_fit_are_refused():

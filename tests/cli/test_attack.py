@@ -183,6 +183,47 @@ def test_a_false_proof_is_shouted_about(capsys, run_folder):
     assert "certifying" not in printed.err
 
 
+def test_several_targets_are_summed_up_and_each_keeps_its_own_evidence(
+    capsys, run_folder, trained_file, monkeypatch
+):
+    options = ["--steps", "5", "--restarts", "1", "--images", "20", "--patch", "1", "--certified-only"]
+    words = [str(run_folder.path), str(trained_file), "--data", "mnist-mini", *options]
+    monkeypatch.setattr("sys.argv", ["patchcert", "attack", *words])
+    assert attack(*words) == 0
+    summary = answer(capsys)
+    first, second = summary["targets"]
+    assert [first["target"], second["target"]] == [str(run_folder.path), str(trained_file)]
+    assert summary["images"] == first["images"] + second["images"] == 2 * first["images"] > 0
+    assert summary["withstood"] == summary["images"]
+    assert summary["broken"] == 0
+    assert first["evidence"] is not None
+    assert first["command"].split()[:4] == ["patchcert", "attack", str(run_folder.path), "--data"]
+
+
+def test_one_false_proof_among_several_targets_is_enough(capsys, run_folder, trained_file):
+    images = load_dataset("mnist-mini").test
+    right = run_folder.model()(images.floats()).argmax(dim=1) == images.labels
+    claim = {
+        "kind": "certify",
+        "weights_sha256": sha256(run_folder.weights),
+        "threat": pc.Patch(5).to_dict(),
+        "data": {"name": "mnist-mini", "split": "test"},
+    }
+    run_folder.write_evidence("certify-lie", {"label": images.labels, "verdict": right}, claim)
+    options = ["--steps", "5", "--restarts", "1", "--images", "8", "--patch", "5", "--certified-only"]
+    assert attack(run_folder.path, trained_file, "--data", "mnist-mini", *options) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["broken"] > 0
+    assert f"certified images of {run_folder.path} were broken" in "".join(printed.err.split("\n"))
+
+
+def test_several_targets_are_opened_before_any_is_attacked(capsys, run_folder, tmp_path):
+    assert attack(run_folder.path, tmp_path / "missing", *QUICK) == 2
+    assert run_folder.evidence_names() == ()
+    assert attack(run_folder.path, run_folder.path, *QUICK, "--out", tmp_path / "rows.npz") == 2
+    assert "names one file for 2 targets" in " ".join(capsys.readouterr().err.split())
+
+
 def test_nothing_certified_is_said(capsys, run_folder):
     assert attack(run_folder.path, *QUICK, "--patch", "28", "--certified-only") == 0
     printed = capsys.readouterr()

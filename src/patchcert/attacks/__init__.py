@@ -6,6 +6,7 @@ from patchcert.attacks.base import Findings as Findings
 from patchcert.attacks.base import Task as Task
 from patchcert.attacks.composite import AdaptiveAttack as AdaptiveAttack
 from patchcert.attacks.composite import AttackSeries as AttackSeries
+from patchcert.attacks.composite import AttackWithin as AttackWithin
 from patchcert.attacks.composite import TransferAttack as TransferAttack
 from patchcert.attacks.evidence import evidence_columns as evidence_columns
 from patchcert.attacks.judging import AttackLeftThreat as AttackLeftThreat

@@ -1,7 +1,7 @@
 """Attacks made of attacks: on defended models, knowing the defense or not, and one after the other."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, final
 
 import torch
@@ -120,6 +120,32 @@ class AttackSeries(Attack):
         """The strongest image that any of the attacks met."""
         stages = [Stage(model, attack) for attack in self.attacks]
         return strongest(model, stages, task, Findings.unchanged(task.images), self.batch_size)
+
+
+@final
+@dataclass(frozen=True)
+class AttackWithin(Attack):
+    """An attack that keeps to a threat of its own, all members of which belong to the one it is asked about.
+
+    That they do is checked as for any attack: by the framework, on what is found.
+    """
+
+    attack: Attack
+    threat: Threat
+
+    @property
+    def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of the inner attack."""
+        return self.attack.batch_size
+
+    def exhaustive(self) -> Self:
+        """The same attack with an inner attack that goes on to the largest margin."""
+        return type(self)(self.attack.exhaustive(), self.threat)
+
+    def propose(self, model: nn.Module, task: Task) -> Findings:
+        """The strongest member of its own threat; it has no placement for the one asked about."""
+        found = self.attack.propose(model, replace(task, threat=self.threat))
+        return replace(found, placement=torch.full_like(found.placement, -1))
 
 
 @final

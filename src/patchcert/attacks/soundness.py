@@ -1,5 +1,6 @@
 """The other side of a certificate: all that an attacker has, thrown at images said to be proven."""
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -7,7 +8,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from patchcert.attacks.base import Attack, AttackResult, Progress
-from patchcert.attacks.composite import AttackSeries
+from patchcert.attacks.climbing import Loss
+from patchcert.attacks.composite import AttackSeries, AttackWithin
 from patchcert.attacks.patch import PatchAttack
 from patchcert.attacks.sparse import SparseAttack
 from patchcert.errors import InvalidInput
@@ -59,13 +61,22 @@ def challenge(
 def strongest_attack(
     threat: Patch | SparsePixels, steps: int = 150, restarts: int = 20, batch_size: int = 1024
 ) -> Attack:
-    """For patches a sweep of all placements with either loss, then restarts at the weakest ones."""
-    if isinstance(threat, SparsePixels):
-        return SparseAttack(steps=steps, restarts=restarts, loss="margin", batch_size=batch_size)
-    margin = PatchAttack(
-        steps=steps, restarts=restarts, loss="margin", search="sweep", sweep_steps=20, batch_size=batch_size
+    """For patches a sweep of all placements with either loss, then restarts at the weakest ones.
+
+    For sparse pixels, the pixels of largest gain with either loss, then the sweeps of the largest square patch
+    that has no more pixels.
+    """
+    losses: tuple[Loss, ...] = ("margin", "cross-entropy")
+    sweeps = tuple(
+        PatchAttack(steps, 0.05, restarts, loss, "sweep", sweep_steps, batch_size=batch_size)
+        for loss, sweep_steps in zip(losses, (20, 5), strict=True)
     )
-    entropy = PatchAttack(
-        steps=steps, restarts=restarts, loss="cross-entropy", search="sweep", batch_size=batch_size
+    if isinstance(threat, Patch):
+        return AttackSeries(sweeps)
+    climbs = tuple(
+        SparseAttack(steps, restarts=restarts, loss=loss, batch_size=batch_size) for loss in losses
     )
-    return AttackSeries((margin, entropy))
+    if threat.unit != "pixel":
+        return AttackSeries(climbs)
+    square = Patch(math.isqrt(threat.pixels))
+    return AttackSeries((*climbs, *(AttackWithin(sweep, square) for sweep in sweeps)))

@@ -26,6 +26,8 @@ _DENSE_INPUTS = 1024
 _DENSE_FACTOR = 8
 """A convolution on a small window is one product when that costs at most this many times the work."""
 
+_CLEAN_AT_ONCE = 1024
+
 _OFF = 1e30
 """Less than minus this, a ReLU gives zero: so cells outside the map stay what zero padding takes them for."""
 
@@ -174,6 +176,10 @@ class WindowPlan:
     @torch.no_grad()
     def clean(self, images: Tensor) -> list[Tensor]:
         """The clean results of all stages, (n, places, channels) where they have places."""
+        parts = [self._clean_part(part) for part in images.split(_CLEAN_AT_ONCE)]
+        return parts[0] if len(parts) == 1 else [torch.cat(same) for same in zip(*parts, strict=True)]
+
+    def _clean_part(self, images: Tensor) -> list[Tensor]:
         values = self.network.values(images)
         return [
             values[stage.index].flatten(1)

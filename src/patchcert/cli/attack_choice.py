@@ -8,6 +8,7 @@ import torch
 from patchcert.attacks import (
     AdaptiveAttack,
     Attack,
+    AttackWithin,
     PatchAttack,
     SparseAttack,
     TransferAttack,
@@ -105,5 +106,8 @@ def describe_attack(attack: object) -> dict[str, Any]:
     if isinstance(attack, PatchAttack | SparseAttack):
         plain = {key: value for key, value in asdict(attack).items() if isinstance(value, str | int | float)}
         return {"kind": type(attack).__name__, **plain}
+    if isinstance(attack, AttackWithin):
+        inner = describe_attack(attack.attack)
+        return {"kind": type(attack).__name__, "threat": str(attack.threat), "attack": inner}
     inner = getattr(attack, "attacks", ())
     return {"kind": type(attack).__name__, "attacks": [describe_attack(each) for each in inner]}
