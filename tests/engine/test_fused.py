@@ -207,7 +207,7 @@ def test_cuda_margins_are_those_of_the_cpu_in_float64(name, patch):
     model = model.cuda()
     margins = placement_margins(model, images.cuda(), labels.cuda(), patch)
     assert margins.is_cuda
-    assert distance(margins, exact) < 2e-4
+    assert distance(margins, exact) < 3e-4
     assert bool((margins.double().cpu() <= exact + 1e-9 * exact.abs().max()).all())
     nearest = exact
     if name != "dense way":

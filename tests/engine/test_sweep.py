@@ -167,7 +167,7 @@ def test_windows_give_the_margins_of_the_reference(name, patch):
 def test_proven_margins_are_just_below_those_of_the_reference(name, patch):
     model, (images, labels) = built(name), batch()
     reference = slow(model, images, labels, patch)
-    for dtype, tolerance in ((torch.float32, 2e-4), (torch.float64, 1e-9)):
+    for dtype, tolerance in ((torch.float32, 3e-4), (torch.float64, 1e-9)):
         margins = placement_margins(model, images, labels, patch, dtype=dtype)
         assert margins.dtype == dtype
         assert distance(margins, reference) < tolerance

@@ -55,7 +55,7 @@ class Rounding:
         return relative / (1 - relative)
 
 
-_SHORT_BLOCK, _LONG_BLOCK = 128, 576
+_SHORT_BLOCK, _LONG_BLOCK = 128, 1152
 _FEWEST_ROWS, _FEWEST_COLUMNS = 32, 16
 
 

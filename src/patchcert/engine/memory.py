@@ -9,10 +9,10 @@ from patchcert.bounds.sparse import FirstLayer
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes for intermediate results: what stays near the caches of a CPU, a thirty-second of a GPU's memory."""
+    """Bytes for intermediate results: what stays near the caches of a CPU, a twelfth of a GPU's memory."""
     if device.type != "cuda":
         return 2**24
-    return torch.cuda.get_device_properties(device).total_memory // 32
+    return torch.cuda.get_device_properties(device).total_memory // 12
 
 
 def image_numbers(network: Network, images: Tensor, unfolded: bool) -> int:
