@@ -11,7 +11,15 @@ from torch import nn
 
 from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
 from patchcert.certificates import certify, placement_margins
-from patchcert.engine import clean_pass, covering_sweep, exact_clean_pass, reference_margins
+from patchcert.engine import (
+    PlacementSweep,
+    audit_network,
+    clean_pass,
+    covering_sweep,
+    exact_clean_pass,
+    reference_margins,
+    windows,
+)
 from patchcert.models import Normalize
 from patchcert.testing.blocks import FunctionalHead, ResidualBlock, randomise
 from patchcert.testing.strategies import cases, seeds, threats
@@ -307,3 +315,26 @@ def test_outward_rounding_lowers_every_margin():
     outward = fast(model, images, labels, Patch(2), rounding=Rounding.outward(torch.float32))
     others = nearest.scatter(2, labels[:, None, None].expand(-1, nearest.shape[1], 1), torch.inf) != torch.inf
     assert (outward[others] < nearest[others]).all()
+
+
+@pytest.mark.parametrize("rounding", [NEAREST, Rounding.outward(torch.float32)], ids=["nearest", "outward"])
+@pytest.mark.parametrize("name", ["two hidden layers", "normalised, with a functional head"])
+def test_large_windows_take_their_weights_row_by_row_to_the_same_margins(name, rounding, monkeypatch):
+    model, (images, labels) = built(name), batch()
+    network, audit = trace(model), audit_network(model)
+    sweep = PlacementSweep.of(network, images, Patch((2, 3)), 2**22)
+
+    def swept():
+        with torch.no_grad(), precise_arithmetic():
+            clean = (
+                exact_clean_pass(audit, images, labels, images.dtype)
+                if rounding.is_outward
+                else clean_pass(network, images, labels)
+            )
+            return sweep.margins(clean, labels, rounding=rounding)
+
+    gathered = swept()
+    monkeypatch.setattr(windows, "_LARGE_WINDOW", 1)
+    by_rows = swept()
+    assert not torch.equal(gathered, by_rows)
+    assert distance(by_rows, gathered) < 2e-6

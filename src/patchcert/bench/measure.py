@@ -152,18 +152,10 @@ def _certifications(model: nn.Module, case: Case, images: Split, machine: Machin
         def call(count: int) -> None:
             certify(model, pixels[:count], labels[:count], case.threat, verdicts_only=verdicts_only)
 
-        call(_WARM_UP_IMAGES)
-        spent = seconds(lambda: call(len(labels)), machine.device, 0, warm_ups=0, least=1)
-        if spent < _LONG_CALL:
-            spent = seconds(lambda: call(len(labels)), machine.device, machine.spend, warm_ups=0)
-        return spent / len(labels) * 1e6
+        call(1)
+        return _micro(lambda: call(len(labels)), machine, len(labels))
 
     return micro(False), micro(True)
-
-
-_WARM_UP_IMAGES = 64
-_LONG_CALL = 2.0
-"""Seconds from which on a call is not repeated: it has long been warm when it ends."""
 
 
 def _certified_images(case: Case, machine: Machine) -> Split:

@@ -16,20 +16,29 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(
-    call: Callable[[], object], device: torch.device, spend: float, warm_ups: int = 2, least: int = 3
-) -> float:
-    """The median time of the call, repeated for about `spend` seconds after some warm-ups, at least so often."""
-    for _ in range(warm_ups):
-        call()
-    synchronise(device)
+_LONG_CALL, _VERY_LONG_CALL = 2.0, 10.0
+"""Seconds from which on a call is timed once after a warm-up, and from which on without: it warms up by itself."""
+
+
+def seconds(call: Callable[[], object], device: torch.device, spend: float) -> float:
+    """The median time of the call, repeated for about `spend` seconds after a warm-up; at least three times."""
+    first = _timed(call, device)
+    if first > _VERY_LONG_CALL:
+        return first
+    if first > _LONG_CALL:
+        return _timed(call, device)
     times: list[float] = []
-    while len(times) < least or (sum(times) < spend and len(times) < 50):
-        began = time.perf_counter()
-        call()
-        synchronise(device)
-        times.append(time.perf_counter() - began)
+    while len(times) < 3 or (sum(times) < spend and len(times) < 50):
+        times.append(_timed(call, device))
     return statistics.median(times)
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    synchronise(device)
+    began = time.perf_counter()
+    call()
+    synchronise(device)
+    return time.perf_counter() - began
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,10 @@ def _linear(operation: Linear, inputs: Sequence[Windows], sweep: WindowPass, pos
     moved = Windows(
         sweep.flat_product(state.deviation, columns, index), sweep.flat_product(state.radius, absolute, index)
     )
-    return moved.widened(summed_roundings(state.deviation[0, 0].numel()) + 1, sweep.rounding)
+    height, width, channels = state.deviation.shape[2:]
+    by_rows = summed_roundings(width * channels) + height
+    roundings = max(summed_roundings(height * width * channels), by_rows)
+    return moved.widened(roundings + 1, sweep.rounding)
 
 
 def _feature_product(part: Tensor, columns: Tensor, sweep: WindowPass) -> Tensor:

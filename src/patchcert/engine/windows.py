@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,9 @@ from patchcert.bounds.rounding import blocked_product
 from patchcert.engine.clean import Clean
 from patchcert.engine.fused import is_fused
 from patchcert.engine.geometry import Cells, Group, Layout, Window
+
+_LARGE_WINDOW = 2**20
+"""From so many weights under a window on, a CPU reads them where they lie instead of gathering them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +183,28 @@ class GroupPass(WindowPass):
         return values if chosen.outside is None else values.masked_fill(chosen.outside, -torch.inf)
 
     def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
-        cells = self.fused_cells(index)
+        cells, window = self.fused_cells(index), self.window(index)
         assert cells is not None
+        if not part.is_cuda and cells.index.shape[1] * columns[0].numel() >= _LARGE_WINDOW:
+            rows = cells.signed.view(-1, window.height, window.width).numpy()
+            return torch.stack(
+                [self._by_rows(part[min(one, len(part) - 1)], columns, rows[one]) for one in range(len(rows))]
+            )
         chosen = columns.index_select(0, cells.index.flatten()).reshape(
             len(cells.index), -1, columns.shape[2]
         )
         return product(part.flatten(2), chosen, self.rounding)
+
+    def _by_rows(self, part: Tensor, columns: Tensor, cells: np.ndarray) -> Tensor:
+        """One placement's window (n, h, w, c) times its weights, row by row: those of a row lie side by side."""
+        total = part.new_zeros(len(part), columns.shape[2])
+        for row, places in enumerate(cells):
+            inside = np.flatnonzero(places >= 0)
+            if len(inside):
+                first, count = int(inside[0]), len(inside)
+                weights = columns[int(places[first]) :][:count].flatten(0, 1)
+                total += product(part[:, row, first : first + count].flatten(1), weights, self.rounding)
+        return total
 
     def _gather(self, index: int, cells: Tensor) -> Tensor:
         places = self.clean.places(index, self.layout)

@@ -1,7 +1,6 @@
 """One training step: gather a batch, vary it, bound it, follow the gradient. Nothing waits for the device."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.bounds import Network, trace
-from patchcert.bounds.rounding import fast_arithmetic
+from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
 from patchcert.data import Split
 from patchcert.data.augment import random_crop, random_flip
 from patchcert.train.distributed import World
@@ -102,7 +101,7 @@ class TrainingStep:
         """One step of the optimiser, and its loss and robust images added to the running sums."""
         batch = self._gather(index)
         if len(batch.own_labels):
-            with fast_arithmetic() if self.settings.tf32 else nullcontext():
+            with fast_arithmetic() if self.settings.tf32 else precise_arithmetic():
                 loss, counts = self._loss(batch)
                 gradients = torch.autograd.grad(loss, self.learning, materialize_grads=True)
         else:
