@@ -21,7 +21,7 @@ from patchcert.engine.inputs import (
     logits_of,
     model_of_type,
 )
-from patchcert.engine.memory import default_budget, image_numbers, rows_within, sparse_numbers
+from patchcert.engine.memory import default_budget, default_image_budget, images_within, rows_within
 from patchcert.engine.sweep import PlacementSweep, covering_sweep
 from patchcert.engine.verdicts import VerdictSweep
 from patchcert.errors import InvalidInput
@@ -166,6 +166,7 @@ class _Task:
     is_finite: Tensor
     classes: int
     budget: int
+    image_budget: int
     progress: Progress | None
 
     @staticmethod
@@ -204,6 +205,7 @@ class _Task:
             is_finite=logits.isfinite().all(dim=1) & has_finite_weights(model),
             classes=logits.shape[1],
             budget=budget,
+            image_budget=certifier.memory_budget or default_image_budget(images.device),
             progress=certifier.progress,
         )
 
@@ -214,20 +216,16 @@ class _Task:
     def chunks(self) -> Iterator[slice]:
         """Slices of images that fit the budget; progress is told after each."""
         count = len(self.images)
-        size = self._images_at_once() if count else 1
+        size = (
+            images_within(self.network, self.images, self.threat, self.classes, self.image_budget)
+            if count
+            else 1
+        )
         for start in range(0, count, size):
             stop = min(start + size, count)
             yield slice(start, stop)
             if self.progress is not None:
                 self.progress(stop, count)
-
-    def _images_at_once(self) -> int:
-        numbers = image_numbers(self.network, self.images, unfolded=True)
-        if isinstance(self.threat, SparsePixels):
-            numbers += 6 * sparse_numbers(self.network, self.images)
-        else:
-            numbers += 4 * self.classes * len(self.threat.placements(*self.images.shape[-2:]))
-        return max(1, self.budget // (16 * numbers))
 
     def least(self, chunk: slice) -> "_Least":
         """The least margins of some of the images over the whole threat."""

@@ -6,6 +6,7 @@ from torch import Tensor
 from patchcert.bounds import Network
 from patchcert.bounds.operations import Convolution
 from patchcert.bounds.sparse import FirstLayer
+from patchcert.threats import Patch, SparsePixels
 
 
 def default_budget(device: torch.device) -> int:
@@ -13,6 +14,11 @@ def default_budget(device: torch.device) -> int:
     if device.type != "cuda":
         return 2**24
     return torch.cuda.get_device_properties(device).total_memory // 12
+
+
+def default_image_budget(device: torch.device) -> int:
+    """Bytes for the clean pass of all images that are swept together: a few dozen images even on a CPU."""
+    return default_budget(device) if device.type == "cuda" else 2**28
 
 
 def image_numbers(network: Network, images: Tensor, unfolded: bool) -> int:
@@ -31,6 +37,18 @@ def image_numbers(network: Network, images: Tensor, unfolded: bool) -> int:
             default=0,
         )
     return 8 * most + 2 * columns
+
+
+def images_within(
+    network: Network, images: Tensor, threat: Patch | SparsePixels, classes: int, budget: int
+) -> int:
+    """How many images are certified together: so many that their clean pass and margins fit; at least one."""
+    numbers = image_numbers(network, images, unfolded=True)
+    if isinstance(threat, SparsePixels):
+        numbers += 6 * sparse_numbers(network, images)
+    else:
+        numbers += 4 * classes * len(threat.placements(images.shape[-2], images.shape[-1]))
+    return max(1, budget // (16 * numbers))
 
 
 def rows_within(network: Network, images: Tensor, budget: int, batch: int, unfolded: bool = False) -> int:
