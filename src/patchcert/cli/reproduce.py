@@ -101,7 +101,7 @@ def reproduce(
         if page is not None:
             _write_page(found, page, folder, effort.scale.quick)
         if page is None or write is not None:
-            _show(found, output, effort.scale.quick, write)
+            _show(found, output, effort.scale.quick, write, folder)
     if pack is not None:
         _pack(pack, folder, runs if pack_runs or pack_weights else None, pack_runs, pack_weights, pack_limit)
     if code:
@@ -148,17 +148,22 @@ def _write_page(
 
 
 def _show(
-    found: "list[tuple[PaperTable, tuple[Outcome, ...]]]", output: str, quick: bool, write: Path | None
+    found: "list[tuple[PaperTable, tuple[Outcome, ...]]]",
+    output: str,
+    quick: bool,
+    write: Path | None,
+    folder: Path,
 ) -> None:
     from rich.console import Console
 
+    from patchcert.experiments.reproduce.results import Results
     from patchcert.report.reproduction import reproduction_document, reproduction_json, reproduction_table
 
     if write is not None:
         if quick:
             raise InvalidInput("a quick look is no result, so --write does not write it down")
         write.parent.mkdir(parents=True, exist_ok=True)
-        write.write_text(reproduction_document(found), encoding="utf-8")
+        write.write_text(reproduction_document(found, Results(folder).all()), encoding="utf-8")
         say(f"wrote {write}")
         return
     if output == "json":

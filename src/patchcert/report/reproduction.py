@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from patchcert.experiments.reproduce.outcome import Outcome, RunOutcome
+from patchcert.experiments.reproduce.results import Result
 from patchcert.experiments.reproduce.tables import DATA_NAMES, PaperTable
 from patchcert.report.tables import Cell, Column, Table
 
@@ -22,6 +23,12 @@ patchcert reproduce all --from results --write docs/results.md
 and a test holds this page to them. The last epoch counts; nothing was chosen on test images; certificates
 cover every placement, and all test images unless a row says how many. Accuracies are in per cent, differences
 in points. [How to reproduce them](guides/reproduce.md).
+"""
+
+
+CHALLENGES = """Random test images that are certified were attacked with all we have, `patchcert attack --certified-only`: every
+placement by both losses, then 20 restarts of 150 steps at the weakest; for sparse changes both losses, and every
+placement of the largest square. None may break. Most of these runs are short ones, trained only to be challenged.
 """
 
 
@@ -47,15 +54,43 @@ def reproduction_table(table: PaperTable, outcomes: Sequence[Outcome], quick: bo
     return Table(title, tuple(columns), rows)
 
 
-def reproduction_document(tables: Sequence[tuple[PaperTable, Sequence[Outcome]]]) -> str:
-    """A Markdown page of all tables, the same for the same evidence."""
+def reproduction_document(
+    tables: Sequence[tuple[PaperTable, Sequence[Outcome]]], results: Sequence[Result] = ()
+) -> str:
+    """A Markdown page of all tables and of all challenged proofs, the same for the same evidence."""
     parts = [HEADING, _overview(tables)]
     for table, outcomes in tables:
         notes = "".join(f"- {note}\n" for note in table.notes)
         grid = reproduction_table(table, outcomes).to_markdown().partition("\n\n")[2]
         head = f"## {table.title}\n\n{_source(table)}{table.caption}\n"
         parts.append("\n".join(filter(None, [head, notes, grid])))
+    challenges = challenge_table(results)
+    if challenges.rows:
+        grid = challenges.to_markdown().partition("\n\n")[2]
+        parts.append("\n".join([f"## {challenges.title}\n\n{CHALLENGES}", grid]))
     return "\n".join(parts)
+
+
+def challenge_table(results: Sequence[Result]) -> Table:
+    """Every attack on certified images that is among the results, and how many proofs it refuted."""
+    names = ("data", "threat", "training", "model", "hardware of the attack")
+    columns = [Column(name, numeric=False) for name in names]
+    columns[4:4] = [Column(name) for name in ("certified images", "gradient steps", "broken")]
+    rows = tuple(
+        (
+            DATA_NAMES.get(result.spec.data.name, result.spec.data.name),
+            str(challenge.threat),
+            f"{result.spec.strategy.kind}, {result.spec.schedule.epochs} epochs",
+            result.spec.model.name,
+            challenge.total,
+            challenge.steps,
+            challenge.broken,
+            str(challenge.meta.get("device", ABSENT)),
+        )
+        for result in results
+        for challenge in result.challenges
+    )
+    return Table("Challenged proofs", tuple(columns), rows)
 
 
 def reproduction_json(

@@ -20,6 +20,7 @@ from patchcert.experiments.reproduce.results import Results, collect, collect_al
 from patchcert.experiments.reproduce.rows import recipe
 from patchcert.experiments.reproduce.scales import Scale
 from patchcert.experiments.reproduce.tables import find_table
+from patchcert.report.reproduction import reproduction_document
 from patchcert.threats import Patch, SparsePixels, shapes
 
 
@@ -304,6 +305,48 @@ def test_attacks_without_a_plan_are_not_collected(finished, mlp, tmp_path):
     run.write_evidence("attack-by-hand", {"label": np.zeros(3)}, {"kind": "attack"})
     result = collect(run, run.path.name, tmp_path / "results")
     assert result.attacks == ()
+
+
+def challenged(run, index, broken=()):
+    """Evidence of an attack on the images of the index, of which some were broken."""
+    columns = {
+        "index": np.array(index),
+        "label": np.zeros(len(index), np.int64),
+        "prediction": np.zeros(len(index), np.int64),
+        "prediction_after": np.isin(index, broken).astype(np.int64),
+        "succeeded": np.isin(index, broken),
+        "steps": np.full(len(index), 7),
+    }
+    meta = run.evidence_meta(run.evidence_names()[0]) | {"kind": "attack", "certified_only": True}
+    run.write_evidence("attack-of-the-certified", columns, meta)
+
+
+def test_challenges_of_proofs_are_collected_and_counted(finished, mlp, tmp_path):
+    run = finished(mlp, {Patch(5): (90, 62)})
+    challenged(run, [0, 3, 61])
+    result = collect(run, run.path.name, tmp_path / "results")
+    assert result.attacks == ()
+    (challenge,) = result.challenges
+    assert (challenge.total, challenge.broken, challenge.steps) == (3, 0, 21)
+    assert challenge.path.name == "challenge-of-the-certified.npz"
+    page = reproduction_document([], Results(tmp_path / "results").all())
+    assert "| MNIST | Patch(5x5 square, everywhere) | all, 100 epochs | mlp | 3 | 21 | 0 |" in page
+
+
+def test_a_refuted_proof_is_shown(finished, mlp, tmp_path):
+    run = finished(mlp, {Patch(5): (90, 62)})
+    challenged(run, [0, 3, 61], broken=[3])
+    result = collect(run, run.path.name, tmp_path / "results")
+    assert result.challenges[0].broken == 1
+    assert "| mlp | 3 | 21 | 1 |" in reproduction_document([], [result])
+
+
+def test_a_challenge_of_images_that_are_not_certified_is_an_error(finished, mlp, tmp_path):
+    run = finished(mlp, {Patch(5): (90, 62)})
+    challenged(run, [0, 62])
+    result = collect(run, run.path.name, tmp_path / "results")
+    with pytest.raises(RunError, match="attacks images that certify-.* does not call proven"):
+        assert result.challenges
 
 
 def test_attack_plans_survive_being_written_down():

@@ -18,6 +18,8 @@ from patchcert.experiments.read import read_spec
 from patchcert.experiments.reproduce.ablation_evidence import VotedRows
 from patchcert.experiments.reproduce.ablation_plan import VotePlan
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
+from patchcert.experiments.reproduce.challenges import PREFIX as CHALLENGE
+from patchcert.experiments.reproduce.challenges import Challenge, is_challenge
 from patchcert.experiments.reproduce.evidence import AttackedRows, Rows
 from patchcert.experiments.reproduce.orders import read_orders
 from patchcert.experiments.reproduce.plan import FIRST_SEED, Task
@@ -63,6 +65,15 @@ class Result:
             attacked.check_against(proven)
         return found
 
+    @cached_property
+    def challenges(self) -> tuple[Challenge, ...]:
+        """Attacks on certified images alone, checked likewise."""
+        found = tuple(Challenge.read(file) for file in sorted(self.path.glob(f"{CHALLENGE}*.npz")))
+        self._check((*self.rows, *found))
+        for challenge in found:
+            challenge.check_against(self.rows)
+        return found
+
     def attack(self, plan: AttackPlan) -> AttackedRows | None:
         """The rows of this very attack, where they are there."""
         return next((rows for rows in self.attacks if rows.plan == plan), None)
@@ -82,7 +93,7 @@ class Result:
         same = [rows for rows in self.votes if replace(plan, images=rows.plan.images) == rows.plan]
         return max(same, key=lambda rows: rows.total, default=None)
 
-    def _check(self, found: Sequence[Rows | AttackedRows | VotedRows]) -> None:
+    def _check(self, found: Sequence[Rows | AttackedRows | VotedRows | Challenge]) -> None:
         if len({rows.meta["weights_sha256"] for rows in found}) > 1:
             raise RunError(f"{self.path} holds evidence of different weights", hint="collect the run again")
         for rows in found:
@@ -133,6 +144,12 @@ class Results:
     def __len__(self) -> int:
         return sum(map(len, self._by_key.values()))
 
+    def all(self) -> tuple[Result, ...]:
+        """Every result, by name."""
+        return tuple(
+            sorted(itertools.chain.from_iterable(self._by_key.values()), key=lambda result: result.path.name)
+        )
+
     def of(self, spec: Spec) -> tuple[Result, ...]:
         """The results of this experiment, whatever their seed and schedule."""
         return tuple(self._by_key.get(experiment_key(spec), ()))
@@ -158,9 +175,9 @@ def collect(run: Run, name: str, folder: Path, scale: float = 1.0) -> Result:
     for file in target.glob("*.npz"):
         if _weights_of(file) != weights:
             file.unlink()
-    for file in _countable(run):
+    for name_there, file in _countable(run).items():
         if _weights_of(file) == weights:
-            _copy(file, target / file.name)
+            _copy(file, target / name_there)
     write_text(target / ENVIRONMENT, json.dumps(run.environment(), indent=2) + "\n")
     write_text(target / SUMMARY, json.dumps(_summary(run, target, scale), indent=2) + "\n")
     _copy(run.path / SPEC, target / SPEC)
@@ -179,12 +196,17 @@ def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _countable(run: Run) -> list[Path]:
-    """The evidence from which tables are counted: certificates, votes, and attacks that followed a plan."""
-    files = sorted((run.path / EVIDENCE).glob("*.npz"))
-    names = [(file, file.stem.partition("-")[0]) for file in files]
-    planned = {file: "plan" in run.evidence_meta(file.stem) for file, kind in names if kind == "attack"}
-    return [file for file, kind in names if kind in ("certify", "votes") or planned.get(file, False)]
+def _countable(run: Run) -> dict[str, Path]:
+    """By their names among results: certificates, votes, attacks that followed a plan, and challenges."""
+    found = {}
+    for file in sorted((run.path / EVIDENCE).glob("*.npz")):
+        kind, _, rest = file.stem.partition("-")
+        meta = run.evidence_meta(file.stem)
+        if kind in ("certify", "votes") or (kind == "attack" and "plan" in meta):
+            found[file.name] = file
+        elif kind == "attack" and is_challenge(meta):
+            found[f"{CHALLENGE}{rest}.npz"] = file
+    return found
 
 
 def _weights_of(file: Path) -> str:
