@@ -26,9 +26,10 @@ in points. [How to reproduce them](guides/reproduce.md).
 """
 
 
-CHALLENGES = """Certified test images, drawn at random, were attacked with all we have (`patchcert attack --certified-only`):
-every placement by both losses, then 20 restarts of 150 steps at the weakest; for sparse changes both losses, and every
-placement of the largest square. None may break. Most of these runs are short ones, trained only to be challenged.
+CHALLENGES = """Certified test images, drawn at random, were attacked with all we have, as by `patchcert attack
+--certified-only`: every placement by both losses, then 20 restarts of 150 steps at the weakest; for sparse changes both
+losses, and every placement of the largest square. None may break. Most of these runs are short ones, trained only to be
+challenged.
 """
 
 
