@@ -52,6 +52,13 @@ def test_measurements_from_before_attacks_were_measured_are_shown_without_them(t
     assert "Attack" not in capsys.readouterr().out
 
 
+def test_the_patch_can_have_another_size(tiny_cases, capsys):
+    options = ["--device", "cpu", "--batch", "2", "--spend", "0", "--json"]
+    assert run(["bench", "--patch", "4", "--only", "mlp", *options]) == 0
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    assert (case["case"], case["placements"]) == ("mlp tiny 4x4", 25)
+
+
 def test_a_case_that_does_not_exist_is_answered_with_those_that_do(tiny_cases, capsys):
     assert run(["bench", "--only", "resnet"]) == 2
     assert "no case holds 'resnet'" in capsys.readouterr().err

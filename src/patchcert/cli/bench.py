@@ -1,6 +1,7 @@
 """`patchcert bench`: the engine against the dense way and the attack against the plain loop, on this machine."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from patchcert.errors import InvalidInput
 def bench(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")] = "auto",
     only: Annotated[str | None, typer.Option(help="Only the cases whose name holds this text.")] = None,
+    patch: Annotated[int | None, typer.Option(min=1, help="Side of the patch in pixels: 5.")] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Images at once: 256 on a GPU, 32 on a CPU.")
     ] = None,
@@ -43,7 +45,7 @@ def bench(
     if source is not None:
         facts = _read(source)
     else:
-        facts = _measure(device, only, batch, certify_images, data_dir, spend, sizes)
+        facts = _measure(device, only, patch, batch, certify_images, data_dir, spend, sizes)
     if as_json:
         print_json(facts)
     elif as_markdown:
@@ -67,6 +69,7 @@ def _read(source: Path) -> dict[str, Any]:
 def _measure(
     device: str,
     only: str | None,
+    patch: int | None,
     batch: int | None,
     certify_images: int | None,
     data_dir: Path | None,
@@ -79,7 +82,8 @@ def _measure(
     from patchcert.bench.timing import Ceilings
 
     chosen = parse_device(device)
-    cases = [case for case in (*CASES, *(SIZES if sizes else ())) if only is None or only in case.name]
+    known = [replace(case, patch=patch or case.patch) for case in (*CASES, *(SIZES if sizes else ()))]
+    cases = [case for case in known if only is None or only in case.name]
     if not cases:
         raise InvalidInput(f"no case holds {only!r}", hint=f"cases: {', '.join(case.name for case in CASES)}")
     on_gpu = chosen.type == "cuda"
