@@ -14,9 +14,9 @@ from patchcert.bounds.operations import (
     Convolution,
     Geometry,
     Linear,
-    Monotone,
     Reshape,
     convolve,
+    is_relu,
 )
 from patchcert.engine.geometry import FeatureMap, Layout, NotCovered, Window
 from patchcert.engine.rules import window_matrix
@@ -210,7 +210,7 @@ class _Builder:
 
     def _follow(self, position: int, step: Step) -> None:
         operation = step.operation
-        if isinstance(operation, Monotone) and operation.is_relu:
+        if is_relu(operation):
             self._finish(position, rectified=True)
         elif isinstance(operation, ChannelScale):
             self._rescale(operation.scale(), position)

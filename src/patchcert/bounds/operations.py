@@ -284,6 +284,11 @@ class Monotone(Operation):
         return Interval(lower, upper)
 
 
+def is_relu(operation: Operation) -> bool:
+    """Whether the operation is max(x, 0), for which there are kernels."""
+    return isinstance(operation, Monotone) and operation.is_relu
+
+
 @dataclass(frozen=True, slots=True)
 class MaxPool(Operation):
     """The largest value of each window: non-decreasing in every input."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from patchcert.bounds import Interval, Network, Rounding, trace
 from patchcert.bounds.network import merged_margins
-from patchcert.bounds.operations import Monotone
+from patchcert.bounds.operations import is_relu
 from patchcert.engine.geometry import Layout
 
 
@@ -78,7 +78,7 @@ def _stored(
 ) -> Tensor:
     """The number kept for value `index`; after a ReLU that of the kept input, from which kernels compute it."""
     step = audit.steps[index - 1] if index else None
-    if step is not None and isinstance(step.operation, Monotone) and step.operation.is_relu:
+    if step is not None and is_relu(step.operation):
         return torch.relu(before[step.inputs[0]])
     return interval.centre.to(dtype)
 

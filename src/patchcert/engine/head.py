@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import Network, Rounding
-from patchcert.bounds.operations import Monotone
+from patchcert.bounds.operations import is_relu
 from patchcert.bounds.rounding import summed_roundings
 from patchcert.engine.clean import Clean
 from patchcert.engine.fused import fused_head
@@ -31,9 +31,8 @@ class Moves:
         """The moves of one group of placements after those of another."""
         if len(parts) == 1:
             return parts[0]
-        shift, spread = (
-            torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("shift", "spread")
-        )
+        shift = torch.cat([part.shift for part in parts], dim=1)
+        spread = torch.cat([part.spread for part in parts], dim=1)
         return Moves(shift, spread, max(part.roundings for part in parts))
 
 
@@ -95,8 +94,7 @@ def _last_relu(sweep: GroupPass) -> int | None:
     if not sweep.is_fused or index < 0 or sweep.windows[index] is not None:
         return None
     step = sweep.steps[index]
-    is_relu = isinstance(step.operation, Monotone) and step.operation.is_relu
-    return index if is_relu and step.inputs == (index,) else None
+    return index if is_relu(step.operation) and step.inputs == (index,) else None
 
 
 def _by_place(

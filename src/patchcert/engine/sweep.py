@@ -9,7 +9,7 @@ from torch import Tensor
 
 from patchcert.bounds import NEAREST, Network, Rounding
 from patchcert.bounds.network import zero_at_label
-from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Monotone, Operation, Reshape
+from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape, is_relu
 from patchcert.engine.clean import Clean
 from patchcert.engine.fused import is_fused
 from patchcert.engine.geometry import Group, Layout, NotCovered, groups
@@ -107,12 +107,12 @@ class PlacementSweep:
     def takes_half(self, images: Tensor) -> bool:
         """Whether windows may be of half precision: kernels are fused, and every layer is one they know."""
         *before, last = self.layout.network.steps[:-1]
-        on_features = _is_relu(last.operation) and self.layout.maps[last.inputs[0]] is None
+        on_features = is_relu(last.operation) and self.layout.maps[last.inputs[0]] is None
         known = (Convolution, Linear, ChannelScale, Reshape)
         return (
             is_fused(images)
             and on_features
-            and all(isinstance(step.operation, known) or _is_relu(step.operation) for step in before)
+            and all(isinstance(step.operation, known) or is_relu(step.operation) for step in before)
         )
 
     def chunk(self, group: Group, images: int, rounding: Rounding) -> int:
@@ -137,10 +137,6 @@ class PlacementSweep:
         if not self.threat.is_solid:
             deviation, radius = deviation * self.stamp, radius * self.stamp
         return Windows(deviation, radius)
-
-
-def _is_relu(operation: Operation) -> bool:
-    return isinstance(operation, Monotone) and operation.is_relu
 
 
 _LIVE_COPIES = 12
