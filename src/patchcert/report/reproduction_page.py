@@ -64,7 +64,7 @@ def _figures(views: Sequence[TableView]) -> tuple[Figure, ...]:
         Figure(
             "At or above the paper",
             share,
-            "rows with the full schedule where the paper has a number",
+            "rows with the full schedule where the paper has a certified accuracy",
             "accent",
         ),
         Figure("Differences", apart, "lowest and highest, in points: ours less that of the paper", "soft"),

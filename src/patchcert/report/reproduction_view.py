@@ -75,7 +75,8 @@ def table_view(table: PaperTable, outcomes: Sequence[Outcome], source: str, quic
         outcome.entry.certified is not None or outcome.certified is not None for outcome in outcomes
     )
     whole = [outcome for outcome in outcomes if outcome.status == "measured" and outcome.scale == 1.0]
-    gaps = () if quick else tuple(gap for outcome in whole if (gap := outcome.difference) is not None)
+    proven = [] if quick else [outcome for outcome in whole if outcome.entry.certified is not None]
+    gaps = tuple(gap for outcome in proven if (gap := outcome.difference) is not None)
     anchors = [f"{table.name}-{position}" for position in range(1, len(outcomes) + 1)]
     rows = zip(anchors, outcomes, strict=True)
     return TableView(
