@@ -94,6 +94,12 @@ def test_a_mean_is_of_three_runs():
     assert {spec.strategy.placements for spec in made.specs} == {5}
 
 
+@pytest.mark.parametrize(("model", "epochs"), [("mlp", 10), ("cnn4", 60)])
+def test_sparse_networks_with_convolutions_ramp_epsilon_slowly_on_mnist(model, epochs):
+    made = recipe(find("sparse-detail", f"mnist 4 pixels {model}"))
+    assert [spec.schedule.epsilon.ramp_epochs for spec in made.specs] == [epochs]
+
+
 def test_ten_sparse_pixels_on_mnist_have_the_authors_width():
     made = recipe(find("sparse-detail", "mnist 10 pixels"))
     assert made is not None
