@@ -10,8 +10,15 @@ from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
 from patchcert.bounds.operations import Geometry, convolve
 from patchcert.bounds.rounding import blocked_product, fast_arithmetic
 from patchcert.certificates import certify, placement_margins
-from patchcert.engine import clean_pass, covering_sweep, exact_clean_pass, windows
-from patchcert.engine.fused import fused_head, fused_relu, fused_rows, is_fused
+from patchcert.engine import (
+    chosen,
+    clean_pass,
+    covering_placements,
+    covering_sweep,
+    exact_clean_pass,
+    windows,
+)
+from patchcert.engine.fused import differentiable_relu, fused_head, fused_relu, fused_rows, is_fused
 from patchcert.engine.geometry import Cells
 from patchcert.testing.blocks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
@@ -118,6 +125,49 @@ def test_the_kernel_on_features_is_plain_relu(features, radius_shape, has_slack)
     expected = plain_relu(deviation, radius, clean, None, 1.0, 1.0, slack)
     torch.testing.assert_close(moved.double(), expected[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(spread.double(), expected[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("inner", [(1, 1, 1), (3, 2, 5), (5, 5, 64), (9, 9, 40), (257,)])
+def test_the_kernel_with_a_gradient_is_plain_relu_with_its_gradient(inner):
+    generator = torch.Generator().manual_seed(0)
+    radius = torch.rand(7, 3, *inner, generator=generator).cuda()
+    deviation = (torch.rand(7, 3, *inner, generator=generator).cuda() * 2 - 1) * radius
+    if len(inner) == 1:
+        cells, places = None, torch.arange(3).reshape(1, 3, 1).expand(7, 3, 1)
+        clean = torch.randn(3, *inner, generator=generator).cuda()
+    else:
+        signed = torch.randint(-8, 30, (7, 3, inner[0] * inner[1]), generator=generator).clamp(min=-1)
+        cells, places = Cells(signed, signed.int().cuda(), None), torch.arange(3).reshape(1, 3, 1)
+        clean = torch.randn(3, 30, inner[2], generator=generator).cuda()
+    found, wanted = ([part.clone().requires_grad_() for part in (deviation, radius, clean)] for _ in range(2))
+    ours = differentiable_relu(*found, cells)
+    before = wanted[2] if cells is None else wanted[2][places, cells.index.clamp(min=0)].view(7, 3, *inner)
+    outside = None if cells is None else (cells.signed < 0).view(7, 3, *inner[:2], 1)
+    plain = plain_relu(wanted[0], wanted[1], before, outside, 1.0, 1.0, None)
+    weights = [torch.randn(7, 3, *inner, generator=generator).cuda() for _ in range(2)]
+    torch.autograd.backward(ours, weights)
+    torch.autograd.backward(plain, [weight.double() for weight in weights])
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "dense way"])
+def test_chosen_placements_have_the_same_gradient_with_and_without_kernels(name, monkeypatch):
+    model = built(name).cuda()
+    images, labels = (part.cuda() for part in batch())
+    corners = torch.randint(0, 9, (len(images), 4, 2), generator=torch.Generator().manual_seed(0)).cuda()
+    found = []
+    for has_kernels in (True, False):
+        monkeypatch.setattr(chosen, "is_fused", lambda value, has_kernels=has_kernels: has_kernels)
+        placements = covering_placements(trace(model), images, Patch(3))
+        assert placements is not None
+        with precise_arithmetic():
+            margins = placements.margins(images, labels, corners, torch.tensor(0.7, device="cuda"))
+            found.append([margins.detach(), *torch.autograd.grad(margins.square().sum(), list(model.parameters()))])
+    for ours, plain in zip(*found, strict=True):
+        assert float((ours - plain).abs().max()) <= 1e-4 * float(plain.abs().max()) + 1e-6
 
 
 @pytest.mark.parametrize("arithmetic", [precise_arithmetic, fast_arithmetic])

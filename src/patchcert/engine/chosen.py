@@ -14,6 +14,7 @@ from torch import Tensor
 
 from patchcert.bounds import NEAREST, Network
 from patchcert.engine.clean import clean_pass
+from patchcert.engine.fused import is_fused
 from patchcert.engine.geometry import Cells, FeatureMap, Layout, NotCovered, Window, seen_by_pool
 from patchcert.engine.rules import before_head
 from patchcert.engine.windows import Shared, WindowPass, Windows, product
@@ -93,10 +94,11 @@ def covering_placements(network: Network, images: Tensor, threat: Patch) -> Chos
 class _ChosenPass(WindowPass):
     """The same number k of placements for every image, each image's own; `base` (k, n, 2) are their window corners."""
 
-    is_fused = False
+    has_gradient = True
 
     def __init__(self, shared: Shared, windows: tuple[Window | None, ...], base: Tensor) -> None:
         self.shared, self.windows, self.base = shared, windows, base
+        self.is_fused = is_fused(shared.clean.values[0])
         self._cells: dict[tuple[Window, FeatureMap], tuple[Tensor, Tensor]] = {}
 
     def outside(self, index: int) -> Tensor | None:
@@ -130,7 +132,12 @@ class _ChosenPass(WindowPass):
         ).flatten(2)
 
     def fused_cells(self, index: int) -> Cells | None:
-        raise NotImplementedError("windows of chosen placements are not fused")
+        window = self.windows[index]
+        if window is None:
+            return None
+        cells, outside = self._places(window, index)
+        signed = cells.masked_fill(outside.flatten(2), -1).int()
+        return Cells(cells, signed, outside)
 
     def _gather(self, window: Window, index: int) -> Tensor:
         cells = self._places(window, index)[0]

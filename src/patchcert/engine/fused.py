@@ -1,14 +1,17 @@
 """Steps of the window engine as single kernels: each number is read once and written once.
 
-The plain twin of `fused_relu` is `_between` in `rules`, that of `fused_rows` is `convolve` by a product, that
-of `fused_head` is `fused_relu` followed by two products; they are held equal by tests on machines with CUDA.
+The plain twin of `fused_relu` and `differentiable_relu` is `_between` in `rules`, that of `fused_rows` is
+`convolve` by a product, that of `fused_head` is `fused_relu` followed by two products; they are held equal by
+tests on machines with CUDA.
 """
 
 import importlib.util
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from patchcert.bounds.operations import Geometry
 from patchcert.engine.geometry import Cells
@@ -36,19 +39,17 @@ def fused_relu(
     """Deviation and radius after ReLU, for (p, n, h, w, c) with clean places (n, places, c), or (p, n,
     features).
 
-    The radius is first taken times `factor` plus the first slack (n,), the result's times `widen` plus the
-    second. Deviation and radius may be of half precision: the sums are in float32 all the same.
+    Cells are those of each placement (p, cells), or of each window (p, n, cells). The radius is first taken
+    times `factor` plus the first slack (n,), the result's times `widen` plus the second. Deviation and radius
+    may be of half precision: the sums are in float32 all the same.
     """
     from patchcert.engine.kernels import relu_windows
 
     deviation, radius, clean = deviation.contiguous(), radius.contiguous(), clean.contiguous()
     placements, images = deviation.shape[:2]
-    channels, inner = deviation.shape[-1], deviation[0, 0].numel()
     new_deviation, new_radius = torch.empty_like(deviation), torch.empty_like(deviation)
-    block = min(1 << (inner - 1).bit_length(), 1024)
-    rows = max(1, 1024 // block)
-    grid = (-(-placements * images // rows), -(-inner // block))
-    relu_windows[grid](  # pyright: ignore[reportIndexIssue]
+    tiles = _Tiles.of(deviation)
+    relu_windows[tiles.grid](  # pyright: ignore[reportIndexIssue]
         deviation,
         radius,
         clean,
@@ -64,16 +65,85 @@ def fused_relu(
         clean.stride(0),
         factor,
         widen,
-        CHANNELS=channels,
-        INNER=inner,
+        CHANNELS=deviation.shape[-1],
+        INNER=tiles.inner,
         HAS_PLACES=cells is not None,
+        OWN_CELLS=cells is not None and cells.signed.dim() == 3,
         HAS_SLACK=slack is not None,
         IS_HALF=deviation.dtype == torch.float16,
-        ROWS=rows,
-        BLOCK=block,
+        ROWS=tiles.rows,
+        BLOCK=tiles.block,
         num_warps=4,
     )
     return new_deviation, new_radius
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """How windows (p, n, ...) are shared out: so many numbers of so many windows to each program."""
+
+    inner: int
+    rows: int
+    block: int
+    grid: tuple[int, int]
+
+    @staticmethod
+    def of(windows: Tensor) -> "_Tiles":
+        count, inner = windows.shape[0] * windows.shape[1], windows[0, 0].numel()
+        block = min(1 << (inner - 1).bit_length(), 1024)
+        rows = max(1, 1024 // block)
+        return _Tiles(inner, rows, block, (-(-count // rows), -(-inner // block)))
+
+
+def differentiable_relu(
+    deviation: Tensor, radius: Tensor, clean: Tensor, cells: Cells | None
+) -> tuple[Tensor, Tensor]:
+    """As `fused_relu` rounded to nearest, with a gradient; the cells (p, n, cells) are each window's own."""
+    signed = None if cells is None else cells.signed
+    return _FusedRelu.apply(deviation, radius.expand_as(deviation), clean, signed)  # pyright: ignore[reportReturnType]
+
+
+class _FusedRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, deviation: Tensor, radius: Tensor, clean: Tensor, signed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        deviation, radius, clean = deviation.contiguous(), radius.contiguous(), clean.contiguous()
+        ctx.save_for_backward(deviation, radius, clean, *([] if signed is None else [signed]))
+        cells = None if signed is None else Cells(signed, signed, None)
+        return fused_relu(deviation, radius, clean, cells, 1.0, 1.0, None)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: FunctionCtx, by_deviation: Tensor, by_radius: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        from patchcert.engine.kernels import relu_windows_gradient
+
+        deviation, radius, clean, *signed = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
+        to_deviation, to_radius = torch.empty_like(deviation), torch.empty_like(deviation)
+        to_clean = torch.zeros_like(clean)
+        tiles = _Tiles.of(deviation)
+        relu_windows_gradient[tiles.grid](  # pyright: ignore[reportIndexIssue]
+            deviation,
+            radius,
+            clean,
+            signed[0] if signed else clean,
+            by_deviation.contiguous(),
+            by_radius.contiguous(),
+            to_deviation,
+            to_radius,
+            to_clean,
+            deviation.shape[0] * deviation.shape[1],
+            deviation.shape[1],
+            clean.stride(0),
+            CHANNELS=deviation.shape[-1],
+            INNER=tiles.inner,
+            HAS_PLACES=bool(signed),
+            ROWS=tiles.rows,
+            BLOCK=tiles.block,
+            num_warps=4,
+        )
+        return to_deviation, to_radius, to_clean, None
 
 
 def fused_head(

@@ -25,6 +25,26 @@ def _finite(value, IS_HALF: tl.constexpr):
 
 
 @triton.jit
+def _place(
+    cells,
+    cell_row,
+    image,
+    inner,
+    is_here,
+    clean_image_stride,
+    CHANNELS: tl.constexpr,
+    INNER: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
+):
+    """Where the clean value of each number of a window lies, and whether there is one."""
+    place, is_inside = inner, is_here
+    if HAS_PLACES:
+        cell = tl.load(cells + cell_row * (INNER // CHANNELS) + inner // CHANNELS, mask=is_here, other=-1)
+        place, is_inside = cell * CHANNELS + inner % CHANNELS, is_here & (cell >= 0)
+    return image.to(tl.int64) * clean_image_stride + place, is_inside
+
+
+@triton.jit
 def relu_windows(
     deviation,
     radius,
@@ -44,6 +64,7 @@ def relu_windows(
     CHANNELS: tl.constexpr,
     INNER: tl.constexpr,
     HAS_PLACES: tl.constexpr,
+    OWN_CELLS: tl.constexpr,
     HAS_SLACK: tl.constexpr,
     IS_HALF: tl.constexpr,
     ROWS: tl.constexpr,
@@ -54,13 +75,17 @@ def relu_windows(
     is_row, image, placement = row < row_count, row % images, row // images
     is_here = is_row & (inner < INNER)
     offset = row.to(tl.int64) * INNER + inner
-    if HAS_PLACES:
-        cell = tl.load(cells + placement * (INNER // CHANNELS) + inner // CHANNELS, mask=is_here, other=-1)
-        is_inside = is_here & (cell >= 0)
-        place = image.to(tl.int64) * clean_image_stride + cell * CHANNELS + inner % CHANNELS
-    else:
-        is_inside = is_here
-        place = image.to(tl.int64) * clean_image_stride + inner
+    place, is_inside = _place(
+        cells,
+        row if OWN_CELLS else placement,
+        image,
+        inner,
+        is_here,
+        clean_image_stride,
+        CHANNELS,
+        INNER,
+        HAS_PLACES,
+    )
     value = tl.load(clean + place, mask=is_inside, other=0.0)
     shift = _finite(tl.load(deviation + offset, mask=is_inside, other=0.0), IS_HALF)
     at = placement.to(tl.int64) * radius_placement_stride + image.to(tl.int64) * radius_image_stride + inner
@@ -78,6 +103,47 @@ def relu_windows(
     )
     tl.store(new_deviation + offset, shift, mask=is_here)
     tl.store(new_radius + offset, spread, mask=is_here)
+
+
+@triton.jit
+def relu_windows_gradient(
+    deviation,
+    radius,
+    clean,
+    cells,
+    by_deviation,
+    by_radius,
+    to_deviation,
+    to_radius,
+    to_clean,
+    row_count,
+    images,
+    clean_image_stride,
+    CHANNELS: tl.constexpr,
+    INNER: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of `relu_windows` with cells of each window's own; what reaches the clean values is added up there."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    inner = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    image, is_here = row % images, (row < row_count) & (inner < INNER)
+    offset = row.to(tl.int64) * INNER + inner
+    place, is_inside = _place(
+        cells, row, image, inner, is_here, clean_image_stride, CHANNELS, INNER, HAS_PLACES
+    )
+    value = tl.load(clean + place, mask=is_inside, other=0.0)
+    shift = tl.load(deviation + offset, mask=is_inside, other=0.0)
+    spread = tl.load(radius + offset, mask=is_inside, other=0.0)
+    shifted = tl.load(by_deviation + offset, mask=is_inside, other=0.0)
+    spreaded = tl.load(by_radius + offset, mask=is_inside, other=0.0)
+    lower = tl.where(value + shift - spread <= 0, 0.0, (shifted - spreaded) * 0.5)
+    upper = tl.where(value + shift + spread <= 0, 0.0, (shifted + spreaded) * 0.5)
+    tl.store(to_deviation + offset, upper + lower, mask=is_here)
+    tl.store(to_radius + offset, upper - lower, mask=is_here)
+    own = tl.where(value <= 0, 0.0, shifted)
+    tl.atomic_add(to_clean + place, upper + lower - own, mask=is_inside)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from patchcert.bounds.operations import (
     convolve,
 )
 from patchcert.bounds.rounding import blocked_product, summed_roundings
-from patchcert.engine.fused import fused_relu, fused_rows
+from patchcert.engine.fused import differentiable_relu, fused_relu, fused_rows
 from patchcert.engine.geometry import FeatureMap, Window, is_global
 from patchcert.engine.windows import WindowPass, Windows, product
 
@@ -267,6 +267,8 @@ def _fused_relu(state: Windows, sweep: WindowPass, position: int) -> Windows:
     index = sweep.steps[position].inputs[0]
     cells = sweep.fused_cells(index)
     clean = sweep.clean.values[index].flatten(1) if cells is None else sweep.clean.places(index, sweep.layout)
+    if sweep.has_gradient:
+        return Windows(*differentiable_relu(state.deviation, state.radius, clean, cells))
     terms = relu_terms(state, sweep, position)
     return Windows(*fused_relu(state.deviation, state.radius, clean, cells, *terms))
 

@@ -127,6 +127,7 @@ class WindowPass(ABC):
         """The cells of the windows, for fused kernels."""
 
     is_fused: bool
+    has_gradient: bool = False
 
     @property
     def layout(self) -> Layout:
