@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.attacks import Attack, AttackLeftThreat, Findings, PatchAttack, reference_patch_attack
+from patchcert.attacks.campaign import vertices
 from patchcert.attacks.placement_search import random_order
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.threats import Patch, SparsePixels, shapes
@@ -77,6 +78,19 @@ def best_margin_of_linear(model, images, labels, threat) -> torch.Tensor:
     return other - own + gains
 
 
+class Checkered(nn.Module):
+    """Wrong only where two neighbours are exactly 1 and 0, of which no gradient tells."""
+
+    def __init__(self, row: int, column: int) -> None:
+        super().__init__()
+        self.row, self.column = row, column
+
+    def forward(self, images):
+        left, right = images[:, 0, self.row, self.column], images[:, 0, self.row, self.column + 1]
+        found = ((left == 1) & (right == 0)).to(images.dtype) + 0 * left
+        return torch.stack([torch.full_like(found, 0.5), found], dim=1)
+
+
 @pytest.mark.parametrize("search", ["random", "sweep", "certificate"])
 @pytest.mark.parametrize("loss", ["cross-entropy", "margin"])
 @pytest.mark.parametrize("stamp", [2, (1, 3), "diamond"])
@@ -116,6 +130,37 @@ def test_certificate_search_takes_the_given_margins():
     wrong = dataclasses.replace(attack, placement_margins=lambda *_: torch.ones(4, 8, 2))
     with pytest.raises(InvalidInput, match=r"shape \(4, 9, classes\), got \(4, 8, 2\)"):
         wrong.run(model, images, labels, threat)
+
+
+def test_vertices_break_what_no_gradient_points_to():
+    images, labels = torch.full((3, 1, 6, 6), 0.5), torch.zeros(3, dtype=torch.long)
+    climb = PatchAttack(steps=3, restarts=5, search="sweep", sweep_steps=2)
+    assert not climb.run(Checkered(4, 4), images, labels, Patch(2), seeded(0)).succeeded.any()
+    result = dataclasses.replace(climb, sweep_vertices=16).run(
+        Checkered(4, 4), images, labels, Patch(2), seeded(0)
+    )
+    assert result.succeeded.all()
+    assert (result.steps == 0).all()
+    assert ((result.placement - 4).abs() <= 1).all()
+
+
+def test_vertices_tell_the_restarts_where_to_go():
+    images, labels = torch.zeros(4, 1, 6, 6), torch.zeros(4, dtype=torch.long)
+    attack = PatchAttack(steps=0, restarts=1, search="sweep", sweep_steps=0, sweep_vertices=2)
+    result = attack.run(PixelModel(3, 3, 2.0), images, labels, Patch(1), seeded(0))
+    assert result.placement.tolist() == [[3, 3]] * 4
+    assert (result.adversarial[:, 0, 3, 3] == 1).all()
+
+
+@given(st.integers(0, 40), st.integers(1, 2), st.integers(1, 2))
+@settings(max_examples=25, deadline=None)
+def test_vertices_are_all_patches_of_zeros_and_ones_or_as_many_as_asked_for(count, channels, side):
+    images, values = random_images(3, channels, 4), channels * side * side
+    drawn = list(vertices(images, Patch(side), count, seeded(0)))
+    assert len(drawn) == min(count, 2**values)
+    assert all(start.shape == (3, values) and (start.abs() == 1).all() for start in drawn)
+    if count >= 2**values:
+        assert len({tuple(start[0].tolist()) for start in drawn}) == 2**values
 
 
 @pytest.mark.parametrize("search", ["random", "sweep"])
@@ -365,6 +410,7 @@ def test_another_threat_is_refused():
         ({"search": "grid"}, "unknown search 'grid' of an attack"),
         ({"batch_size": 0}, "got batch_size=0"),
         ({"sweep_steps": -1}, "got sweep_steps=-1"),
+        ({"sweep_vertices": -1}, "sweep_vertices=-1"),
         ({"check_every": 0}, "check_every=0"),
     ],
 )

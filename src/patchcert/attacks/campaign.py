@@ -22,6 +22,21 @@ def noise(images: Tensor, patch: Patch, generator: Generator) -> Tensor:
     return (2 * drawn - 1).to(images.device)
 
 
+def vertices(images: Tensor, patch: Patch, count: int, generator: Generator) -> Iterator[Tensor]:
+    """Noise of -1 and 1, which takes any pixel to 0 or 1: every such patch, or `count` random ones of many.
+
+    All images get the same one, each (n, channels * pixels).
+    """
+    values = images.shape[1] * patch.pixels
+    is_complete = values < count.bit_length()
+    for number in range(2**values if is_complete else count):
+        if is_complete:
+            bits = number >> torch.arange(values) & 1
+        else:
+            bits = torch.randint(2, (values,), generator=generator, device=generator.device)
+        yield (2 * bits - 1).to(images).expand(len(images), -1)
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Campaign:

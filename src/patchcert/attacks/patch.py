@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.attacks.base import Attack, Findings, Task
-from patchcert.attacks.campaign import Campaign, noise
+from patchcert.attacks.campaign import Campaign, noise, vertices
 from patchcert.attacks.climbing import Climb, Loss, Record
 from patchcert.attacks.placement_search import (
     PlacementMargins,
@@ -34,6 +34,10 @@ class PatchAttack(Attack):
     "certificate": the placements in the order of their lower bounds, weakest first; `placement_margins`
     gives the bounds, by default those of the interval certificate.
 
+    Before a sweep, `sweep_vertices` patches of zeros and ones are tried at every placement, all of them where
+    there are no more, else as many random ones. They need no gradient, which helps against a model whose
+    gradient says little: a defense that decides by a threshold is blind to it between two steps.
+
     Images and restarts share batches of `batch_size`; broken images leave them every `check_every` steps. The
     cross entropy of a very sure model has no gradient in floating point; the margin always has one.
     """
@@ -44,6 +48,7 @@ class PatchAttack(Attack):
     loss: Loss = "cross-entropy"
     search: Search = "random"
     sweep_steps: int = 5
+    sweep_vertices: int = 0
     placement_margins: PlacementMargins | None = None
     batch_size: int = 1024
     check_every: int = 25
@@ -52,11 +57,12 @@ class PatchAttack(Attack):
     def __post_init__(self) -> None:
         check_ascent(self.steps, self.step_size, self.restarts, self.loss, self.batch_size)
         check_choice("search", self.search, get_args(Search))
-        if self.sweep_steps < 0 or self.check_every < 1:
+        if self.sweep_steps < 0 or self.sweep_vertices < 0 or self.check_every < 1:
             raise InvalidInput(
-                "an attack needs sweep_steps >= 0 and check_every >= 1, "
-                f"got sweep_steps={self.sweep_steps} and check_every={self.check_every}",
-                hint="5 and 25 are usual",
+                "an attack needs sweep_steps >= 0, sweep_vertices >= 0 and check_every >= 1, got "
+                f"sweep_steps={self.sweep_steps}, sweep_vertices={self.sweep_vertices} and "
+                f"check_every={self.check_every}",
+                hint="5, 0 and 25 are usual",
             )
 
     def exhaustive(self) -> Self:
@@ -88,6 +94,17 @@ class PatchAttack(Attack):
             bounds = self.placement_margins or interval_placement_margins
             margins = bounds(campaign.model, images, labels, campaign.patch)
             return weakest_first(certificate_leads(margins.detach(), labels, placements))
-        start = noise(images, campaign.patch, task.generator)
+        return weakest_first(self._swept_leads(campaign, placements))
+
+    def _swept_leads(self, campaign: Campaign, placements: int) -> Tensor:
+        """The largest lead (n, p) met at every placement by vertices and by a few steps."""
+        images, patch, generator = campaign.task.images, campaign.patch, campaign.task.generator
         every = torch.arange(placements, device=images.device).expand(len(images), -1)
-        return weakest_first(campaign.spend(every, lambda: start, placements, self.sweep_steps))
+        starts = [
+            (corner_noise, 0) for corner_noise in vertices(images, patch, self.sweep_vertices, generator)
+        ]
+        starts.append((noise(images, patch, generator), self.sweep_steps))
+        leads = images.new_full((len(images), placements), -torch.inf)
+        for start, steps in starts:
+            leads = torch.maximum(leads, campaign.spend(every, lambda start=start: start, placements, steps))
+        return leads

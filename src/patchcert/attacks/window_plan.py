@@ -19,7 +19,7 @@ from patchcert.bounds.operations import (
     is_relu,
 )
 from patchcert.engine.geometry import FeatureMap, Layout, NotCovered, Window
-from patchcert.engine.rules import window_matrix
+from patchcert.engine.taps import window_matrix
 from patchcert.threats import Patch
 
 _DENSE_INPUTS = 1024

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from patchcert.bounds.operations import (
     Operation,
     Reshape,
 )
+from patchcert.engine.taps import Taps
 from patchcert.threats import Placements
 
 Shape = tuple[int, ...]
@@ -145,6 +146,7 @@ class Layout:
 
     network: Network
     maps: tuple[FeatureMap | None, ...]
+    _taps: dict[tuple[object, ...], Taps] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(network: Network, values: Sequence[Tensor]) -> "Layout":
@@ -158,6 +160,13 @@ class Layout:
                 raise NotCovered("a sum spreads one of its terms over the places of the other")
             maps.append(_next_map(step.operation, source, values[step.inputs[0]].dim(), shape))
         return Layout(network, tuple(maps))
+
+    def taps(self, geometry: Geometry, weight: Tensor, groups: int, shape: Shape) -> Taps:
+        """How a convolution becomes a matrix on windows of this shape; kept for every later step."""
+        key = (geometry, groups, weight.shape, shape, weight.device)
+        if key not in self._taps:
+            self._taps[key] = Taps.of(geometry, weight, groups, shape)
+        return self._taps[key]
 
     def windows(self, start: Window) -> tuple[Window | None, ...]:
         """The window on every value for a patch that covers the window `start` of the image."""

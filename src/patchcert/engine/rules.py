@@ -132,7 +132,8 @@ def _slide_by_matrix(
     shape = tuple(state.deviation.shape[2:])
     key = (position, geometry, shape)
     if key not in sweep.shared.weights:
-        matrix = window_matrix(geometry, weight, groups, shape).to(state.deviation.dtype)
+        taps = sweep.layout.taps(geometry, weight, groups, shape)
+        matrix = taps.matrix(weight).to(state.deviation.dtype)
         sweep.shared.weights[key] = (matrix, matrix.abs())
     matrix, absolute = sweep.shared.weights[key]
     height, width = geometry.output_size(shape[0], shape[1])
@@ -143,15 +144,6 @@ def _slide_by_matrix(
         return rows.reshape(*part.shape[:2], height, width, -1)
 
     return Windows(slide(state.deviation, matrix), slide(state.radius, absolute))
-
-
-def window_matrix(geometry: Geometry, weight: Tensor, groups: int, shape: Sequence[int]) -> Tensor:
-    """The convolution on a window of the given (height, width, channels) as a matrix (inputs, outputs), exactly."""
-    count = shape[0] * shape[1] * shape[2]
-    basis = (
-        torch.eye(count, dtype=weight.dtype, device=weight.device).reshape(count, *shape).permute(0, 3, 1, 2)
-    )
-    return convolve(basis, weight, geometry, groups, precise=True).permute(0, 2, 3, 1).flatten(1)
 
 
 def _linear(operation: Linear, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
