@@ -6,16 +6,17 @@ all, each window is drawn back to the next multiple of the network's strides, an
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from patchcert.bounds import NEAREST, Network
 from patchcert.engine.clean import clean_pass
 from patchcert.engine.fused import is_fused
-from patchcert.engine.geometry import Cells, FeatureMap, Layout, NotCovered, Window, seen_by_pool
+from patchcert.engine.geometry import FeatureMap, Layout, NotCovered, Window, cells, seen_by_pool
 from patchcert.engine.rules import before_head
 from patchcert.engine.windows import Shared, WindowPass, Windows, product
 from patchcert.threats import Patch
@@ -25,13 +26,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChosenPlacements:
-    """The common geometry of all placements of one patch on one network and image size."""
+    """The common geometry of all placements of one patch on one network and image size.
+
+    `bases` are the corners (b, 2) that windows can be drawn back to, in rows; what depends on them or on the
+    rest of the way alone is tabled once, so that a step only looks it up.
+    """
 
     layout: Layout
     threat: Patch
-    stamp: Tensor
     windows: tuple[Window | None, ...]
     step: tuple[int, int]
+    bases: np.ndarray
+    covered: Tensor
+    _cells: dict[tuple[Window, FeatureMap], Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(network: Network, images: Tensor, threat: Patch) -> "ChosenPlacements":
@@ -41,8 +48,18 @@ class ChosenPlacements:
         known = [window for window in layout.windows(Window(0, 0, threat.height, threat.width)) if window]
         rows, columns = math.lcm(*(w.row_step for w in known)), math.lcm(*(w.column_step for w in known))
         start = Window(0, 0, threat.height + rows - 1, threat.width + columns - 1)
-        stamp = threat.stamp.to(images.device)
-        return ChosenPlacements(layout, threat, stamp, layout.windows(start), (rows, columns))
+        bases = np.stack(
+            np.meshgrid(
+                *(
+                    np.arange(0, size, step)
+                    for size, step in zip(images.shape[2:], (rows, columns), strict=True)
+                ),
+                indexing="ij",
+            ),
+            axis=-1,
+        ).reshape(-1, 2)
+        covered = _covered(threat, rows, columns).to(images.device)
+        return ChosenPlacements(layout, threat, layout.windows(start), (rows, columns), bases, covered)
 
     def margins(
         self,
@@ -54,31 +71,36 @@ class ChosenPlacements:
     ) -> Tensor:
         """Margins (n, k, classes) at the corners (n, k, 2); with `classes` (n, k) only against that class, (n, k)."""
         clean = clean_pass(self.layout.network, images, labels)
-        base = torch.stack([self._drawn_back(corners[..., axis], axis) for axis in (0, 1)], dim=-1)
-        chosen = _ChosenPass(Shared(self.layout, clean, NEAREST), self.windows, base.transpose(0, 1))
-        state = before_head(chosen, self._start(chosen, (corners - base).transpose(0, 1), epsilon))
+        rows, columns = (corners[..., axis].T for axis in (0, 1))
+        in_row = -(-images.shape[3] // self.step[1])
+        base = rows // self.step[0] * in_row + columns // self.step[1]
+        offset = rows % self.step[0] * self.step[1] + columns % self.step[1]
+        chosen = _ChosenPass(Shared(self.layout, clean, NEAREST), self, base)
+        state = before_head(chosen, self._start(chosen, offset, epsilon))
         return _margins(chosen, state, labels, classes)
 
-    def _drawn_back(self, starts: Tensor, axis: int) -> Tensor:
-        return torch.div(starts, self.step[axis], rounding_mode="floor") * self.step[axis]
-
     def _start(self, chosen: "_ChosenPass", offset: Tensor, epsilon: float | Tensor) -> Windows:
-        pixels = chosen.clean_windows(0)
-        mask = self._covered(offset, pixels.shape[2], pixels.shape[3]).unsqueeze(-1)
+        pixels, mask = chosen.clean_windows(0), self.covered[offset]
         lower, upper = (pixels - epsilon).clamp(min=0), (pixels + epsilon).clamp(max=1)
         return Windows(((upper + lower) * 0.5 - pixels) * mask, (upper - lower) * 0.5 * mask)
 
-    def _covered(self, offset: Tensor, height: int, width: int) -> Tensor:
-        """True (k, n, h, w) on the pixels of the window that the stamp covers when it lies at the offset in it."""
-        rows = torch.arange(height, device=offset.device) - offset[..., :1]
-        columns = torch.arange(width, device=offset.device) - offset[..., 1:]
-        inside_rows = (rows >= 0) & (rows < self.threat.height)
-        inside_columns = (columns >= 0) & (columns < self.threat.width)
-        inside = inside_rows[..., :, None] & inside_columns[..., None, :]
-        if self.threat.is_solid:
-            return inside
-        place = rows.clamp(0, self.threat.height - 1)[..., :, None] * self.threat.width
-        return inside & self.stamp.flatten()[place + columns.clamp(0, self.threat.width - 1)[..., None, :]]
+    def cells(self, window: Window, area: FeatureMap) -> Tensor:
+        """The cells (bases, cells) of a window on its map from every base; -1 outside."""
+        if (window, area) not in self._cells:
+            self._cells[window, area] = cells(window, self.bases, area, self.covered.device).signed
+        return self._cells[window, area]
+
+
+def _covered(threat: Patch, rows: int, columns: int) -> Tensor:
+    """True (offsets, h, w, 1) on the pixels of a window that the stamp covers when it lies at the offset in it."""
+    masks = torch.zeros(
+        rows, columns, threat.height + rows - 1, threat.width + columns - 1, 1, dtype=torch.bool
+    )
+    for top in range(rows):
+        for left in range(columns):
+            place = masks[top, left, top : top + threat.height, left : left + threat.width, 0]
+            place.copy_(threat.stamp)
+    return masks.flatten(0, 1)
 
 
 def covering_placements(network: Network, images: Tensor, threat: Patch) -> ChosenPlacements | None:
@@ -92,18 +114,19 @@ def covering_placements(network: Network, images: Tensor, threat: Patch) -> Chos
 
 @final
 class _ChosenPass(WindowPass):
-    """The same number k of placements for every image, each image's own; `base` (k, n, 2) are their window corners."""
+    """The same number k of placements for every image, each image's own; `base` (k, n) says which base each has."""
 
     has_gradient = True
 
-    def __init__(self, shared: Shared, windows: tuple[Window | None, ...], base: Tensor) -> None:
-        self.shared, self.windows, self.base = shared, windows, base
+    def __init__(self, shared: Shared, placements: ChosenPlacements, base: Tensor) -> None:
+        self.shared, self.windows = shared, placements.windows
+        self.placements, self.base = placements, base
         self.is_fused = is_fused(shared.clean.values[0])
-        self._cells: dict[tuple[Window, FeatureMap], tuple[Tensor, Tensor]] = {}
+        self._cells: dict[tuple[Window, FeatureMap], Tensor] = {}
 
     def outside(self, index: int) -> Tensor | None:
         window = self.windows[index]
-        return None if window is None else self._places(window, index)[1]
+        return None if window is None else self._outside(window, index)
 
     def clean_windows(self, index: int) -> Tensor:
         window = self.windows[index]
@@ -113,7 +136,7 @@ class _ChosenPass(WindowPass):
         step = self.steps[position]
         window = seen_by_pool(step.operation, self.windows[step.inputs[0]], self.windows[position + 1])
         assert window is not None
-        outside = self._places(window, step.inputs[0])[1]
+        outside = self._outside(window, step.inputs[0])
         return self._gather(window, step.inputs[0]).masked_fill(outside, -torch.inf)
 
     def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
@@ -123,51 +146,40 @@ class _ChosenPass(WindowPass):
 
     def flattened(self, part: Tensor, index: int) -> Tensor:
         """The whole map with the window in it, (k, n, places * channels); cells outside hold zeros and add nothing."""
-        area, cells = self.layout.maps[index], self._places(self.window(index), index)[0]
+        area, inside = self.layout.maps[index], self._inside(self.window(index), index)
         assert area is not None
         whole = part.new_zeros(*part.shape[:2], area.height * area.width, area.channels)
-        where = cells.unsqueeze(-1).expand(*cells.shape, area.channels)
+        where = inside.unsqueeze(-1).expand(*inside.shape, area.channels)
         return whole.scatter_add(
-            2, where, part.expand(*cells.shape[:2], *part.shape[2:]).flatten(2, 3)
+            2, where, part.expand(*inside.shape[:2], *part.shape[2:]).flatten(2, 3)
         ).flatten(2)
 
-    def fused_cells(self, index: int) -> Cells | None:
+    def signed_cells(self, index: int) -> Tensor | None:
         window = self.windows[index]
-        if window is None:
-            return None
-        cells, outside = self._places(window, index)
-        signed = cells.masked_fill(outside.flatten(2), -1).int()
-        return Cells(cells, signed, outside)
+        return None if window is None else self._signed(window, index)
 
     def _gather(self, window: Window, index: int) -> Tensor:
-        cells = self._places(window, index)[0]
+        inside = self._inside(window, index)
         places = self.clean.places(index, self.layout)
-        where = cells.unsqueeze(-1).expand(*cells.shape, places.shape[-1])
-        chosen = places.unsqueeze(0).expand(len(cells), *places.shape).gather(2, where)
+        where = inside.unsqueeze(-1).expand(*inside.shape, places.shape[-1])
+        chosen = places.unsqueeze(0).expand(len(inside), *places.shape).gather(2, where)
         return chosen.unflatten(2, (window.height, window.width))
 
-    def _places(self, window: Window, index: int) -> tuple[Tensor, Tensor]:
-        """Flat indices (k, n, cells) of the window on its map, and which are outside (k, n, h, w, 1)."""
+    def _inside(self, window: Window, index: int) -> Tensor:
+        """The cells (k, n, cells) of the window, some cell of the map for those outside."""
+        return self._signed(window, index).clamp(min=0).long()
+
+    def _outside(self, window: Window, index: int) -> Tensor:
+        """Which cells of the window (k, n, h, w, 1) lie outside the map."""
+        return (self._signed(window, index) < 0).unflatten(2, (window.height, window.width)).unsqueeze(-1)
+
+    def _signed(self, window: Window, index: int) -> Tensor:
+        """The cells (k, n, cells) of the window on its map as flat indices, -1 outside."""
         area = self.layout.maps[index]
         assert area is not None
-        key = (window, area)
-        if key not in self._cells:
-            rows = self._axis(window.top, window.height, self.base[..., 0], window.row_step)
-            columns = self._axis(window.left, window.width, self.base[..., 1], window.column_step)
-            beyond_rows, beyond_columns = (
-                (rows < 0) | (rows >= area.height),
-                (columns < 0) | (columns >= area.width),
-            )
-            outside = beyond_rows[..., :, None] | beyond_columns[..., None, :]
-            cells = rows.clamp(0, area.height - 1)[..., :, None] * area.width
-            cells = cells + columns.clamp(0, area.width - 1)[..., None, :]
-            self._cells[key] = (cells.flatten(2), outside.unsqueeze(-1))
-        return self._cells[key]
-
-    @staticmethod
-    def _axis(origin: int, extent: int, base: Tensor, step: int) -> Tensor:
-        starts = origin + torch.div(base, step, rounding_mode="floor")
-        return starts.unsqueeze(-1) + torch.arange(extent, device=base.device)
+        if (window, area) not in self._cells:
+            self._cells[window, area] = self.placements.cells(window, area)[self.base]
+        return self._cells[window, area]
 
 
 def _margins(chosen: _ChosenPass, state: Windows, labels: Tensor, classes: Tensor | None) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from patchcert.bounds.operations import Geometry
-from patchcert.engine.geometry import Cells
 
 
 @cache
@@ -31,7 +30,7 @@ def fused_relu(
     deviation: Tensor,
     radius: Tensor,
     clean: Tensor,
-    cells: Cells | None,
+    cells: Tensor | None,
     factor: float,
     widen: float,
     slack: tuple[Tensor, Tensor] | None,
@@ -39,9 +38,9 @@ def fused_relu(
     """Deviation and radius after ReLU, for (p, n, h, w, c) with clean places (n, places, c), or (p, n,
     features).
 
-    Cells are those of each placement (p, cells), or of each window (p, n, cells). The radius is first taken
-    times `factor` plus the first slack (n,), the result's times `widen` plus the second. Deviation and radius
-    may be of half precision: the sums are in float32 all the same.
+    The cells are those of each placement (p, cells), or of each window (p, n, cells), -1 outside. The radius
+    is first taken times `factor` plus the first slack (n,), the result's times `widen` plus the second.
+    Deviation and radius may be of half precision: the sums are in float32 all the same.
     """
     from patchcert.engine.kernels import relu_windows
 
@@ -53,7 +52,7 @@ def fused_relu(
         deviation,
         radius,
         clean,
-        cells.signed if cells is not None else clean,
+        clean if cells is None else cells.contiguous(),
         slack[0] if slack is not None else clean,
         slack[1] if slack is not None else clean,
         new_deviation,
@@ -68,7 +67,7 @@ def fused_relu(
         CHANNELS=deviation.shape[-1],
         INNER=tiles.inner,
         HAS_PLACES=cells is not None,
-        OWN_CELLS=cells is not None and cells.signed.dim() == 3,
+        OWN_CELLS=cells is not None and cells.dim() == 3,
         HAS_SLACK=slack is not None,
         IS_HALF=deviation.dtype == torch.float16,
         ROWS=tiles.rows,
@@ -96,21 +95,20 @@ class _Tiles:
 
 
 def differentiable_relu(
-    deviation: Tensor, radius: Tensor, clean: Tensor, cells: Cells | None
+    deviation: Tensor, radius: Tensor, clean: Tensor, cells: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """As `fused_relu` rounded to nearest, with a gradient; the cells (p, n, cells) are each window's own."""
-    signed = None if cells is None else cells.signed
-    return _FusedRelu.apply(deviation, radius.expand_as(deviation), clean, signed)  # pyright: ignore[reportReturnType]
+    return _FusedRelu.apply(deviation, radius.expand_as(deviation), clean, cells)  # pyright: ignore[reportReturnType]
 
 
 class _FusedRelu(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, deviation: Tensor, radius: Tensor, clean: Tensor, signed: Tensor | None
+        ctx: FunctionCtx, deviation: Tensor, radius: Tensor, clean: Tensor, cells: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         deviation, radius, clean = deviation.contiguous(), radius.contiguous(), clean.contiguous()
-        ctx.save_for_backward(deviation, radius, clean, *([] if signed is None else [signed]))
-        cells = None if signed is None else Cells(signed, signed, None)
+        cells = None if cells is None else cells.contiguous()
+        ctx.save_for_backward(deviation, radius, clean, *([] if cells is None else [cells]))
         return fused_relu(deviation, radius, clean, cells, 1.0, 1.0, None)
 
     @staticmethod
@@ -119,7 +117,7 @@ class _FusedRelu(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         from patchcert.engine.kernels import relu_windows_gradient
 
-        deviation, radius, clean, *signed = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
+        deviation, radius, clean, *cells = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
         to_deviation, to_radius = torch.empty_like(deviation), torch.empty_like(deviation)
         to_clean = torch.zeros_like(clean)
         tiles = _Tiles.of(deviation)
@@ -127,7 +125,7 @@ class _FusedRelu(torch.autograd.Function):
             deviation,
             radius,
             clean,
-            signed[0] if signed else clean,
+            cells[0] if cells else clean,
             by_deviation.contiguous(),
             by_radius.contiguous(),
             to_deviation,
@@ -138,7 +136,7 @@ class _FusedRelu(torch.autograd.Function):
             clean.stride(0),
             CHANNELS=deviation.shape[-1],
             INNER=tiles.inner,
-            HAS_PLACES=bool(signed),
+            HAS_PLACES=bool(cells),
             ROWS=tiles.rows,
             BLOCK=tiles.block,
             num_warps=4,

@@ -63,7 +63,7 @@ class Head:
 
     def _plain_moves(self, sweep: GroupPass, state: Windows) -> Moves:
         """The slow twin of the fused pass, from the input of the last layer on."""
-        cells, rounding = sweep.fused_cells(sweep.steps[-1].inputs[0]), sweep.rounding
+        cells, rounding = sweep.cells(sweep.steps[-1].inputs[0]), sweep.rounding
         (weights, absolute), radius = self._merged(), state.radius.expand_as(state.deviation)
         if cells is not None:
             parts, columns = _by_place(state.deviation, radius, weights, cells.index)

@@ -257,7 +257,7 @@ def _between(
 def _fused_relu(state: Windows, sweep: WindowPass, position: int) -> Windows:
     """As `_between` for ReLU, in one pass over the memory."""
     index = sweep.steps[position].inputs[0]
-    cells = sweep.fused_cells(index)
+    cells = sweep.signed_cells(index)
     clean = sweep.clean.values[index].flatten(1) if cells is None else sweep.clean.places(index, sweep.layout)
     if sweep.has_gradient:
         return Windows(*differentiable_relu(state.deviation, state.radius, clean, cells))

@@ -123,8 +123,8 @@ class WindowPass(ABC):
         """Windows (p, n, h, w, c) times the weights (places, c, out) of the layer after value `index`."""
 
     @abstractmethod
-    def fused_cells(self, index: int) -> Cells | None:
-        """The cells of the windows, for fused kernels."""
+    def signed_cells(self, index: int) -> Tensor | None:
+        """The cells (p, cells) or (p, n, cells) of the windows on value `index`, -1 outside; None without places."""
 
     is_fused: bool
     has_gradient: bool = False
@@ -161,16 +161,21 @@ class GroupPass(WindowPass):
         self.group, self.start, self.stop = group, start, stop
         self.is_fused = is_fused(shared.clean.values[0])
 
-    def fused_cells(self, index: int) -> Cells | None:
+    def cells(self, index: int) -> Cells | None:
+        """The cells of the windows on value `index`."""
         cells = self.group.cells[index]
         return None if cells is None else cells.slice(self.start, self.stop)
 
+    def signed_cells(self, index: int) -> Tensor | None:
+        cells = self.cells(index)
+        return None if cells is None else cells.signed
+
     def outside(self, index: int) -> Tensor | None:
-        cells = self.fused_cells(index)
+        cells = self.cells(index)
         return None if cells is None else cells.outside
 
     def clean_windows(self, index: int) -> Tensor:
-        cells = self.fused_cells(index)
+        cells = self.cells(index)
         if cells is None:
             return self.clean.values[index].flatten(1)
         window = self.window(index)
@@ -184,7 +189,7 @@ class GroupPass(WindowPass):
         return values if chosen.outside is None else values.masked_fill(chosen.outside, -torch.inf)
 
     def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
-        cells, window = self.fused_cells(index), self.window(index)
+        cells, window = self.cells(index), self.window(index)
         assert cells is not None
         if not part.is_cuda and cells.index.shape[1] * columns[0].numel() >= _LARGE_WINDOW:
             rows = cells.signed.view(-1, window.height, window.width).numpy()
