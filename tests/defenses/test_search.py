@@ -75,10 +75,19 @@ def test_no_setting_may_be_allowed():
     assert search((0.4,), 0.1).best is None
 
 
-def test_smoothing_grid_is_the_specifications_without_impossible_overlaps():
+def test_smoothing_grid_has_every_combination_without_impossible_overlaps():
     grid = list(smoothing_grid())
-    assert len(grid) == (5 * 4 - 1) * 4 * 5
+    assert len(grid) == (6 * 4 - 2 - 1) * 8 * 7
     assert all(isinstance(defense, LocalGradientSmoothing) for defense in grid)
+    assert all(defense.overlap < defense.window for defense in grid)
+    assert len({defense.extra_repr() for defense in grid}) == len(grid)
+
+
+def test_smoothing_grid_reaches_beyond_the_specifications_on_every_side():
+    grid = list(smoothing_grid())
+    assert {3, 4, 5, 7, 8} < {defense.window for defense in grid}
+    assert {0.05, 0.1, 0.2, 0.3} < {defense.threshold for defense in grid}
+    assert {1.0, 1.5, 2.3, 3.0, 5.0} < {defense.smoothing for defense in grid}
 
 
 def test_watermarking_grid_covers_windows_up_to_two_pixels_more_than_the_patch():
