@@ -1,5 +1,7 @@
 """The small U-net that guesses the margins a classifier keeps under a patch, for every placement."""
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
@@ -12,14 +14,14 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.residual = nn.Sequential(
             nn.Conv2d(channels, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
+            _normalisation(width),
             nn.ReLU(),
             nn.Conv2d(width, width, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(width),
+            _normalisation(width),
         )
         projects = stride != 1 or channels != width
         self.shortcut = (
-            nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+            nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), _normalisation(width))
             if projects
             else nn.Identity()
         )
@@ -39,7 +41,7 @@ class MarginUNet(nn.Module):
     def __init__(self, channels: int, classes: int, width: int, normalise: nn.Module | None = None) -> None:
         super().__init__()
         self.normalise = normalise or nn.Identity()
-        self.stem = nn.Sequential(nn.Conv2d(channels, width, 7, 2, 3), nn.BatchNorm2d(width), nn.ReLU())
+        self.stem = nn.Sequential(nn.Conv2d(channels, width, 7, 2, 3), _normalisation(width), nn.ReLU())
         self.down = nn.ModuleList(
             [
                 nn.Sequential(nn.MaxPool2d(3, 2, 1), BasicBlock(width, width), BasicBlock(width, width)),
@@ -76,15 +78,17 @@ class MarginUNet(nn.Module):
 def enlarged(maps: Tensor, height: int, width: int) -> Tensor:
     """Bilinear interpolation with aligned corners, as two products: on small maps many times faster than
     `F.interpolate`, which goes through all maps of a batch one after the other."""
-    rows, columns = _hats(maps.shape[2], height, maps), _hats(maps.shape[3], width, maps)
+    rows = _hats(maps.shape[2], height, maps.device, maps.dtype)
+    columns = _hats(maps.shape[3], width, maps.device, maps.dtype)
     return rows @ (maps @ columns.T)
 
 
-def _hats(size: int, larger: int, like: Tensor) -> Tensor:
+@lru_cache(maxsize=64)
+def _hats(size: int, larger: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The matrix (larger, size) of linear interpolation whose first and last points are the ends."""
     step = (size - 1) / (larger - 1) if larger > 1 else 0.0
-    places = torch.arange(larger, device=like.device, dtype=like.dtype) * step
-    points = torch.arange(size, device=like.device, dtype=like.dtype)
+    places = torch.arange(larger, device=device, dtype=dtype) * step
+    points = torch.arange(size, device=device, dtype=dtype)
     return (1 - (places[:, None] - points).abs()).clamp(min=0)
 
 
@@ -96,6 +100,11 @@ def build_unet(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return MarginUNet(channels, classes, width, normalise)
+
+
+def _normalisation(width: int) -> nn.BatchNorm2d:
+    """By the batch alone: the U-net only ever guesses about the batch it learns from."""
+    return nn.BatchNorm2d(width, track_running_stats=False)
 
 
 def _widths(width: int) -> tuple[int, int, int, int]:
