@@ -77,7 +77,7 @@ def test_no_setting_may_be_allowed():
 
 def test_smoothing_grid_has_every_combination_without_impossible_overlaps():
     grid = list(smoothing_grid())
-    assert len(grid) == (6 * 4 - 2 - 1) * 8 * 7
+    assert len(grid) == (7 * 4 - 3 - 2 - 1) * 9 * 7
     assert all(isinstance(defense, LocalGradientSmoothing) for defense in grid)
     assert all(defense.overlap < defense.window for defense in grid)
     assert len({defense.extra_repr() for defense in grid}) == len(grid)
