@@ -48,16 +48,7 @@ class ChosenPlacements:
         known = [window for window in layout.windows(Window(0, 0, threat.height, threat.width)) if window]
         rows, columns = math.lcm(*(w.row_step for w in known)), math.lcm(*(w.column_step for w in known))
         start = Window(0, 0, threat.height + rows - 1, threat.width + columns - 1)
-        bases = np.stack(
-            np.meshgrid(
-                *(
-                    np.arange(0, size, step)
-                    for size, step in zip(images.shape[2:], (rows, columns), strict=True)
-                ),
-                indexing="ij",
-            ),
-            axis=-1,
-        ).reshape(-1, 2)
+        bases = np.mgrid[0 : images.shape[2] : rows, 0 : images.shape[3] : columns].reshape(2, -1).T
         covered = _covered(threat, rows, columns).to(images.device)
         return ChosenPlacements(layout, threat, layout.windows(start), (rows, columns), bases, covered)
 
