@@ -1,14 +1,18 @@
 """Every strategy gives the margins it claims, with the right gradient, however a batch is shared."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Generator, nn
 
 from patchcert.bounds import Interval, trace
 from patchcert.errors import InvalidInput, InvalidThreat
+from patchcert.models import Normalize
+from patchcert.testing.blocks import randomise
 from patchcert.threats import Patch, SparsePixels, shapes
 from patchcert.train.strategies import (
     AllPlacements,
@@ -245,14 +249,60 @@ def test_pooled_bounds_contain_every_member_of_their_block():
     torch.testing.assert_close(found, torch.cat(margins).amin(dim=0, keepdim=True))
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["mlp", "cnn", "strided"]),
+    st.sampled_from([Patch(1), Patch(3), Patch((2, 4)), Patch(shapes.diamond(5))]),
+    st.lists(st.integers(1, 3), min_size=1, max_size=2),
+    st.sampled_from([1.0, 0.3, torch.tensor(0.8, dtype=torch.float64)]),
+    st.integers(0, 2**16),
+)
+def test_pooling_on_windows_has_the_margins_and_gradients_of_the_dense_way(
+    kind, patch, blocks, epsilon, seed
+):
+    blocks = tuple(blocks[:1]) if kind == "mlp" else tuple(blocks)
+    assume(math.prod(blocks) <= 9 - max(patch.height, patch.width))
+    model = _strided(seed) if kind == "strided" else make_model(kind, seed=seed).double()
+    batch, network = make_batch(3, seed=seed, dtype=torch.float64), trace(model)
+    strategy = PooledPlacements(patch, blocks)
+    assert strategy._cover(network, batch.images) is not None
+    fast = strategy.worst_case(network, batch, epsilon, seeded()).margins
+    dense = strategy.dense_worst_case(network, batch, epsilon).margins
+    torch.testing.assert_close(fast, dense, rtol=1e-9, atol=1e-9)
+    ours, plain = (gradient(model, margins, batch.labels)[1] for margins in (fast, dense))
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-8)
+
+
+def _strided(seed):
+    """As the paper's cnn4: strides, padding, a normalisation before the first layer."""
+    layers = [
+        nn.Conv2d(1, 3, 3, 1, 1), nn.ReLU(), nn.Conv2d(3, 4, 4, 2, 1), nn.ReLU(), nn.Conv2d(4, 4, 4, 2, 1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, 4),
+    ]  # fmt: skip
+    model = nn.Sequential(Normalize((0.4,), (0.3,)), *layers)
+    return randomise(model, torch.Generator().manual_seed(seed)).double()
+
+
+def test_pooling_takes_the_dense_way_where_a_block_is_larger_than_the_image_allows():
+    network, batch = trace(make_model("cnn").double()), make_batch(2, dtype=torch.float64)
+    strategy = PooledPlacements(Patch(6), (4,))
+    assert strategy._cover(network, batch.images) is None
+    found = strategy.worst_case(network, batch, 1.0, seeded()).margins
+    torch.testing.assert_close(found, strategy.dense_worst_case(network, batch, 1.0).margins)
+
+
 def test_pooling_in_small_parts_changes_neither_margins_nor_gradients():
     model, batch = make_model("cnn").double(), make_batch(5, dtype=torch.float64)
     results = []
     for budget in (1, 2**40):
         strategy = PooledPlacements(Patch(3), (2, 2), memory_budget=budget)
-        margins = strategy.worst_case(trace(model), batch, 0.7, seeded()).margins
-        results.append((margins, gradient(model, margins, batch.labels)[1]))
-    torch.testing.assert_close(results[0], results[1])
+        for margins in (
+            strategy.worst_case(trace(model), batch, 0.7, seeded()).margins,
+            strategy.dense_worst_case(trace(model), batch, 0.7).margins,
+        ):
+            results.append((margins, gradient(model, margins, batch.labels)[1]))
+    for result in results[1:]:
+        torch.testing.assert_close(results[0], result)
 
 
 def test_pooling_needs_a_full_grid_and_enough_layers():

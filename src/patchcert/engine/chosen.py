@@ -17,6 +17,7 @@ from patchcert.bounds import NEAREST, Network
 from patchcert.engine.clean import clean_pass
 from patchcert.engine.fused import is_fused
 from patchcert.engine.geometry import FeatureMap, Layout, NotCovered, Window, cells, seen_by_pool
+from patchcert.engine.merging import Merging, covered_pixels
 from patchcert.engine.rules import before_head
 from patchcert.engine.windows import Shared, WindowPass, Windows, product
 from patchcert.threats import Patch
@@ -29,28 +30,32 @@ class ChosenPlacements:
     """The common geometry of all placements of one patch on one network and image size.
 
     `bases` are the corners (b, 2) that windows can be drawn back to, in rows; what depends on them or on the
-    rest of the way alone is tabled once, so that a step only looks it up.
+    rest of the way alone is tabled once, so that a step only looks it up. With a merging, placements are its
+    blocks.
     """
 
     layout: Layout
-    threat: Patch
     windows: tuple[Window | None, ...]
     step: tuple[int, int]
     bases: np.ndarray
     covered: Tensor
+    merging: Merging | None = None
     _cells: dict[tuple[Window, FeatureMap], Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def of(network: Network, images: Tensor, threat: Patch) -> "ChosenPlacements":
+    def of(
+        network: Network, images: Tensor, threat: Patch, merging: Merging | None = None
+    ) -> "ChosenPlacements":
         """Raises NotCovered where the network holds a step that windows cannot follow."""
         with torch.no_grad():
             layout = Layout.of(network, network.values(images[:1]))
         known = [window for window in layout.windows(Window(0, 0, threat.height, threat.width)) if window]
         rows, columns = math.lcm(*(w.row_step for w in known)), math.lcm(*(w.column_step for w in known))
-        start = Window(0, 0, threat.height + rows - 1, threat.width + columns - 1)
+        members = 1 if merging is None else merging.reach
+        covered = covered_pixels(threat, rows + members - 1, columns + members - 1).to(images.device)
+        windows = layout.windows(Window(0, 0, covered.shape[1], covered.shape[2]))
         bases = np.mgrid[0 : images.shape[2] : rows, 0 : images.shape[3] : columns].reshape(2, -1).T
-        covered = _covered(threat, rows, columns).to(images.device)
-        return ChosenPlacements(layout, threat, layout.windows(start), (rows, columns), bases, covered)
+        return ChosenPlacements(layout, windows, (rows, columns), bases, covered, merging)
 
     def margins(
         self,
@@ -65,15 +70,31 @@ class ChosenPlacements:
         rows, columns = (corners[..., axis].T for axis in (0, 1))
         in_row = -(-images.shape[3] // self.step[1])
         base = rows // self.step[0] * in_row + columns // self.step[1]
-        offset = rows % self.step[0] * self.step[1] + columns % self.step[1]
         chosen = _ChosenPass(Shared(self.layout, clean, NEAREST), self, base)
-        state = before_head(chosen, self._start(chosen, offset, epsilon))
-        return _margins(chosen, state, labels, classes)
+        state, first = self._start(chosen, rows, columns, epsilon)
+        return _margins(chosen, before_head(chosen, state, first), labels, classes)
 
-    def _start(self, chosen: "_ChosenPass", offset: Tensor, epsilon: float | Tensor) -> Windows:
-        pixels, mask = chosen.clean_windows(0), self.covered[offset]
+    def _start(
+        self, chosen: "_ChosenPass", rows: Tensor, columns: Tensor, epsilon: float | Tensor
+    ) -> tuple[Windows, int]:
+        """Bounds where the windows begin, and the value they are of: the image, or that of the last merging."""
+        pixels, merging = chosen.clean_windows(0), self.merging
         lower, upper = (pixels - epsilon).clamp(min=0), (pixels + epsilon).clamp(max=1)
-        return Windows(((upper + lower) * 0.5 - pixels) * mask, (upper - lower) * 0.5 * mask)
+        box = Windows((upper + lower) * 0.5 - pixels, (upper - lower) * 0.5)
+        top, left = rows % self.step[0], columns % self.step[1]
+        if merging is None:
+            return self._masked(box, top, left), 0
+        tops, lefts = merging.rows[rows] + top[..., None], merging.columns[columns] + left[..., None]
+        state = merging.merged(
+            chosen, lambda row, column: self._masked(box, tops[..., row], lefts[..., column])
+        )
+        return state, merging.first
+
+    def _masked(self, box: Windows, top: Tensor, left: Tensor) -> Windows:
+        """The box on the pixels that the stamp covers when it lies so far inside the window, else nothing."""
+        reach = self.step[1] + (0 if self.merging is None else self.merging.reach - 1)
+        mask = self.covered[top * reach + left]
+        return box.map(lambda part: part * mask)
 
     def cells(self, window: Window, area: FeatureMap) -> Tensor:
         """The cells (bases, cells) of a window on its map from every base; -1 outside."""
@@ -82,22 +103,12 @@ class ChosenPlacements:
         return self._cells[window, area]
 
 
-def _covered(threat: Patch, rows: int, columns: int) -> Tensor:
-    """True (offsets, h, w, 1) on the pixels of a window that the stamp covers when it lies at the offset in it."""
-    masks = torch.zeros(
-        rows, columns, threat.height + rows - 1, threat.width + columns - 1, 1, dtype=torch.bool
-    )
-    for top in range(rows):
-        for left in range(columns):
-            place = masks[top, left, top : top + threat.height, left : left + threat.width, 0]
-            place.copy_(threat.stamp)
-    return masks.flatten(0, 1)
-
-
-def covering_placements(network: Network, images: Tensor, threat: Patch) -> ChosenPlacements | None:
+def covering_placements(
+    network: Network, images: Tensor, threat: Patch, merging: Merging | None = None
+) -> ChosenPlacements | None:
     """The windows of chosen placements, or None where only the dense way goes."""
     try:
-        return ChosenPlacements.of(network, images, threat)
+        return ChosenPlacements.of(network, images, threat, merging)
     except NotCovered as reason:
         logger.debug("the dense path takes over: %s", reason)
         return None

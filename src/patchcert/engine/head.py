@@ -51,12 +51,12 @@ class Head:
         assert head is not None
         return Head(head.weight(), labels, clean.margins.unsqueeze(1))
 
-    def moves(self, sweep: GroupPass, start: Windows) -> Moves:
-        """Through all layers; on a GPU a ReLU before the last layer is taken in one pass with it."""
+    def moves(self, sweep: GroupPass, start: Windows, first: int = 0) -> Moves:
+        """From value `first` through all layers; on a GPU a last ReLU is taken in one pass with the last layer."""
         relu = _last_relu(sweep)
-        if relu is None:
-            return self._plain_moves(sweep, before_head(sweep, start))
-        state, clean = propagate(sweep, start, relu), sweep.clean.values[relu].flatten(1)
+        if relu is None or relu < first:
+            return self._plain_moves(sweep, before_head(sweep, start, first))
+        state, clean = propagate(sweep, start, relu, first), sweep.clean.values[relu].flatten(1)
         terms = relu_terms(state, sweep, relu)
         shift, spread = fused_head(state.deviation, state.radius, clean, self.weight, self.labels, *terms)
         return Moves(shift, spread, self.weight.shape[1] + 1)

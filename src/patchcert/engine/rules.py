@@ -26,11 +26,11 @@ from patchcert.engine.geometry import FeatureMap, Window, is_global
 from patchcert.engine.windows import WindowPass, Windows, product
 
 
-def propagate(sweep: WindowPass, start: Windows, last: int) -> Windows:
-    """Deviation and radius of value `last`."""
-    states: dict[int, Windows] = {0: start}
+def propagate(sweep: WindowPass, start: Windows, last: int, first: int = 0) -> Windows:
+    """Deviation and radius of value `last`, from those of value `first`, which all between must come from."""
+    states: dict[int, Windows] = {first: start}
     last_use = {index: position for position, step in enumerate(sweep.steps) for index in step.inputs}
-    for position, step in enumerate(sweep.steps[:last]):
+    for position, step in enumerate(sweep.steps[first:last], first):
         inputs = [states[index] for index in step.inputs]
         if not isinstance(step.operation, Monotone | Reshape):
             inputs = [
@@ -44,10 +44,10 @@ def propagate(sweep: WindowPass, start: Windows, last: int) -> Windows:
     return states[last]
 
 
-def before_head(sweep: WindowPass, start: Windows) -> Windows:
-    """Deviation and radius of the input of the last layer."""
+def before_head(sweep: WindowPass, start: Windows, first: int = 0) -> Windows:
+    """Deviation and radius of the input of the last layer, from those of value `first`."""
     last = sweep.steps[-1].inputs[0]
-    return propagate(sweep, start, last).settled(sweep.outside(last))
+    return propagate(sweep, start, last, first).settled(sweep.outside(last))
 
 
 def _convolution(

@@ -29,19 +29,31 @@ class WeakestPlacements:
 
         Products may run in TF32 and windows in half precision: both only rank placements.
         """
-        budget = self.memory_budget or min(default_budget(images.device), _TRAINING_BUDGET)
+        budget = self.memory_budget or search_budget(images.device)
+        sweep = self._sweep(network, images, budget)
+        if sweep is not None:
+            return weakest(sweep, images, labels, epsilon)
         with fast_arithmetic():
-            sweep = self._sweep(network, images, budget)
-            if sweep is None:
-                return dense_worst(network, images, labels, self.threat, epsilon, budget)
-            dtype = torch.float16 if sweep.takes_half(images) else None
-            return sweep.worst(clean_pass(network, images, labels), labels, epsilon, dtype)
+            return dense_worst(network, images, labels, self.threat, epsilon, budget)
 
     def _sweep(self, network: Network, images: Tensor, budget: int) -> PlacementSweep | None:
         key = (id(network), images.shape[1:], images.device, images.dtype, budget)
         if key not in self._sweeps:
             self._sweeps = {key: covering_sweep(network, images, self.threat, budget)}
         return self._sweeps[key]
+
+
+def search_budget(device: torch.device) -> int:
+    """The memory that a search may take unless it is told."""
+    return min(default_budget(device), _TRAINING_BUDGET)
+
+
+@torch.no_grad()
+def weakest(sweep: PlacementSweep, images: Tensor, labels: Tensor, epsilon: float | Tensor) -> Tensor:
+    """The placement (n, classes) of least margin, by products in TF32 and windows in half precision where they go."""
+    with fast_arithmetic():
+        dtype = torch.float16 if sweep.takes_half(images) else None
+        return sweep.worst(clean_pass(sweep.layout.network, images, labels), labels, epsilon, dtype)
 
 
 def dense_worst(

@@ -14,6 +14,7 @@ from patchcert.engine.clean import Clean
 from patchcert.engine.fused import is_fused
 from patchcert.engine.geometry import Group, Layout, NotCovered, groups
 from patchcert.engine.head import Head, Moves
+from patchcert.engine.merging import Merging, covered_pixels
 from patchcert.engine.windows import GroupPass, Shared, Windows
 from patchcert.threats import Patch
 
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 class PlacementSweep:
     """The windows of all placements of one patch on one network and image size, ready to be swept many times.
 
-    `order` says where each placement stands when the groups follow one another.
+    `order` says where each placement stands when the groups follow one another. With a merging, the placements
+    are its blocks, and `covered` tells the pixels of each member of a block.
     """
 
     layout: Layout
@@ -34,17 +36,27 @@ class PlacementSweep:
     order: Tensor
     placements: int
     memory_budget: int
+    merging: Merging | None = None
+    covered: Tensor | None = None
 
     @staticmethod
-    def of(network: Network, images: Tensor, threat: Patch, memory_budget: int) -> "PlacementSweep":
+    def of(
+        network: Network, images: Tensor, threat: Patch, memory_budget: int, merging: Merging | None = None
+    ) -> "PlacementSweep":
         """Raises NotCovered where the network holds a step that windows cannot follow."""
         with torch.no_grad():
             layout = Layout.of(network, network.values(images[:1]))
+        covered = None
+        if merging is not None:
+            covered = covered_pixels(threat, merging.reach, merging.reach).to(images.device)
+            threat = merging.whole(threat)
         placements = threat.placements(images.shape[-2], images.shape[-1])
         made = groups(layout, placements, images.device)
         stamp = threat.stamp.to(images.device, images.dtype)[:, :, None]
         order = torch.cat([group.members for group in made]).argsort()
-        return PlacementSweep(layout, threat, stamp, tuple(made), order, len(placements), memory_budget)
+        return PlacementSweep(
+            layout, threat, stamp, tuple(made), order, len(placements), memory_budget, merging, covered
+        )
 
     def margins(
         self,
@@ -90,8 +102,25 @@ class PlacementSweep:
         dtype: torch.dtype | None = None,
     ) -> Moves:
         sweep = GroupPass(shared, group, start, stop)
+        if self.merging is not None:
+            return head.moves(sweep, self._merged(sweep, self.merging, epsilon, dtype), self.merging.first)
         patch = self._start(sweep, epsilon)
         return head.moves(sweep, patch if dtype is None else patch.map(lambda part: part.to(dtype)))
+
+    def _merged(
+        self, sweep: GroupPass, merging: Merging, epsilon: float | Tensor, dtype: torch.dtype | None
+    ) -> Windows:
+        """The bounds of blocks after the merging's last layer."""
+        box, covered = self._start(sweep, epsilon), self.covered
+        assert covered is not None
+        corners = merging.corners[sweep.group.members[sweep.start : sweep.stop]]
+        rows, columns = merging.rows[corners[:, 0]], merging.columns[corners[:, 1]]
+
+        def member(row: int, column: int) -> Windows:
+            mask = covered[rows[:, row] * merging.reach + columns[:, column]].unsqueeze(1)
+            return box.map(lambda part: (part * mask).to(dtype or part.dtype))
+
+        return merging.merged(sweep, member)
 
     def _slices(self, group: Group, images: int, rounding: Rounding) -> Iterator[tuple[int, int]]:
         size = self.chunk(group, images, rounding)
@@ -167,11 +196,11 @@ def _footprint(layout: Layout, group: Group, rounding: Rounding) -> tuple[int, i
 
 
 def covering_sweep(
-    network: Network, images: Tensor, threat: Patch, memory_budget: int
+    network: Network, images: Tensor, threat: Patch, memory_budget: int, merging: Merging | None = None
 ) -> PlacementSweep | None:
     """The fast engine for this network and image size, or None where only the dense way goes."""
     try:
-        return PlacementSweep.of(network, images, threat, memory_budget)
+        return PlacementSweep.of(network, images, threat, memory_budget, merging)
     except NotCovered as reason:
         logger.debug("the dense path takes over: %s", reason)
         return None

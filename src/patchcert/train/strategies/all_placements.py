@@ -1,5 +1,6 @@
 """Every placement of the patch in every step, at the memory of a handful."""
 
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -33,12 +34,23 @@ class AllPlacements:
         """The least margin per class over all placements."""
         images, labels = batch.own_images, batch.own_labels
         worst = self.search.find(network, images, labels, epsilon)
-        classes = other_classes(labels, worst.shape[1])
-        margins = self.patch.margins_against(
-            network, images, labels, worst.gather(1, classes), classes, epsilon
+        return worst_of_classes(
+            labels,
+            worst,
+            lambda chosen, classes: self.patch.margins_against(
+                network, images, labels, chosen, classes, epsilon
+            ),
         )
-        own = torch.zeros_like(margins[:, :1])
-        return WorstCase(torch.cat([margins, own], dim=1).gather(1, class_order(labels, worst.shape[1])))
+
+
+def worst_of_classes(
+    labels: Tensor, worst: Tensor, margins_against: Callable[[Tensor, Tensor], Tensor]
+) -> WorstCase:
+    """Margins at each class's own weakest placement (n, classes); they are asked for by placement and class."""
+    classes = other_classes(labels, worst.shape[1])
+    margins = margins_against(worst.gather(1, classes), classes)
+    own = torch.zeros_like(margins[:, :1])
+    return WorstCase(torch.cat([margins, own], dim=1).gather(1, class_order(labels, worst.shape[1])))
 
 
 def other_classes(labels: Tensor, classes: int) -> Tensor:

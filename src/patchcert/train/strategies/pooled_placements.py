@@ -1,5 +1,6 @@
 """All placements, merged into blocks of neighbours so that few boxes go through the later layers."""
 
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -9,8 +10,12 @@ from torch.utils.checkpoint import checkpoint
 from patchcert.bounds import Interval, Network
 from patchcert.bounds.operations import Convolution, Linear
 from patchcert.bounds.rounding import NEAREST
+from patchcert.engine import ChosenPlacements, PlacementSweep, covering_placements, covering_sweep
+from patchcert.engine.merging import covering_merging
+from patchcert.engine.search import search_budget, weakest
 from patchcert.errors import InvalidInput, InvalidThreat, UnsupportedLayer
 from patchcert.threats import Patch, Placements
+from patchcert.train.strategies.all_placements import worst_of_classes
 from patchcert.train.strategies.placed import PlacedPatch
 from patchcert.train.strategy import Batch, WorstCase
 
@@ -33,11 +38,43 @@ class PooledPlacements:
         self.patch = PlacedPatch(threat)
         self.blocks = blocks
         self.memory_budget = memory_budget
+        self._windows: dict[tuple[object, ...], BlockWindows | None] = {}
 
     def worst_case(
         self, network: Network, batch: Batch, epsilon: float | Tensor, generator: Generator
     ) -> WorstCase:
-        """The least margin per class over all merged boxes; parts of a batch are redone for the gradient."""
+        """The least margin per class over all merged boxes.
+
+        As in training on all placements, a search without a gradient finds the weakest block of each class, and
+        only these are passed with one.
+        """
+        windows = self._cover(network, batch.own_images)
+        if windows is None:
+            return self.dense_worst_case(network, batch, epsilon)
+        images, labels = batch.own_images, batch.own_labels
+        worst = weakest(windows.sweep, images, labels, epsilon)
+        return worst_of_classes(
+            labels,
+            worst,
+            lambda blocks, classes: windows.chosen.margins(
+                images, labels, windows.corners[blocks], epsilon, classes
+            ),
+        )
+
+    def _cover(self, network: Network, images: Tensor) -> "BlockWindows | None":
+        key = (id(network), images.device, images.dtype, *images.shape[1:])
+        if key not in self._windows:
+            layers = first_layers(network, len(self.blocks))
+            budget = self.memory_budget or search_budget(images.device)
+            self._windows = {
+                key: BlockWindows.of(
+                    network, images, self.patch.threat, self._grid(images), self.blocks, layers, budget
+                )
+            }
+        return self._windows[key]
+
+    def dense_worst_case(self, network: Network, batch: Batch, epsilon: float | Tensor) -> WorstCase:
+        """The same the slow, obvious way: whole images; parts of a batch are redone for the gradient."""
         images, labels = batch.own_images, batch.own_labels
         placements = self._grid(images)
         size = self._images_at_once(images[0], len(placements))
@@ -93,6 +130,34 @@ class PooledPlacements:
         each = 16 * placements * image.numel() * image.element_size()
         budget = self.memory_budget or (2**32 if image.is_cuda else 2**27)
         return max(1, budget // each)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWindows:
+    """The windows of all blocks: to search them, and to bound a few with a gradient."""
+
+    sweep: PlacementSweep
+    chosen: ChosenPlacements
+    corners: Tensor
+
+    @staticmethod
+    def of(
+        network: Network,
+        images: Tensor,
+        threat: Patch,
+        placements: Placements,
+        blocks: tuple[int, ...],
+        layers: list[int],
+        memory_budget: int,
+    ) -> "BlockWindows | None":
+        """None where windows do not follow the network, or a block is larger than the image allows."""
+        is_chain = all(step.inputs == (position,) for position, step in enumerate(network.steps))
+        merging = covering_merging(placements, blocks, layers, images.device) if is_chain else None
+        if merging is None:
+            return None
+        sweep = covering_sweep(network, images, threat, memory_budget, merging)
+        chosen = covering_placements(network, images, threat, merging)
+        return None if sweep is None or chosen is None else BlockWindows(sweep, chosen, merging.corners)
 
 
 def first_layers(network: Network, count: int) -> list[int]:
