@@ -172,6 +172,23 @@ def test_chosen_placements_have_the_same_gradient_with_and_without_kernels(name,
         assert float((ours - plain).abs().max()) <= 1e-4 * float(plain.abs().max()) + 1e-6
 
 
+@pytest.mark.parametrize("name", ["hidden", "deep", "wide"])
+def test_windows_of_few_digits_have_nearly_the_same_margins_and_gradient(name):
+    model = built(name).cuda()
+    images, labels = (part.cuda() for part in batch())
+    corners = torch.randint(0, 9, (len(images), 4, 2), generator=torch.Generator().manual_seed(0)).cuda()
+    placements = covering_placements(trace(model), images, Patch(3))
+    assert placements is not None
+    found = []
+    for dtype in (None, torch.bfloat16):
+        with precise_arithmetic():
+            margins = placements.margins(images, labels, corners, 1.0, dtype=dtype)
+            found.append([margins.detach(), *torch.autograd.grad(margins.sum(), list(model.parameters()))])
+    for exact, rounded in zip(*found, strict=True):
+        assert rounded.dtype == torch.float32
+        assert float((exact - rounded).norm()) <= 0.05 * float(exact.norm()) + 1e-6
+
+
 @pytest.mark.parametrize("arithmetic", [precise_arithmetic, fast_arithmetic])
 @pytest.mark.parametrize("has_slack", [False, True])
 @pytest.mark.parametrize("radius_shape", [(37, 3), (37, 1), (1, 3)])

@@ -151,6 +151,15 @@ def test_the_helper_network_follows_the_images_unless_told_otherwise():
         assert count == wanted if wanted else count < 39_040
 
 
+@pytest.mark.parametrize("kind", ["all", "random", "guided"])
+def test_windows_have_the_digits_that_the_optimiser_asks_for(kind):
+    dataset = load_dataset("mnist-mini")
+    for changes, wanted in ((), None), (("optimiser.windows=bfloat16",), torch.bfloat16):
+        spec = tiny(f"strategy.kind={kind}", *changes)
+        strategy = build_strategy(spec, describe_model(spec.model, dataset))
+        assert strategy.patch.dtype is wanted
+
+
 @pytest.mark.parametrize(
     "changes",
     [

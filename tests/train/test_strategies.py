@@ -101,6 +101,20 @@ def test_all_placements_has_the_loss_and_gradient_of_a_pass_over_every_placement
     assert torch.equal(fast.gather(1, batch.labels[:, None]), torch.zeros(4, 1, dtype=dtype))
 
 
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_windows_of_few_digits_change_margins_and_gradient_little(kind):
+    model, batch = make_model(kind), make_batch(4)
+    exact, rounded = (
+        RandomPlacements(Patch(3), 5, windows).worst_case(trace(model), batch, 1.0, seeded()).margins
+        for windows in (None, torch.bfloat16)
+    )
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(exact, rounded)
+    assert (exact - rounded).norm() <= 0.02 * exact.norm()
+    slope, rough = (gradient(model, margins, batch.labels)[1] for margins in (exact, rounded))
+    assert (slope - rough).norm() <= 0.05 * slope.norm()
+
+
 def test_a_plain_number_for_epsilon_means_the_same_as_a_tensor():
     network, batch, strategy = trace(make_model("cnn")), make_batch(), AllPlacements(Patch(3))
     by_number = strategy.worst_case(network, batch, 1.0, seeded()).margins

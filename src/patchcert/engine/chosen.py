@@ -64,14 +64,20 @@ class ChosenPlacements:
         corners: Tensor,
         epsilon: float | Tensor,
         classes: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Margins (n, k, classes) at the corners (n, k, 2); with `classes` (n, k) only against that class, (n, k)."""
+        """Margins (n, k, classes) at the corners (n, k, 2); with `classes` (n, k) only against that class, (n, k).
+
+        `dtype` is that of the windows, by default the images'; the margins are the images' in any case.
+        """
         clean = clean_pass(self.layout.network, images, labels)
         rows, columns = (corners[..., axis].T for axis in (0, 1))
         in_row = -(-images.shape[3] // self.step[1])
         base = rows // self.step[0] * in_row + columns // self.step[1]
         chosen = _ChosenPass(Shared(self.layout, clean, NEAREST), self, base)
         state, first = self._start(chosen, rows, columns, epsilon)
+        if dtype is not None:
+            state = state.map(lambda part: part.to(dtype))
         return _margins(chosen, before_head(chosen, state, first), labels, classes)
 
     def _start(
@@ -189,7 +195,8 @@ def _margins(chosen: _ChosenPass, state: Windows, labels: Tensor, classes: Tenso
     head, index = chosen.layout.network.head, chosen.steps[-1].inputs[0]
     assert head is not None
     weight, area = head.weight(), chosen.layout.maps[index]
-    deviation, radius = state.deviation, state.radius.expand_as(state.deviation)
+    deviation = state.deviation.to(weight.dtype)
+    radius = state.radius.to(weight.dtype).expand_as(deviation)
     if area is not None:
         deviation, radius = (chosen.flattened(part, index) for part in (deviation, radius))
         weight = weight.unflatten(1, (area.channels, -1)).transpose(1, 2).flatten(1)

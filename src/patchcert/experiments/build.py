@@ -58,14 +58,15 @@ def describe_model(choice: ModelChoice, dataset: Dataset) -> ModelSpec:
 
 def build_strategy(spec: Spec, model: ModelSpec) -> Strategy:
     """The chosen strategy against the chosen threat."""
+    windows = torch.bfloat16 if spec.optimiser.windows == "bfloat16" else None
     match spec.strategy, spec.threat:
         case AllTraining(), Patch() as threat:
-            return AllPlacements(threat)
+            return AllPlacements(threat, windows)
         case RandomTraining() as choice, Patch() as threat:
-            return RandomPlacements(threat, choice.placements)
+            return RandomPlacements(threat, choice.placements, windows)
         case GuidedTraining() as choice, Patch() as threat:
             helper = _helper(choice, model, spec.seed)
-            return GuidedPlacements(threat, helper, choice.per_class, choice.inverse_temperature)
+            return GuidedPlacements(threat, helper, choice.per_class, choice.inverse_temperature, windows)
         case PooledTraining() as choice, Patch() as threat:
             return PooledPlacements(threat, choice.blocks)
         case SparseTraining() as choice, SparsePixels() as threat:

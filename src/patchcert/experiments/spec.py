@@ -143,7 +143,8 @@ Training = (
 class OptimiserChoice:
     """Adam, or gradient descent where a momentum is given, its batches, and what is added to the loss.
 
-    `tf32` lets a GPU round the products of training steps to fewer digits for speed; certificates never do.
+    `tf32` lets a GPU round the products of training steps to fewer digits for speed, and `windows` keeps in so
+    few digits what a patch can change in the layers of a network; certificates do neither.
     """
 
     batch_size: int = 256
@@ -152,6 +153,7 @@ class OptimiserChoice:
     clip_norm: float | None = None
     natural_weight: float = 0.0
     tf32: bool = False
+    windows: Literal["bfloat16"] | None = None
 
     def __post_init__(self) -> None:
         _at_least(1, "batch_size", self.batch_size)

@@ -24,8 +24,8 @@ class AllPlacements:
     helper = None
     is_capturable = True
 
-    def __init__(self, threat: Patch) -> None:
-        self.patch = PlacedPatch(threat)
+    def __init__(self, threat: Patch, windows: torch.dtype | None = None) -> None:
+        self.patch = PlacedPatch(threat, windows)
         self.search = WeakestPlacements(threat)
 
     def worst_case(

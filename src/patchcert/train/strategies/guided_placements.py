@@ -23,9 +23,14 @@ class GuidedPlacements:
     is_capturable = True
 
     def __init__(
-        self, threat: Patch, helper: nn.Module, per_class: int = 1, inverse_temperature: float = 1.0
+        self,
+        threat: Patch,
+        helper: nn.Module,
+        per_class: int = 1,
+        inverse_temperature: float = 1.0,
+        windows: torch.dtype | None = None,
     ) -> None:
-        self.patch = PlacedPatch(threat)
+        self.patch = PlacedPatch(threat, windows)
         self.helper = helper
         self.per_class = per_class
         self.inverse_temperature = inverse_temperature

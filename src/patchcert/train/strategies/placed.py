@@ -1,5 +1,6 @@
 """Worst-case margins over a few placements per image: the differentiable half of every patch strategy."""
 
+import torch
 from torch import Tensor
 
 from patchcert.bounds import Interval, Network
@@ -10,11 +11,13 @@ from patchcert.threats import Patch
 class PlacedPatch:
     """A patch with its allowed corners, and with its windows on the network it was last bounded on.
 
-    Windows and corners stay on the device of the images, so that later steps do not wait for it.
+    Windows and corners stay on the device of the images, so that later steps do not wait for it. `dtype` is that
+    of the windows, by default the images'; fewer digits are faster, and only training may have them.
     """
 
-    def __init__(self, threat: Patch) -> None:
+    def __init__(self, threat: Patch, dtype: torch.dtype | None = None) -> None:
         self.threat = threat
+        self.dtype = dtype
         self._corners: dict[tuple[object, ...], Tensor] = {}
         self._windows: dict[tuple[object, ...], ChosenPlacements | None] = {}
 
@@ -32,7 +35,7 @@ class PlacedPatch:
         """Margins (n, k, classes) at the chosen placements (n, k), indices into the allowed corners."""
         windows = self._cover(network, images)
         if windows is not None:
-            return windows.margins(images, labels, self.corners(images)[chosen], epsilon)
+            return windows.margins(images, labels, self.corners(images)[chosen], epsilon, dtype=self.dtype)
         return self.dense_margins(network, images, labels, chosen, epsilon)
 
     def margins_against(
@@ -47,7 +50,7 @@ class PlacedPatch:
         """Margins (n, k), each at its own placement and against its own class."""
         windows = self._cover(network, images)
         if windows is not None:
-            return windows.margins(images, labels, self.corners(images)[chosen], epsilon, classes)
+            return windows.margins(images, labels, self.corners(images)[chosen], epsilon, classes, self.dtype)
         margins = self.dense_margins(network, images, labels, chosen, epsilon)
         return margins.gather(2, classes.unsqueeze(2)).squeeze(2)
 

@@ -18,8 +18,8 @@ class RandomPlacements:
     helper = None
     is_capturable = True
 
-    def __init__(self, threat: Patch, placements: int = 10) -> None:
-        self.patch = PlacedPatch(threat)
+    def __init__(self, threat: Patch, placements: int = 10, windows: torch.dtype | None = None) -> None:
+        self.patch = PlacedPatch(threat, windows)
         self.placements = placements
 
     def worst_case(
