@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import patchcert
+from patchcert.cli import reproduce_steps
 from patchcert.cli.app import run
 from patchcert.experiments.reproduce.tables import table_names
 
@@ -41,6 +42,24 @@ def test_a_quick_look_trains_certifies_collects_and_packs(capsys, tmp_path):
     lines = capsys.readouterr().out.strip().splitlines()
     assert len(lines) == 4
     assert all(line.endswith(",quick") for line in lines[1:])
+
+
+def test_settings_of_defenses_are_tried_on_all_runs_before_one_is_attacked(monkeypatch, tmp_path):
+    asked = []
+
+    class Watched(reproduce_steps.Runner):
+        def run(self, tasks):
+            asked.append({task.name: [attack.defense for attack in task.due_attacks] for task in tasks})
+            return {task.name: "done" for task in tasks}
+
+    monkeypatch.setattr(reproduce_steps, "Runner", Watched)
+    place = ["--scale", "quick", "--device", "cpu", "--runs", str(tmp_path)]
+    assert run(["reproduce", "compare-defenses", "--rows", "mnist 2x2", *place]) == 0
+    tried, everything = asked
+    assert len(tried) == 2
+    assert len(everything) == 4
+    assert all(defenses == [""] for defenses in tried.values())
+    assert all(everything[name] == ["", "lgs", "lgs"] for name in tried)
 
 
 def test_ctrl_c_stops_in_order_and_the_same_command_goes_on(tmp_path):

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ def carry_out(entries: "Sequence[Entry]", effort: Effort, shop: Workshop) -> int
     also = f" and {len(pieces)} attacks on ImageNet" if pieces else ""
     say(f"{len(entries)} rows need {len(tasks)} runs{also} ({effort.scale.words}) on {shop.device}")
     with stop_on_signals() as stop:
-        states = Runner(shop, Talk(), stop).run(tasks)
+        states = run_in_stages(tasks, shop, stop)
         states |= PieceRunner(shop, PieceTalk(), stop).run(pieces)
     counted = Counter(states.values())
     say(", ".join(f"{count} {state}" for state, count in counted.items()) or "nothing to run")
@@ -43,6 +44,15 @@ def carry_out(entries: "Sequence[Entry]", effort: Effort, shop: Workshop) -> int
         say("the time limit is reached; give the same command again to go on")
         return LEFT_OVER
     return 0
+
+
+def run_in_stages(tasks: Sequence[Task], shop: Workshop, stop: StopOrder) -> dict[str, State]:
+    """What became of each task. First all settings of defenses are tried, since runs of a row share one."""
+    tuned = [replace(task, tunes_only=True) for task in tasks if task.tunings]
+    if tuned:
+        say(f"first the settings of defenses are tried on {len(tuned)} runs")
+        Runner(shop, Talk(), stop).run(tuned)
+    return Runner(shop, Talk(), stop).run(tasks)
 
 
 def available_pieces(entries: "Sequence[Entry]", effort: Effort, shop: Workshop) -> tuple[Piece, ...]:
@@ -86,7 +96,8 @@ class Talk:
 
     def changed(self, task: Task, state: State, note: str) -> None:
         """Say what became of a run."""
-        say(f"{state}: {task.label} [{task.name}]{', ' if note else ''}{note}")
+        stage = " with the trials of settings" if task.tunes_only else ""
+        say(f"{state}{stage}: {task.label} [{task.name}]{', ' if note else ''}{note}")
 
     def passed(self, states: dict[str, State], running: "Sequence[Job]") -> None:
         """Say how far the runs are, unless it was said just now."""

@@ -145,7 +145,7 @@ def _source(table: PaperTable) -> str:
 def _row(outcome: Outcome, attacked: bool, of_correct: bool, several: bool, quick: bool) -> tuple[Cell, ...]:
     entry = outcome.entry
     missing = "" if outcome.status == "measured" else outcome.status
-    missing += f" ({outcome.note})" if outcome.note else ""
+    missing += f" ({outcome.note})" if missing and outcome.note else ""
     cells: list[Cell] = [
         DATA_NAMES.get(entry.dataset, entry.dataset) + (" (by mnist-mini)" if quick else ""),
         entry.threat_words,
@@ -185,14 +185,15 @@ def model_words(outcome: Outcome) -> str:
 
 
 def schedule_words(outcome: Outcome, quick: bool) -> str:
-    """Whether the schedule was that of the paper, and whether only some test images were asked."""
+    """Whether the schedule was that of the paper, whether only some test images were asked, and the row's note."""
     if not outcome.seeds:
         return ABSENT
     if quick:
         return "quick"
     words = "full" if outcome.scale == 1.0 else f"scaled by {outcome.scale:g}"
     drawn = outcome.drawn_images
-    return words if drawn is None else f"{words}; {drawn:,} random test images"
+    words += "" if drawn is None else f"; {drawn:,} random test images"
+    return f"{words}; {outcome.note}" if outcome.note else words
 
 
 def _number(value: float | None) -> Cell:

@@ -77,7 +77,7 @@ def _measured(label: str, paper: float | None, ours: Share | None, anchor: str, 
     if ours is None:
         note = "not measured" if outcome.status == "measured" else outcome.status
         return Measured(label, paper, None, anchor=anchor, note=note)
-    note = "" if outcome.scale == 1.0 else f"schedule {schedule_words(outcome, quick=False)}"
+    note = outcome.note if outcome.scale == 1.0 else f"schedule {schedule_words(outcome, quick=False)}"
     return Measured(label, paper, ours.value, ours.low, ours.high, anchor, note)
 
 

@@ -135,17 +135,3 @@ def test_a_quick_look_never_uses_the_papers_images():
     for name in ("training-strategies", "large-models", "bound-pooling", "sparse-detail", "shape-transfer"):
         made = plan(find_table(name).chosen([]), Effort(parse_scale("quick")), None)
         assert {task.spec.data.name for task in made} == {QUICK_DATA}
-
-
-def test_a_defended_run_is_tuned_once_and_attacked_both_ways(tmp_path):
-    made = plan(find_table("compare-defenses").chosen(["mnist lgs"]), Effort(TINY), None)
-    task = next(task for task in made if task.spec.model.name == "mlp")
-    assert [attack.adaptive for attack in task.attacks] == [False, True]
-    shop = Workshop(tmp_path / "runs", tmp_path / "results")
-    assert Runner(shop, Quiet(), StopOrder()).run([task]) == {task.name: "done"}
-    plain, adaptive = (Result.open(tmp_path / "results" / task.name).attack(each) for each in task.attacks)
-    assert plain is not None
-    assert adaptive is not None
-    assert plain.meta["tuning"] == adaptive.meta["tuning"]
-    assert (plain.columns["prediction"] == adaptive.columns["prediction"]).all()
-    assert plain.total == 10

@@ -13,13 +13,53 @@ DefenseName = Literal["", "lgs", "dw"]
 
 
 @dataclass(frozen=True, slots=True)
+class TuningPlan:
+    """Every setting of a defense tried on so many held-out training images, clean and under a weak attack.
+
+    The attack does not know of the defense. `settings` is how many of the grid are tried, all where None.
+    """
+
+    patch: str
+    defense: DefenseName
+    tuned_on: int
+    restarts: int = 80
+    steps: int = 150
+    seed: int = 0
+    settings: int | None = None
+    search: Search = "sweep"
+
+    @property
+    def weak(self) -> "AttackPlan":
+        """The attack on the undefended model that the settings are to withstand."""
+        return AttackPlan(
+            self.patch, restarts=self.restarts, steps=self.steps, seed=self.seed, search=self.search
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of its evidence; plans that differ have names that differ."""
+        return f"tune-{self.patch}-{self.defense}-{_digest(self.to_dict())}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in plain types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "TuningPlan":
+        """The plan that `to_dict` wrote."""
+        return cls(**plain)
+
+
+@dataclass(frozen=True, slots=True)
 class AttackPlan:
     """The paper's attack, 80 restarts of 150 steps on 400 random test images, unless it is made smaller.
 
     It is made stronger in where restarts go: a thirtieth of the steps at every placement come first, and the
     restarts are spent on the most promising placements. With `search` "random" they go anywhere, as in the paper.
-    A defense's settings are chosen on so many held-out training images: those that withstand the attack that
-    does not know of the defense, at a loss of at most `largest_drop` of the clean accuracy.
+    An adaptive attack first tries `sweep_vertices` patches of zeros and ones at every placement.
+
+    A defense's setting is one for all models of a row, chosen by `tuning`: the one that withstands the attack
+    that does not know of the defense best, at a loss of at most `largest_drop` of the clean accuracy.
     """
 
     patch: str
@@ -33,6 +73,7 @@ class AttackPlan:
     largest_drop: float = 0.02
     settings: int | None = None
     search: Search = "sweep"
+    sweep_vertices: int = 0
 
     @property
     def threat(self) -> Patch:
@@ -41,17 +82,37 @@ class AttackPlan:
         return Patch((height, width))
 
     @property
+    def tuning(self) -> TuningPlan:
+        """The trials that the setting of the defense is chosen by; plain and adaptive attacks share them."""
+        return TuningPlan(
+            self.patch,
+            self.defense,
+            self.tuned_on,
+            self.restarts,
+            self.steps,
+            self.seed,
+            self.settings,
+            self.search,
+        )
+
+    @property
     def name(self) -> str:
         """The name of its evidence; plans that differ have names that differ."""
         kind = "adaptive" if self.adaptive else "plain"
-        digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
-        return "-".join(filter(None, ["attack", self.patch, self.defense, kind, digest]))
+        return "-".join(filter(None, ["attack", self.patch, self.defense, kind, _digest(self.to_dict())]))
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in plain types."""
-        return asdict(self)
+        """The plan in plain types; vertices are named only where there are any, as before there were."""
+        plain = asdict(self)
+        if not self.sweep_vertices:
+            del plain["sweep_vertices"]
+        return plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "AttackPlan":
         """The plan that `to_dict` wrote."""
         return cls(**plain)
+
+
+def _digest(plain: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]

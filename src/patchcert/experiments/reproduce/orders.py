@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patchcert.experiments.reproduce.ablation_plan import VotePlan
-from patchcert.experiments.reproduce.attack_plan import AttackPlan
+from patchcert.experiments.reproduce.attack_plan import AttackPlan, TuningPlan
+from patchcert.experiments.reproduce.evidence import evidence_name
 from patchcert.experiments.reproduce.plan import Task
 from patchcert.experiments.reproduce.rows import AnyThreat
 from patchcert.experiments.runs import write_text
@@ -16,9 +17,10 @@ ORDERS = ".task.json"
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Threats to certify on the first test images or on all, attacks, votes, and the schedule's scale.
+    """Threats to certify on the first test images or on all, attacks, votes, trials, and the schedule's scale.
 
-    `jobs` is how many runs share the device, without which training times cannot be compared.
+    `jobs` is how many runs share the device, without which training times cannot be compared. The trials of all
+    `siblings` decide on the setting of a defense; with `tunes_only` the attacks that need it are left for later.
     """
 
     threats: tuple[AnyThreat, ...] = ()
@@ -27,6 +29,15 @@ class Orders:
     attacks: tuple[AttackPlan, ...] = ()
     jobs: int = 1
     votes: tuple[VotePlan, ...] = ()
+    tunings: tuple[TuningPlan, ...] = ()
+    siblings: tuple[str, ...] = ()
+    tunes_only: bool = False
+
+    @property
+    def evidence_names(self) -> tuple[str, ...]:
+        """What the run's evidence is called once nothing is left for later."""
+        certificates = (evidence_name(threat, self.limit) for threat in self.threats)
+        return (*certificates, *(each.name for each in (*self.tunings, *self.attacks, *self.votes)))
 
 
 def write_orders(folder: Path, task: Task, jobs: int) -> None:
@@ -38,6 +49,9 @@ def write_orders(folder: Path, task: Task, jobs: int) -> None:
         "attacks": [attack.to_dict() for attack in task.attacks],
         "jobs": jobs,
         "votes": [votes.to_dict() for votes in task.votes],
+        "tunings": [tuning.to_dict() for tuning in task.tunings],
+        "siblings": list(task.siblings),
+        "tunes_only": task.tunes_only,
     }
     write_text(folder / ORDERS, json.dumps(plain))
 
@@ -54,4 +68,7 @@ def read_orders(folder: Path) -> Orders:
         attacks=tuple(AttackPlan.from_dict(attack) for attack in plain["attacks"]),
         jobs=int(plain["jobs"]),
         votes=tuple(VotePlan.from_dict(votes) for votes in plain.get("votes", [])),
+        tunings=tuple(TuningPlan.from_dict(tuning) for tuning in plain.get("tunings", [])),
+        siblings=tuple(plain.get("siblings", [])),
+        tunes_only=bool(plain.get("tunes_only", False)),
     )

@@ -1,7 +1,7 @@
 """Rows of tables recomputed from evidence: nothing here reads an accuracy that was written down before."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
@@ -11,13 +11,15 @@ from patchcert.experiments.reproduce.evidence import AttackedRows
 from patchcert.experiments.reproduce.imagenet_plan import corner_defense, corner_plan
 from patchcert.experiments.reproduce.imagenet_results import CornerResult, corner_results, initially_correct
 from patchcert.experiments.reproduce.results import Result, Results
-from patchcert.experiments.reproduce.rows import AnyThreat, Recipe, recipe
+from patchcert.experiments.reproduce.rows import AnyThreat, Recipe, chosen_per_model, recipe
 from patchcert.experiments.reproduce.scales import Scale
+from patchcert.experiments.reproduce.siblings import check_setting
 from patchcert.experiments.reproduce.tables import Entry
 from patchcert.experiments.spec import Spec
 from patchcert.threats import SparsePixels
 
 Status = Literal["measured", "partly run", "not run"]
+PER_MODEL = "settings chosen per model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,10 @@ class RunOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What we have for a row: for each seed one run, or one of each model where the row is a mean."""
+    """What we have for a row: for each seed one run, or one of each model where the row is a mean.
+
+    The note says what is missing, or what sets a measured row apart.
+    """
 
     entry: Entry
     status: Status
@@ -176,8 +181,18 @@ def _outcome(entry: Entry, results: Results, scale: Scale | None, seeds: int | N
     made = recipe(entry)
     if made is None:
         return Outcome(entry, "not run")
-    limit = scale.test_images if scale is not None else None
     made = scale.apply(made) if scale is not None and scale.quick else made
+    counted = _counted(entry, results, made, scale, seeds)
+    if counted.status == "measured" or made.attack is None or not made.attack.defense:
+        return counted
+    earlier = replace(made, attack=chosen_per_model(made.attack))
+    before = _counted(entry, results, earlier, scale, seeds)
+    return replace(before, note=PER_MODEL) if before.status == "measured" else counted
+
+
+def _counted(entry: Entry, results: Results, made: Recipe, scale: Scale | None, seeds: int | None) -> Outcome:
+    """The row by the runs of its recipe; a defended one only if they had the setting that their trials give."""
+    limit = scale.test_images if scale is not None else None
     found = [_found(spec, results, made, limit) for spec in made.specs]
     factors = set.intersection(*(set(by_factor) for by_factor in found))
     if scale is not None and not scale.quick:
@@ -187,6 +202,9 @@ def _outcome(entry: Entry, results: Results, scale: Scale | None, seeds: int | N
         chosen = sorted(common)[:seeds]
         if chosen:
             runs = tuple(tuple(by_factor[factor][seed] for by_factor in found) for seed in chosen)
+            if made.attack is not None and made.attack.defense:
+                for seed in runs:
+                    check_setting([results.named(run.fingerprint) for run in seed], made.attack)
             return Outcome(entry, "measured", runs, factor)
     some = sum(bool(by_factor) for by_factor in found)
     if some:

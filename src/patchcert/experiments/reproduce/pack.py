@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from patchcert.errors import InvalidInput
-from patchcert.experiments.reproduce.orders import ORDERS
+from patchcert.experiments.reproduce.orders import ORDERS, read_orders
 from patchcert.experiments.reproduce.runner import LOG
 from patchcert.experiments.runs import ENVIRONMENT, METRICS, SPEC, STATE, WEIGHTS, Run
 
@@ -75,16 +75,21 @@ def unpack(path: Path, results: Path, runs: Path) -> Packed:
 def _choose_runs(
     folder: Path, results: Path, unfinished: bool, weights: bool
 ) -> list[tuple[Run, list[Path]]]:
-    """A run that is trained, but has not come to the results yet, is unfinished here too."""
+    """A run that is trained, but whose evidence has not all come to the results yet, is unfinished here too."""
     chosen = []
     for spec_file in sorted(folder.glob(f"*/{SPEC}")):
         run = Run.open(spec_file.parent)
-        is_collected = (results / run.path.name / SPEC).is_file()
+        is_collected = _is_collected(run, results / run.path.name)
         if run.is_finished and (weights or not is_collected):
             chosen.append((run, _existing(run, (SPEC, ENVIRONMENT, METRICS, ORDERS, *_votes(run), WEIGHTS))))
         elif not run.is_finished and unfinished:
             chosen.append((run, _existing(run, (SPEC, ENVIRONMENT, METRICS, ORDERS, LOG, STATE))))
     return chosen
+
+
+def _is_collected(run: Run, result: Path) -> bool:
+    asked = read_orders(run.path).evidence_names
+    return (result / SPEC).is_file() and all((result / f"{name}.npz").is_file() for name in asked)
 
 
 def _votes(run: Run) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from patchcert.data import load_dataset
 from patchcert.experiments.reproduce.ablation_plan import VotePlan
-from patchcert.experiments.reproduce.attack_plan import AttackPlan
+from patchcert.experiments.reproduce.attack_plan import AttackPlan, TuningPlan
 from patchcert.experiments.reproduce.evidence import evidence_name
 from patchcert.experiments.reproduce.rows import AnyThreat, Recipe, recipe
 from patchcert.experiments.reproduce.scales import Scale
@@ -19,7 +19,11 @@ PAPER_SCALE = Scale()
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One run, what it is certified against and how it is attacked; spec and data decide its name."""
+    """One run, what it is certified against and how it is attacked; spec and data decide its name.
+
+    Behind a defense it is attacked with the setting that the trials of all its `siblings` decide on: the names of
+    the runs of a row, its own among them. So these attacks come last; a task that `tunes_only` stops before.
+    """
 
     name: str
     spec: Spec
@@ -28,12 +32,20 @@ class Task:
     scale: float = 1.0
     attacks: tuple[AttackPlan, ...] = ()
     votes: tuple[VotePlan, ...] = ()
+    tunings: tuple[TuningPlan, ...] = ()
+    siblings: tuple[str, ...] = ()
+    tunes_only: bool = False
+
+    @property
+    def due_attacks(self) -> tuple[AttackPlan, ...]:
+        """The attacks that are to be done; none behind a defense before its setting is chosen."""
+        return tuple(plan for plan in self.attacks if not (plan.defense and self.tunes_only))
 
     @property
     def evidence_names(self) -> tuple[str, ...]:
         """What the run's evidence is called once all is done."""
         certificates = (evidence_name(threat, self.test_images) for threat in self.threats)
-        return (*certificates, *(each.name for each in (*self.attacks, *self.votes)))
+        return (*certificates, *(each.name for each in (*self.tunings, *self.due_attacks, *self.votes)))
 
     @property
     def label(self) -> str:
@@ -84,17 +96,27 @@ def plan(entries: Sequence[Entry], effort: Effort, data_dir: Path | None) -> tup
         for spec in made.specs:
             if spec.data.name not in checksums:
                 checksums[spec.data.name] = load_dataset(spec.data.name, data_dir).checksums
-            name = spec.fingerprint(checksums[spec.data.name])
+        names = {spec: spec.fingerprint(checksums[spec.data.name]) for spec in made.specs}
+        for spec, name in names.items():
+            siblings = tuple(names[other] for other in made.specs if other.seed == spec.seed)
             task = tasks.get(name, Task(name, spec, (), effort.scale.test_images, effort.scale.factor))
-            attacks = (*task.attacks, made.attack) if made.attack else task.attacks
-            votes = (*task.votes, made.votes) if made.votes else task.votes
-            tasks[name] = replace(
-                task,
-                threats=tuple(dict.fromkeys((*task.threats, *made.threats))),
-                attacks=tuple(dict.fromkeys(attacks)),
-                votes=tuple(dict.fromkeys(votes)),
-            )
+            tasks[name] = _extended(task, made, siblings)
     return tuple(tasks.values())
+
+
+def _extended(task: Task, made: Recipe, siblings: tuple[str, ...]) -> Task:
+    """The task with what one more row asks of it."""
+    attacks = (made.attack,) if made.attack else ()
+    defended = tuple(attack for attack in attacks if attack.defense)
+    votes = (made.votes,) if made.votes else ()
+    return replace(
+        task,
+        threats=tuple(dict.fromkeys((*task.threats, *made.threats))),
+        attacks=tuple(dict.fromkeys((*task.attacks, *attacks))),
+        votes=tuple(dict.fromkeys((*task.votes, *votes))),
+        tunings=tuple(dict.fromkeys((*task.tunings, *(attack.tuning for attack in defended)))),
+        siblings=tuple(dict.fromkeys((*task.siblings, *(siblings if defended else ())))),
+    )
 
 
 def _threat_words(threat: AnyThreat) -> str:

@@ -17,13 +17,14 @@ from patchcert.errors import RunError
 from patchcert.experiments.read import read_spec
 from patchcert.experiments.reproduce.ablation_evidence import VotedRows
 from patchcert.experiments.reproduce.ablation_plan import VotePlan
-from patchcert.experiments.reproduce.attack_plan import AttackPlan
+from patchcert.experiments.reproduce.attack_plan import AttackPlan, TuningPlan
 from patchcert.experiments.reproduce.challenges import PREFIX as CHALLENGE
 from patchcert.experiments.reproduce.challenges import Challenge, is_challenge
 from patchcert.experiments.reproduce.evidence import AttackedRows, Rows
 from patchcert.experiments.reproduce.orders import read_orders
 from patchcert.experiments.reproduce.plan import FIRST_SEED, Task
 from patchcert.experiments.reproduce.rows import AnyThreat
+from patchcert.experiments.reproduce.trials import Trials
 from patchcert.experiments.runs import ENVIRONMENT, EVIDENCE, SPEC, Run, write_text
 from patchcert.experiments.spec import RunSettings, Spec
 from patchcert.files import atomic_write, sha256
@@ -79,6 +80,17 @@ class Result:
         return next((rows for rows in self.attacks if rows.plan == plan), None)
 
     @cached_property
+    def trials(self) -> tuple[Trials, ...]:
+        """What settings of defenses reached on held-out images, checked likewise."""
+        found = tuple(Trials.read(file) for file in sorted(self.path.glob("tune-*.npz")))
+        self._check((*self.rows, *self.attacks, *found))
+        return found
+
+    def tried(self, plan: TuningPlan) -> Trials | None:
+        """The trials that followed this very plan, where they are there."""
+        return next((trials for trials in self.trials if trials.plan == plan), None)
+
+    @cached_property
     def votes(self) -> tuple[VotedRows, ...]:
         """The evidence of votes, checked likewise."""
         found = tuple(VotedRows.read(file) for file in sorted(self.path.glob("votes-*.npz")))
@@ -93,7 +105,7 @@ class Result:
         same = [rows for rows in self.votes if replace(plan, images=rows.plan.images) == rows.plan]
         return max(same, key=lambda rows: rows.total, default=None)
 
-    def _check(self, found: Sequence[Rows | AttackedRows | VotedRows | Challenge]) -> None:
+    def _check(self, found: Sequence[Rows | AttackedRows | VotedRows | Challenge | Trials]) -> None:
         if len({rows.meta["weights_sha256"] for rows in found}) > 1:
             raise RunError(f"{self.path} holds evidence of different weights", hint="collect the run again")
         for rows in found:
@@ -116,11 +128,13 @@ class Result:
         limit: int | None,
         attacks: Sequence[AttackPlan] = (),
         votes: Sequence[VotePlan] = (),
+        tunings: Sequence[TuningPlan] = (),
     ) -> bool:
-        """Whether there is evidence for all threats and attacks, and votes on at least as many images."""
+        """Whether there is evidence for all threats, attacks and trials, and votes on at least as many images."""
         proven = all(self.evidence(threat, limit) is not None for threat in threats)
         voted = all(any(plan.is_answered_by(rows.plan) for rows in self.votes) for plan in votes)
-        return proven and voted and all(self.attack(plan) is not None for plan in attacks)
+        tried = all(self.tried(plan) is not None for plan in tunings)
+        return proven and voted and tried and all(self.attack(plan) is not None for plan in attacks)
 
 
 def experiment_key(spec: Spec) -> str:
@@ -150,6 +164,10 @@ class Results:
             sorted(itertools.chain.from_iterable(self._by_key.values()), key=lambda result: result.path.name)
         )
 
+    def named(self, fingerprint: str) -> Result:
+        """The result of the run of that name."""
+        return next(result for result in self.all() if result.path.name == fingerprint)
+
     def of(self, spec: Spec) -> tuple[Result, ...]:
         """The results of this experiment, whatever their seed and schedule."""
         return tuple(self._by_key.get(experiment_key(spec), ()))
@@ -165,7 +183,9 @@ def find_result(folder: Path | None, task: Task) -> Result | None:
 def is_complete(folder: Path | None, task: Task) -> bool:
     """Whether the results have evidence for everything the task asks."""
     result = find_result(folder, task)
-    return result is not None and result.covers(task.threats, task.test_images, task.attacks, task.votes)
+    return result is not None and result.covers(
+        task.threats, task.test_images, task.due_attacks, task.votes, task.tunings
+    )
 
 
 def collect(run: Run, name: str, folder: Path, scale: float = 1.0) -> Result:
@@ -197,12 +217,12 @@ def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
 
 
 def _countable(run: Run) -> dict[str, Path]:
-    """By their names among results: certificates, votes, attacks that followed a plan, and challenges."""
+    """By their names among results: certificates, votes, trials, attacks that followed a plan, challenges."""
     found = {}
     for file in sorted((run.path / EVIDENCE).glob("*.npz")):
         kind, _, rest = file.stem.partition("-")
         meta = run.evidence_meta(file.stem)
-        if kind in ("certify", "votes") or (kind == "attack" and "plan" in meta):
+        if kind in ("certify", "votes", "tune") or (kind == "attack" and "plan" in meta):
             found[file.name] = file
         elif kind == "attack" and is_challenge(meta):
             found[f"{CHALLENGE}{rest}.npz"] = file

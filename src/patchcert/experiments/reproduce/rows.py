@@ -18,6 +18,8 @@ _CLASSES = 10
 HELD_OUT = 5000
 VOTED_IMAGES = {"cifar10": 1_000}
 LARGEST_DROPS = {"2x2": 0.02, "5x5": 0.16}
+TUNED_ON = 2000
+ADAPTIVE_VERTICES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,20 @@ def _attacked(entry: Entry, models: Sequence[str]) -> Recipe:
         return Recipe(specs, (plan.threat,), plan)
     drop = LARGEST_DROPS[entry.patch]
     defense: DefenseName = "lgs" if entry.defense == "LGS" else "dw"
-    plan = AttackPlan(entry.patch, defense, entry.attack == "adaptive", largest_drop=drop)
+    plan = AttackPlan(
+        entry.patch,
+        defense,
+        adaptive=entry.attack == "adaptive",
+        tuned_on=TUNED_ON,
+        largest_drop=drop,
+        sweep_vertices=ADAPTIVE_VERTICES if entry.attack == "adaptive" else 0,
+    )
     return Recipe(specs, (), plan)
+
+
+def chosen_per_model(plan: AttackPlan) -> AttackPlan:
+    """The attack that rows used to ask for, when every model had a setting of its own."""
+    return replace(plan, tuned_on=1000, sweep_vertices=0)
 
 
 def _spec(entry: Entry, model: str) -> Spec:

@@ -16,8 +16,9 @@ from patchcert.experiments.reproduce.evidence import Rows
 from patchcert.experiments.reproduce.orders import write_orders
 from patchcert.experiments.reproduce.plan import Task
 from patchcert.experiments.reproduce.results import collect, find_result, is_complete
+from patchcert.experiments.reproduce.siblings import Archive
 from patchcert.experiments.reproduce.worker import STOP_FILE, is_missing
-from patchcert.experiments.runs import EVIDENCE, METRICS, SPEC, Run
+from patchcert.experiments.runs import EVIDENCE, METRICS, SPEC, WEIGHTS, Run
 
 State = Literal["waiting", "running", "done", "already done", "interrupted", "failed"]
 POLL_SECONDS = 0.2
@@ -120,7 +121,7 @@ class Runner:
         return self.stop.is_given or (deadline is not None and time.monotonic() >= deadline)
 
     def _is_done(self, task: Task) -> bool:
-        if is_complete(self.shop.results, task):
+        if self._is_among_results(task):
             self._set(task, "already done")
             return True
         folder = self.shop.runs / task.name
@@ -129,9 +130,24 @@ class Runner:
         run = Run.open(folder)
         if not run.is_finished or any(is_missing(run, name) for name in task.evidence_names):
             return False
+        if not self._archive.has_chosen_settings(task, folder / EVIDENCE):
+            return False
         self._collect(task)
         self._set(task, "already done")
         return True
+
+    def _is_among_results(self, task: Task) -> bool:
+        """What must be trained again for its attacks is so before settings are chosen: its trials change too."""
+        results = self.shop.results
+        if results is None or not is_complete(results, task):
+            return False
+        if task.tunes_only and not (self.shop.runs / task.name / WEIGHTS).is_file():
+            return is_complete(results, replace(task, tunes_only=False))
+        return self._archive.has_chosen_settings(task, results / task.name)
+
+    @property
+    def _archive(self) -> Archive:
+        return Archive(self.shop.runs, self.shop.results)
 
     def _start(self, task: Task) -> None:
         folder = self.shop.runs / task.name
@@ -155,18 +171,23 @@ class Runner:
     def _command(self, folder: Path) -> list[str]:
         command = [sys.executable, "-m", "patchcert.experiments.reproduce.worker", str(folder.resolve())]
         command += ["--device", self.shop.device, "--parent", str(os.getpid())]
+        command += ["--results", str(self.shop.results.resolve())] if self.shop.results else []
         return command + (["--data-dir", str(self.shop.data_dir)] if self.shop.data_dir else [])
 
     def _with_earlier_threats(self, task: Task) -> Task:
-        """Results of earlier weights are replaced, so that the new ones must answer what those answered."""
+        """Results of earlier weights are replaced, so that the new ones must answer what those answered.
+
+        Attacks behind a defense are not repeated unasked: their setting is chosen together with other runs.
+        """
         result = find_result(self.shop.results, task)
-        if result is None or (self.shop.runs / task.name / "weights.safetensors").is_file():
+        if result is None or (self.shop.runs / task.name / WEIGHTS).is_file():
             return task
         earlier = [rows.threat for rows in result.rows if rows.limit == task.test_images]
+        undefended = [rows.plan for rows in result.attacks if not rows.plan.defense]
         return replace(
             task,
             threats=tuple(dict.fromkeys((*task.threats, *earlier))),
-            attacks=tuple(dict.fromkeys((*task.attacks, *(rows.plan for rows in result.attacks)))),
+            attacks=tuple(dict.fromkeys((*task.attacks, *undefended))),
             votes=tuple(dict.fromkeys((*task.votes, *(rows.plan for rows in result.votes)))),
         )
 
@@ -230,7 +251,7 @@ def _found(run: Run) -> str:
     if own is None and voted:
         return VotedRows.read(run.path / EVIDENCE / f"{voted[-1]}.npz").words
     if own is None:
-        return f"{len(run.evidence_names())} attacks"
+        return f"{sum(name.startswith('attack-') for name in run.evidence_names())} attacks"
     return f"{own.correct / own.total:.2%} right, {own.certified / own.total:.2%} certified"
 
 

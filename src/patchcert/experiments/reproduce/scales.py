@@ -71,7 +71,14 @@ class Scale:
         """Anything goes for a defense here: with so few images most settings cost much."""
         images = min(self.quick_test, QUICK_HELD_OUT)
         return replace(
-            attack, images=images, restarts=4, steps=10, tuned_on=images, largest_drop=1.0, settings=4
+            attack,
+            images=images,
+            restarts=4,
+            steps=10,
+            tuned_on=images,
+            largest_drop=1.0,
+            settings=4,
+            sweep_vertices=min(attack.sweep_vertices, 1),
         )
 
     def _quick_votes(self) -> VotePlan:

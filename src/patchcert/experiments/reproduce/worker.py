@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     import torch
 
     from patchcert.data import Dataset
+    from patchcert.experiments.reproduce.orders import Orders
     from patchcert.experiments.reproduce.rows import AnyThreat
+    from patchcert.experiments.reproduce.siblings import Archive
     from patchcert.experiments.runs import Run
 
 STOP_FILE = ".stop"
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log(f"working on {options.run} on {options.device}")
     try:
         threading.Thread(target=_watch, args=(options.run, options.parent), daemon=True).start()
-        carry_out(options.run, options.device, options.data_dir)
+        carry_out(options.run, options.device, options.data_dir, options.results)
     except KeyboardInterrupt:
         _log("interrupted")
         return INTERRUPTED
@@ -49,15 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def carry_out(folder: Path, device_name: str, data_dir: Path | None) -> None:
+def carry_out(folder: Path, device_name: str, data_dir: Path | None, results: Path | None = None) -> None:
     """Train the run in the folder to its end, and leave evidence for each threat and attack of its task."""
     import torch
 
     from patchcert.data import load_dataset
     from patchcert.experiments.reproduce.ablation_voting import vote_run
-    from patchcert.experiments.reproduce.attacking import attack_run
     from patchcert.experiments.reproduce.evidence import evidence_name
     from patchcert.experiments.reproduce.orders import read_orders
+    from patchcert.experiments.reproduce.siblings import Archive
     from patchcert.experiments.runs import Run
     from patchcert.experiments.training import Workplace, train_run
 
@@ -69,12 +71,31 @@ def carry_out(folder: Path, device_name: str, data_dir: Path | None) -> None:
     for threat in task.threats:
         if is_missing(run, evidence_name(threat, task.limit)):
             _certify(run, dataset, threat, task.limit, device)
-    for plan in task.attacks:
-        if is_missing(run, plan.name):
-            _log(f"{plan.name}: {attack_run(run, dataset, plan, device):.2%} withstood")
+    _attack(run, dataset, task, Archive(folder.parent, results), device)
     for votes in task.votes:
         if is_missing(run, votes.name):
             _log(f"{votes.name}: {vote_run(run, dataset, votes, device, _VoteLog()).words}")
+
+
+def _attack(
+    run: "Run", dataset: "Dataset", task: "Orders", archive: "Archive", device: "torch.device"
+) -> None:
+    """Attacks on the model alone, then the trials of defenses' settings, last the attacks behind a defense."""
+    from patchcert.experiments.reproduce.attacking import attack_run
+    from patchcert.experiments.reproduce.tuning import try_settings
+
+    for plan in task.attacks:
+        if not plan.defense and is_missing(run, plan.name):
+            _log(f"{plan.name}: {attack_run(run, dataset, plan, device):.2%} withstood")
+    for tuning in task.tunings:
+        if archive.trials(run.path.name, tuning) is None:
+            _log(f"{tuning.name}: {try_settings(run, dataset, tuning, device)} settings tried")
+    for plan in task.attacks:
+        if plan.defense and not task.tunes_only:
+            choice = archive.choice(task.siblings, plan)
+            if is_missing(run, plan.name) or run.evidence_meta(plan.name)["defense"] != choice.setting:
+                withstood = attack_run(run, dataset, plan, device, choice)
+                _log(f"{plan.name}: {withstood:.2%} withstood behind {choice.setting}")
 
 
 def is_missing(run: "Run", name: str) -> bool:
@@ -148,6 +169,7 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("run", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--results", type=Path)
     parser.add_argument("--parent", type=int, default=os.getppid())
     return parser.parse_args(arguments)
 
