@@ -35,6 +35,12 @@ def reproduce(
     tf32: Annotated[
         bool, typer.Option("--tf32", help="Train with products rounded to TF32; certificates never are.")
     ] = False,
+    bfloat16: Annotated[
+        bool,
+        typer.Option(
+            "--bfloat16", help="As --tf32, and windows kept in bfloat16 on a GPU: for large networks."
+        ),
+    ] = False,
     voted_images: Annotated[
         int | None,
         typer.Option(
@@ -89,7 +95,7 @@ def reproduce(
         from patchcert.experiments.reproduce.runner import Workshop
         from patchcert.experiments.reproduce.scales import parse_scale
 
-        effort = Effort(parse_scale(scale or "paper"), seeds or 1, tf32, voted_images)
+        effort = Effort(parse_scale(scale or "paper"), seeds or 1, tf32, bfloat16, voted_images)
         chosen = _choose(table, rows or [], source is not None)
         if source is None:
             deadline = None if time_limit is None else began + time_limit

@@ -162,6 +162,15 @@ class OptimiserChoice:
         if not 0 <= self.natural_weight <= 1:
             raise SpecError(f"natural_weight is {self.natural_weight}; expected between 0 and 1")
 
+    @property
+    def roundings(self) -> tuple[str, ...]:
+        """What training rounds to fewer digits than float32 has, in words; none by default."""
+        return ("TF32",) * self.tf32 + ("bfloat16 windows",) * (self.windows is not None)
+
+    def exact(self) -> "OptimiserChoice":
+        """The same with steps in float32 throughout."""
+        return replace(self, tf32=False, windows=None)
+
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:

@@ -224,8 +224,14 @@ def _effort(outcome: Outcome, quick: bool) -> list[str]:
     return [
         *(["--scale", scale] if scale else []),
         *(["--seeds", str(len(outcome.seeds))] if len(outcome.seeds) > 1 else []),
-        *(["--tf32"] if any(run.uses_tf32 for run in runs) else []),
+        *_rounding([words for run in runs for words in run.roundings]),
     ]
+
+
+def _rounding(words: Sequence[str]) -> list[str]:
+    if "bfloat16 windows" in words:
+        return ["--bfloat16"]
+    return ["--tf32"] if "TF32" in words else []
 
 
 def _facts(run: RunOutcome) -> RunFacts:

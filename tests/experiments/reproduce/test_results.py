@@ -197,6 +197,10 @@ def test_another_schedule_is_not_the_papers(collected, mlp, tmp_path):
 
 def test_exact_training_comes_before_tf32(collected, mlp, tmp_path):
     entries = row("strategy-detail-5x5", "mnist all mlp")
+    rough = replace(mlp.optimiser, tf32=True, windows="bfloat16")
+    collected(replace(mlp, optimiser=rough), {Patch(5): (90, 60)})
+    (outcome,) = outcomes(entries, tmp_path / "results", None)
+    assert (outcome.certified, outcome.hardware) == (60.0, "NVIDIA H200, TF32, bfloat16 windows")
     collected(replace(mlp, optimiser=replace(mlp.optimiser, tf32=True)), {Patch(5): (90, 61)})
     (outcome,) = outcomes(entries, tmp_path / "results", None)
     assert (outcome.certified, outcome.hardware) == (61.0, "NVIDIA H200, TF32")

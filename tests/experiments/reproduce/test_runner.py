@@ -59,10 +59,13 @@ def test_rows_share_runs_and_their_threats_are_gathered():
 def test_seeds_and_rounding_are_runs_of_their_own():
     once = {task.name for task in tasks("mnist all mlp")}
     thrice = tasks("mnist all mlp", seeds=3)
-    rounded = {task.name for task in tasks("mnist all mlp", tf32=True)}
+    rounded, rougher = (
+        {task.name for task in tasks("mnist all mlp", **{how: True})} for how in ("tf32", "bfloat16")
+    )
     assert len(thrice) == 3
     assert once < {task.name for task in thrice}
     assert not once & rounded
+    assert not rougher & (once | rounded)
     assert [task.label for task in thrice][1] == "mnist-mini mlp all 5x5 square seed 2020"
 
 

@@ -67,9 +67,9 @@ class RunOutcome:
         return self.attack_seed if self.spec is None else self.spec.seed
 
     @property
-    def uses_tf32(self) -> bool:
-        """Whether training steps were rounded to TF32."""
-        return self.spec is not None and self.spec.optimiser.tf32
+    def roundings(self) -> tuple[str, ...]:
+        """What training steps rounded to fewer digits, in words."""
+        return () if self.spec is None else self.spec.optimiser.roundings
 
     @property
     def worst(self) -> Count | None:
@@ -137,9 +137,9 @@ class Outcome:
 
     @property
     def hardware(self) -> str:
-        """The devices that trained, and whether steps were rounded to TF32."""
+        """The devices that trained, and what their steps rounded to fewer digits."""
         runs = [run for seed in self.seeds for run in seed]
-        words = dict.fromkeys(run.device + (", TF32" if run.uses_tf32 else "") for run in runs)
+        words = dict.fromkeys(", ".join((run.device, *run.roundings)) for run in runs)
         return "; ".join(words)
 
     @property
@@ -217,7 +217,7 @@ def _found(
 ) -> dict[float, dict[int, RunOutcome]]:
     """By scale and seed, the runs with evidence for all threats; those with exact steps before TF32."""
     found: dict[float, dict[int, RunOutcome]] = {}
-    for result in sorted(results.of(spec), key=lambda result: result.spec.optimiser.tf32):
+    for result in sorted(results.of(spec), key=lambda result: result.spec.optimiser.roundings):
         factor = float(result.summary["scale"])
         is_same = result.spec.schedule == (spec if factor == 1.0 else spec.scaled(factor)).schedule
         is_same &= asked.votes is None or result.voted(asked.votes) is not None

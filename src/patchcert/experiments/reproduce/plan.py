@@ -60,7 +60,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """At which scale, with how many seeds, and whether training steps may round products to TF32.
+    """At which scale, with how many seeds, and whether training steps may round: to TF32, or also to bfloat16.
 
     `voted_images` is on how many random test images votes are counted, where not on those of the recipe.
     """
@@ -68,6 +68,7 @@ class Effort:
     scale: Scale = PAPER_SCALE
     seeds: int = 1
     tf32: bool = False
+    bfloat16: bool = False
     voted_images: int | None = None
 
     def recipe(self, entry: Entry) -> Recipe:
@@ -79,8 +80,11 @@ class Effort:
         specs = [
             replace(spec, seed=spec.seed + extra) for extra in range(self.seeds) for spec in scaled.specs
         ]
-        if self.tf32:
-            specs = [replace(spec, optimiser=replace(spec.optimiser, tf32=True)) for spec in specs]
+        if self.tf32 or self.bfloat16:
+            windows = "bfloat16" if self.bfloat16 else None
+            specs = [
+                replace(spec, optimiser=replace(spec.optimiser, tf32=True, windows=windows)) for spec in specs
+            ]
         votes = scaled.votes
         if votes is not None and self.voted_images is not None:
             votes = replace(votes, images=self.voted_images)

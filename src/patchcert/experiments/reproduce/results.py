@@ -139,7 +139,7 @@ class Result:
 
 def experiment_key(spec: Spec) -> str:
     """The same for runs that differ only in seed, schedule, rounding of training steps and housekeeping."""
-    optimiser = replace(spec.optimiser, tf32=False)
+    optimiser = spec.optimiser.exact()
     return replace(
         spec, seed=FIRST_SEED, schedule=Schedule(), optimiser=optimiser, run=RunSettings()
     ).fingerprint()
