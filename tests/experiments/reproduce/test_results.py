@@ -142,6 +142,10 @@ def test_runs_that_shared_a_device_say_so(finished, mlp, tmp_path):
     collect(run, run.path.name, tmp_path / "results")
     (outcome,) = outcomes(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results", None)
     assert outcome.hardware == "NVIDIA H200, 6 runs at once"
+    write_orders(run.path, Task(run.path.name, mlp, (Patch(5),)), jobs=1)
+    collect(run, run.path.name, tmp_path / "results")
+    (outcome,) = outcomes(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results", None)
+    assert outcome.hardware == "NVIDIA H200, 6 runs at once", "what was gathered later trained nothing"
 
 
 def test_a_mean_needs_all_its_models(collected, mlp, tmp_path):

@@ -259,12 +259,21 @@ def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
         "voted_accuracy": {each.path.stem: voted_accuracies(each) for each in votes},
         "training_seconds": round(run.training_seconds, 1),
         "device": environment.get("device", ""),
-        "jobs": read_orders(run.path).jobs,
+        "jobs": _jobs(run, target),
         "versions": environment.get("versions", {}),
         "commit": environment.get("commit", ""),
         "source_sha256": source_sha256(),
         "weights_sha256": sha256(run.weights),
     }
+
+
+def _jobs(run: Run, target: Path) -> int:
+    """How many runs shared the device in training: as noted when these weights were first collected."""
+    if (target / SUMMARY).is_file():
+        before = json.loads((target / SUMMARY).read_text(encoding="utf-8"))
+        if before.get("weights_sha256") == sha256(run.weights):
+            return int(before.get("jobs", 1))
+    return read_orders(run.path).jobs
 
 
 def voted_accuracies(rows: VotedRows) -> dict[str, float]:
