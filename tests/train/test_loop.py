@@ -242,22 +242,6 @@ def test_augmentation_is_drawn_for_the_whole_batch_and_differs_between_images():
     assert torch.equal(step._gather(torch.zeros(16, dtype=torch.long)).images, same)
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_convolutions_are_measured_in_training_alone(before, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", before)
-    plan, seen = make_plan("natural"), []
-    trainee = make_trainee(plan)
-
-    class Watcher(Recorder):
-        def after_batch(self, position):
-            seen.append(torch.backends.cudnn.benchmark)
-            super().after_batch(position)
-
-    train(trainee, plan, Watcher(trainee))
-    assert any(seen)
-    assert torch.backends.cudnn.benchmark is before
-
-
 def test_seeds_for_different_purposes_differ():
     seeds = {derived_seed(1, "order", 0), derived_seed(1, "order", 1), derived_seed(1, "draws", 0)}
     assert len(seeds | {derived_seed(2, "order", 0)}) == 4

@@ -12,7 +12,7 @@ from torch import Generator, nn
 from patchcert.bounds import Interval, trace
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.models import Normalize
-from patchcert.testing.blocks import randomise
+from patchcert.testing.blocks import ResidualBlock, randomise
 from patchcert.threats import Patch, SparsePixels, shapes
 from patchcert.train.strategies import (
     AllPlacements,
@@ -302,6 +302,18 @@ def test_pooling_takes_the_dense_way_where_a_block_is_larger_than_the_image_allo
     strategy = PooledPlacements(Patch(6), (4,))
     assert strategy._cover(network, batch.images) is None
     found = strategy.worst_case(network, batch, 1.0, seeded()).margins
+    torch.testing.assert_close(found, strategy.dense_worst_case(network, batch, 1.0).margins)
+
+
+def test_pooling_takes_the_dense_way_past_branches_and_says_so(caplog):
+    inner = ResidualBlock(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()), nn.Identity())
+    layers = [nn.Conv2d(1, 3, 3, 1, 1), nn.ReLU(), inner, nn.Flatten(), nn.Linear(3 * 64, CLASSES)]
+    model = randomise(nn.Sequential(*layers), seeded()).double()
+    network, batch, strategy = trace(model), make_batch(2, dtype=torch.float64), PooledPlacements(Patch(3))
+    with caplog.at_level("DEBUG", logger="patchcert"):
+        found = strategy.worst_case(network, batch, 1.0, seeded()).margins
+    assert "the dense path takes over" in caplog.text
+    assert "branches" in caplog.text
     torch.testing.assert_close(found, strategy.dense_worst_case(network, batch, 1.0).margins)
 
 

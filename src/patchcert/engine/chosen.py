@@ -109,12 +109,10 @@ class ChosenPlacements:
         return self._cells[window, area]
 
 
-def covering_placements(
-    network: Network, images: Tensor, threat: Patch, merging: Merging | None = None
-) -> ChosenPlacements | None:
+def covering_placements(network: Network, images: Tensor, threat: Patch) -> ChosenPlacements | None:
     """The windows of chosen placements, or None where only the dense way goes."""
     try:
-        return ChosenPlacements.of(network, images, threat, merging)
+        return ChosenPlacements.of(network, images, threat)
     except NotCovered as reason:
         logger.debug("the dense path takes over: %s", reason)
         return None

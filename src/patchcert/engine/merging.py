@@ -6,7 +6,6 @@ clean value, which all share, need not be looked at.
 """
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from patchcert.engine.geometry import NotCovered
 from patchcert.engine.rules import propagate
 from patchcert.engine.windows import WindowPass, Windows
 from patchcert.threats import Patch, Placements
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +95,6 @@ def _axis(count: int, blocks: Sequence[int], size: int) -> tuple[Tensor, Tensor]
     table = torch.zeros(size, reach, dtype=torch.long)
     table[corners] = members - corners.unsqueeze(1)
     return corners, table
-
-
-def covering_merging(
-    placements: Placements, blocks: Sequence[int], layers: Sequence[int], device: torch.device
-) -> Merging | None:
-    """The merging on windows, or None where only the dense way goes."""
-    try:
-        return Merging.of(placements, blocks, layers, device)
-    except NotCovered as reason:
-        logger.debug("the dense path takes over: %s", reason)
-        return None
 
 
 def covered_pixels(threat: Patch, rows: int, columns: int) -> Tensor:

@@ -196,11 +196,11 @@ def _footprint(layout: Layout, group: Group, rounding: Rounding) -> tuple[int, i
 
 
 def covering_sweep(
-    network: Network, images: Tensor, threat: Patch, memory_budget: int, merging: Merging | None = None
+    network: Network, images: Tensor, threat: Patch, memory_budget: int
 ) -> PlacementSweep | None:
     """The fast engine for this network and image size, or None where only the dense way goes."""
     try:
-        return PlacementSweep.of(network, images, threat, memory_budget, merging)
+        return PlacementSweep.of(network, images, threat, memory_budget)
     except NotCovered as reason:
         logger.debug("the dense path takes over: %s", reason)
         return None

@@ -3,8 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -87,21 +86,9 @@ def train(trainee: Trainee, plan: Plan, observer: Observer, start: Position | No
         if step is None or phase != plan.schedule.epsilon.phase(epoch):
             phase = plan.schedule.epsilon.phase(epoch)
             step = _make_step(trainee, plan, phase)
-        with _measured_convolutions():
-            summary = _train_epoch(trainee, plan, step, observer, position)
+        summary = _train_epoch(trainee, plan, step, observer, position)
         observer.after_epoch(summary)
         observer.after_batch(Position(epoch + 1))
-
-
-@contextmanager
-def _measured_convolutions() -> Iterator[None]:
-    """Inside, cuDNN measures its algorithms once for each shape and keeps to the fastest; steps have few shapes."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def _train_epoch(

@@ -1,5 +1,6 @@
 """All placements, merged into blocks of neighbours so that few boxes go through the later layers."""
 
+import logging
 from dataclasses import dataclass
 from typing import final
 
@@ -10,14 +11,17 @@ from torch.utils.checkpoint import checkpoint
 from patchcert.bounds import Interval, Network
 from patchcert.bounds.operations import Convolution, Linear
 from patchcert.bounds.rounding import NEAREST
-from patchcert.engine import ChosenPlacements, PlacementSweep, covering_placements, covering_sweep
-from patchcert.engine.merging import covering_merging
+from patchcert.engine import ChosenPlacements, PlacementSweep
+from patchcert.engine.geometry import NotCovered
+from patchcert.engine.merging import Merging
 from patchcert.engine.search import search_budget, weakest
 from patchcert.errors import InvalidInput, InvalidThreat, UnsupportedLayer
 from patchcert.threats import Patch, Placements
 from patchcert.train.strategies.all_placements import worst_of_classes
 from patchcert.train.strategies.placed import PlacedPatch
 from patchcert.train.strategy import Batch, WorstCase
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -151,13 +155,18 @@ class BlockWindows:
         memory_budget: int,
     ) -> "BlockWindows | None":
         """None where windows do not follow the network, or a block is larger than the image allows."""
-        is_chain = all(step.inputs == (position,) for position, step in enumerate(network.steps))
-        merging = covering_merging(placements, blocks, layers, images.device) if is_chain else None
-        if merging is None:
+        try:
+            if any(step.inputs != (position,) for position, step in enumerate(network.steps)):
+                raise NotCovered(
+                    "bounds are merged along a plain chain of layers, and this network has branches"
+                )
+            merging = Merging.of(placements, blocks, layers, images.device)
+            sweep = PlacementSweep.of(network, images, threat, memory_budget, merging)
+            chosen = ChosenPlacements.of(network, images, threat, merging)
+        except NotCovered as reason:
+            logger.debug("the dense path takes over: %s", reason)
             return None
-        sweep = covering_sweep(network, images, threat, memory_budget, merging)
-        chosen = covering_placements(network, images, threat, merging)
-        return None if sweep is None or chosen is None else BlockWindows(sweep, chosen, merging.corners)
+        return BlockWindows(sweep, chosen, merging.corners)
 
 
 def first_layers(network: Network, count: int) -> list[int]:
