@@ -162,6 +162,28 @@ def test_only_the_adaptive_part_of_an_attack_tries_vertices(run, dataset, monkey
     assert set(tried[1:]) == {2}
 
 
+def test_an_attack_by_both_losses_follows_the_margin_after_the_cross_entropy(run, dataset, monkeypatch):
+    followed = []
+    honest = PatchAttack.propose
+
+    def watched(attack, model, task):
+        followed.append((attack.loss, attack.sweep_vertices))
+        return honest(attack, model, task)
+
+    monkeypatch.setattr(PatchAttack, "propose", watched)
+    one, both = (
+        defended("lgs", adaptive=True, images=20, steps=2, restarts=1, sweep_vertices=1, both_losses=both)
+        for both in (False, True)
+    )
+    attack_run(run, dataset, one, CPU, chosen(run, dataset, one))
+    followed.clear()
+    attack_run(run, dataset, both, CPU, chosen(run, dataset, both))
+    assert followed[:3] == [("cross-entropy", 0), ("cross-entropy", 1), ("margin", 0)]
+    assert one.name != both.name
+    assert run.evidence(both.name)["succeeded"].sum() >= run.evidence(one.name)["succeeded"].sum()
+    assert AttackPlan.from_dict(both.to_dict()) == both
+
+
 def test_the_planned_attack_tries_every_placement_before_the_papers_restarts():
     attack = planned_attack(AttackPlan("2x2"), CPU)
     assert (attack.search, attack.sweep_steps, attack.restarts, attack.steps) == ("sweep", 5, 80, 150)

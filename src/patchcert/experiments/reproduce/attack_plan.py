@@ -10,6 +10,7 @@ from patchcert.attacks.patch import Search
 from patchcert.threats import Patch
 
 DefenseName = Literal["", "lgs", "dw"]
+_LATER = ("sweep_vertices", "both_losses")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class AttackPlan:
 
     It is made stronger in where restarts go: a thirtieth of the steps at every placement come first, and the
     restarts are spent on the most promising placements. With `search` "random" they go anywhere, as in the paper.
-    An adaptive attack first tries `sweep_vertices` patches of zeros and ones at every placement.
+    An adaptive attack first tries `sweep_vertices` patches of zeros and ones at every placement; with `both_losses`
+    all restarts that follow the cross entropy are followed by as many that follow the margin.
 
     A defense's setting is one for all models of a row, chosen by `tuning`: the one that withstands the attack
     that does not know of the defense best, at a loss of at most `largest_drop` of the clean accuracy.
@@ -74,6 +76,7 @@ class AttackPlan:
     settings: int | None = None
     search: Search = "sweep"
     sweep_vertices: int = 0
+    both_losses: bool = False
 
     @property
     def threat(self) -> Patch:
@@ -102,11 +105,8 @@ class AttackPlan:
         return "-".join(filter(None, ["attack", self.patch, self.defense, kind, _digest(self.to_dict())]))
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in plain types; vertices are named only where there are any, as before there were."""
-        plain = asdict(self)
-        if not self.sweep_vertices:
-            del plain["sweep_vertices"]
-        return plain
+        """The plan in plain types; what came later is named only where it is used, so that earlier names stay."""
+        return {key: value for key, value in asdict(self).items() if value or key not in _LATER}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "AttackPlan":

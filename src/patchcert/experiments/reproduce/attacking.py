@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from patchcert.attacks import AdaptiveAttack, AttackResult, PatchAttack, TransferAttack, evidence_columns
+from patchcert.attacks import (
+    AdaptiveAttack,
+    AttackResult,
+    AttackSeries,
+    PatchAttack,
+    TransferAttack,
+    evidence_columns,
+)
 from patchcert.attacks.settings import default_batch_size
 from patchcert.data import Dataset, Split
 from patchcert.defenses import Defended
@@ -58,7 +65,9 @@ def _attack_defended(plan: AttackPlan, defended: Defended, chosen: Split) -> Att
     weak = TransferAttack(unaware).run(defended, images, labels, plan.threat, generator)
     if not plan.adaptive:
         return weak
-    return AdaptiveAttack(attack).run_after(weak, defended, images, labels, plan.threat, generator)
+    by_margin = (replace(unaware, loss="margin"),) if plan.both_losses else ()
+    aware = AdaptiveAttack(AttackSeries((attack, *by_margin)))
+    return aware.run_after(weak, defended, images, labels, plan.threat, generator)
 
 
 def drawn_images(total: int, images: int, seed: int) -> Tensor:

@@ -73,13 +73,14 @@ def _attacked(entry: Entry, models: Sequence[str]) -> Recipe:
         tuned_on=TUNED_ON,
         largest_drop=drop,
         sweep_vertices=ADAPTIVE_VERTICES if entry.attack == "adaptive" else 0,
+        both_losses=entry.attack == "adaptive",
     )
     return Recipe(specs, (), plan)
 
 
 def chosen_per_model(plan: AttackPlan) -> AttackPlan:
     """The attack that rows used to ask for, when every model had a setting of its own."""
-    return replace(plan, tuned_on=1000, sweep_vertices=0)
+    return replace(plan, tuned_on=1000, sweep_vertices=0, both_losses=False)
 
 
 def _spec(entry: Entry, model: str) -> Spec:
