@@ -28,7 +28,7 @@ from patchcert.experiments.environment import describe_environment
 from patchcert.experiments.reproduce.attacking import drawn_images
 from patchcert.experiments.reproduce.imagenet_plan import CornerPlan, Piece, file_of
 from patchcert.experiments.reproduce.imagenet_results import SUMMARY, CornerResult
-from patchcert.experiments.reproduce.results import source_sha256
+from patchcert.experiments.reproduce.summaries import source_sha256
 from patchcert.experiments.runs import ENVIRONMENT, write_text
 from patchcert.files import atomic_write, sha256
 from patchcert.models.imagenet import load_imagenet

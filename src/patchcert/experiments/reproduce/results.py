@@ -1,6 +1,5 @@
 """The folder of results: of each finished run its specification, circumstances and evidence, no weights."""
 
-import hashlib
 import itertools
 import json
 import shutil
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-import patchcert
 from patchcert.errors import RunError
 from patchcert.experiments.read import read_spec
 from patchcert.experiments.reproduce.ablation_evidence import VotedRows
@@ -24,13 +22,12 @@ from patchcert.experiments.reproduce.evidence import AttackedRows, Rows
 from patchcert.experiments.reproduce.orders import read_orders
 from patchcert.experiments.reproduce.plan import FIRST_SEED, Task
 from patchcert.experiments.reproduce.rows import AnyThreat
+from patchcert.experiments.reproduce.summaries import LOSS, SUMMARY, add_loss, write_summary
 from patchcert.experiments.reproduce.trials import Trials
 from patchcert.experiments.runs import ENVIRONMENT, EVIDENCE, SPEC, Run, write_text
 from patchcert.experiments.spec import RunSettings, Spec
 from patchcert.files import atomic_write, sha256
 from patchcert.train.schedules import Schedule
-
-SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,13 @@ class Result:
 
     @cached_property
     def summary(self) -> Mapping[str, Any]:
-        """What was noted when the result was collected: seconds, device, versions, scale."""
+        """What was noted when the result was collected: seconds, training loss, device, versions, scale."""
         return json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
+
+    @property
+    def training_loss(self) -> float | None:
+        """The mean training loss in the last epoch; None where it was collected before that was noted."""
+        return self.summary.get(LOSS)
 
     @cached_property
     def rows(self) -> tuple[Rows, ...]:
@@ -199,20 +201,27 @@ def collect(run: Run, name: str, folder: Path, scale: float = 1.0) -> Result:
         if _weights_of(file) == weights:
             _copy(file, target / name_there)
     write_text(target / ENVIRONMENT, json.dumps(run.environment(), indent=2) + "\n")
-    write_text(target / SUMMARY, json.dumps(_summary(run, target, scale), indent=2) + "\n")
+    write_summary(run, target, scale)
     _copy(run.path / SPEC, target / SPEC)
     return Result.open(target)
 
 
 def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
-    """Copy every finished and certified run below a folder to the results; the names they have there."""
+    """Copy every finished and certified run below a folder to the results; the names they have there.
+
+    Of a run whose evidence is among the results alone, with these weights, the training loss is noted there.
+    """
     names = []
     for spec_file in sorted(runs.glob(f"*/{SPEC}")):
         run = Run.open(spec_file.parent)
-        if run.is_finished and _countable(run):
-            checksums = run.environment().get("data", {}).get("checksums", {})
-            names.append(run.spec.fingerprint(checksums))
-            collect(run, names[-1], folder, read_orders(run.path).scale)
+        if not run.is_finished:
+            continue
+        name = run.spec.fingerprint(run.environment().get("data", {}).get("checksums", {}))
+        if _countable(run):
+            collect(run, name, folder, read_orders(run.path).scale)
+            names.append(name)
+        elif add_loss(run, folder / name):
+            names.append(name)
     return tuple(names)
 
 
@@ -232,54 +241,6 @@ def _countable(run: Run) -> dict[str, Path]:
 def _weights_of(file: Path) -> str:
     with np.load(file, allow_pickle=False) as stored:
         return json.loads(str(stored["meta"]))["weights_sha256"]
-
-
-def source_sha256() -> str:
-    """A sum over the package's own files, which tells the code apart where there is no commit."""
-    package = Path(patchcert.__file__).parent
-    total = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        total.update(f"{file.relative_to(package).as_posix()}\n".encode())
-        total.update(file.read_bytes())
-    return total.hexdigest()
-
-
-def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
-    rows = [Rows.read(file) for file in sorted(target.glob("certify-*.npz"))]
-    attacks = [AttackedRows.read(file) for file in sorted(target.glob("attack-*.npz"))]
-    votes = [VotedRows.read(file) for file in sorted(target.glob("votes-*.npz"))]
-    counted = [*rows, *votes]
-    environment = run.environment()
-    return {
-        "fingerprint": target.name,
-        "scale": scale,
-        "clean_accuracy": counted[0].correct / counted[0].total if counted else None,
-        "certified_accuracy": {each.path.stem: each.certified / each.total for each in rows},
-        "attacked_accuracy": {each.path.stem: each.withstood / each.total for each in attacks},
-        "voted_accuracy": {each.path.stem: voted_accuracies(each) for each in votes},
-        "training_seconds": round(run.training_seconds, 1),
-        "device": environment.get("device", ""),
-        "jobs": _jobs(run, target),
-        "versions": environment.get("versions", {}),
-        "commit": environment.get("commit", ""),
-        "source_sha256": source_sha256(),
-        "weights_sha256": sha256(run.weights),
-    }
-
-
-def _jobs(run: Run, target: Path) -> int:
-    """How many runs shared the device in training: as noted when these weights were first collected."""
-    if (target / SUMMARY).is_file():
-        before = json.loads((target / SUMMARY).read_text(encoding="utf-8"))
-        if before.get("weights_sha256") == sha256(run.weights):
-            return int(before.get("jobs", 1))
-    return read_orders(run.path).jobs
-
-
-def voted_accuracies(rows: VotedRows) -> dict[str, float]:
-    """The share of images that stays right, by the number of changed pixels."""
-    largest = int(rows.columns["radius"].max())
-    return {str(pixels): rows.certified(pixels) / rows.total for pixels in range(1, largest + 1)}
 
 
 def _copy(source: Path, target: Path) -> None:
