@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from patchcert.experiments.read import read_spec
-from patchcert.experiments.reproduce.outcome import Count, Outcome, RunOutcome
+from patchcert.experiments.reproduce.counts import Count, Outcome, RunOutcome
 from patchcert.experiments.reproduce.tables import find_table
 from patchcert.report.reproduction import reproduction_document, reproduction_json, reproduction_table
 from patchcert.threats import Patch
@@ -14,10 +14,10 @@ TABLE = find_table("strategy-detail-5x5")
 (ENTRY,) = TABLE.chosen(["mnist all mlp"])
 
 
-def run_outcome(certified, seed=2019):
+def run_outcome(certified, seed=2019, loss=None):
     spec = replace(read_spec("paper-mnist"), seed=seed)
     counts = ((Patch(5), Count(certified, 10_000)),)
-    return RunOutcome("f" * 16, spec, Count(9401, 10_000), counts, 55.4, "NVIDIA H200")
+    return RunOutcome("f" * 16, spec, Count(9401, 10_000), counts, 55.4, "NVIDIA H200", training_loss=loss)
 
 
 def cells(outcome, **options):
@@ -26,7 +26,7 @@ def cells(outcome, **options):
 
 
 def test_a_measured_row_has_both_numbers_and_their_difference():
-    shown = cells(Outcome(ENTRY, "measured", ((run_outcome(6207),),)))
+    shown = cells(Outcome(ENTRY, "measured", (run_outcome(6207),)))
     assert (shown["paper certified"], shown["certified"], shown["difference"]) == ("61.97", "62.07", "+0.10")
     assert (shown["paper clean"], shown["clean"]) == ("93.96", "94.01")
     assert (shown["seeds"], shown["training seconds"], shown["paper hours"]) == ("1", "55", "7.2")
@@ -34,20 +34,37 @@ def test_a_measured_row_has_both_numbers_and_their_difference():
 
 
 def test_a_scaled_schedule_is_named():
-    outcome = Outcome(ENTRY, "measured", ((run_outcome(6207),),), scale=0.1)
+    outcome = Outcome(ENTRY, "measured", (run_outcome(6207),), scale=0.1)
     assert cells(outcome)["schedule"] == "scaled by 0.1"
 
 
 def test_a_quick_look_is_labelled_in_every_row_and_in_the_title():
-    outcome = Outcome(ENTRY, "measured", ((run_outcome(6207),),))
+    outcome = Outcome(ENTRY, "measured", (run_outcome(6207),))
     shown = cells(outcome, quick=True)
     assert (shown["schedule"], shown["data"]) == ("quick", "MNIST (by mnist-mini)")
     assert "NOT A RESULT" in reproduction_table(TABLE, [outcome], quick=True).title
 
 
-def test_several_seeds_have_a_spread():
-    shown = cells(Outcome(ENTRY, "measured", ((run_outcome(6200),), (run_outcome(6400, 2020),))))
-    assert (shown["certified"], shown["spread over seeds"], shown["seeds"]) == ("63.00", "1.41", "2")
+def test_one_of_several_seeds_counts_and_they_have_a_spread():
+    passed_over = (run_outcome(6400, 2020, 0.9),)
+    outcome = Outcome(ENTRY, "measured", (run_outcome(6200, 2019, 0.8),), passed_over)
+    shown = cells(outcome)
+    assert (shown["certified"], shown["spread over seeds"], shown["seeds"]) == ("62.00", "1.41", "1 of 2")
+    table = reproduction_table(TABLE, [outcome])
+    assert "1 of 2" in table.to_csv()
+    assert "1 of 2" in table.to_latex()
+
+
+def test_attacks_with_several_seeds_all_count():
+    runs = tuple(
+        RunOutcome("f", None, Count(7, 10), (), 9.0, "cpu", attacked=Count(count, 10), network="resnet50")
+        for count in (2, 4)
+    )
+    table = find_table("break-imagenet")
+    outcome = Outcome(table.entries[0], "measured", runs)
+    assert (outcome.empirical, outcome.seconds) == (pytest.approx(30.0), None)
+    columns = [column.name for column in reproduction_table(table, [outcome]).columns]
+    assert reproduction_table(table, [outcome]).shown()[0][columns.index("seeds")] == "2"
 
 
 def test_what_was_not_run_says_so():
@@ -64,7 +81,7 @@ def test_tables_of_attacks_have_their_column(name):
 
 
 def test_the_page_has_every_table_and_counts_what_was_run():
-    outcome = Outcome(ENTRY, "measured", ((run_outcome(6207),),))
+    outcome = Outcome(ENTRY, "measured", (run_outcome(6207),))
     page = reproduction_document([(TABLE, [outcome, Outcome(ENTRY, "not run")])])
     assert "| strategy-detail-5x5 | 2 | 1 | 1 |" in page
     assert "## Training strategies by model, 5x5 patches" in page
@@ -72,7 +89,7 @@ def test_the_page_has_every_table_and_counts_what_was_run():
 
 
 def test_json_holds_the_counts_of_every_run():
-    plain = reproduction_json(TABLE, [Outcome(ENTRY, "measured", ((run_outcome(6207),),))])
+    plain = reproduction_json(TABLE, [Outcome(ENTRY, "measured", (run_outcome(6207),))])
     (row,) = plain["rows"]
     assert row["runs"][0]["certified"] == [{"threat": Patch(5).to_dict(), "certified": 6207}]
     assert row["paper"]["certified"] == 61.97

@@ -8,7 +8,7 @@ import pytest
 
 from patchcert.errors import InvalidInput
 from patchcert.experiments.read import read_spec
-from patchcert.experiments.reproduce.outcome import Count, Outcome, RunOutcome
+from patchcert.experiments.reproduce.counts import Count, Outcome, RunOutcome
 from patchcert.experiments.reproduce.tables import find_table, table_names
 from patchcert.report.reproduction_charts import charts
 from patchcert.report.reproduction_page import write_reproduction_page
@@ -22,15 +22,16 @@ MLP, CNN2, GUIDED = (
 )
 
 
-def run_outcome(certified, seed=2019, tf32=False):
+def run_outcome(certified, seed=2019, tf32=False, loss=None):
     spec = replace(read_spec("paper-mnist"), seed=seed)
     spec = replace(spec, optimiser=replace(spec.optimiser, tf32=tf32))
     counts = ((Patch(5), Count(certified, 10_000)),)
-    return RunOutcome("f" * 16, spec, Count(9401, 10_000), counts, 55.4, "NVIDIA H200")
+    return RunOutcome("f" * 16, spec, Count(9401, 10_000), counts, 55.4, "NVIDIA H200", training_loss=loss)
 
 
-MEASURED = Outcome(MLP, "measured", ((run_outcome(6207),),))
-SHORTENED = Outcome(GUIDED, "measured", ((run_outcome(4000),), (run_outcome(4200, 2020, True),)), scale=0.1)
+MEASURED = Outcome(MLP, "measured", (run_outcome(6207),))
+TRIED = (run_outcome(4000, loss=0.5), run_outcome(4200, 2020, True, loss=0.6))
+SHORTENED = Outcome(GUIDED, "measured", TRIED[:1], TRIED[1:], scale=0.1)
 ROWS = (MEASURED, SHORTENED, Outcome(CNN2, "not run"))
 
 
@@ -84,12 +85,29 @@ def test_a_shortened_schedule_is_named_and_not_compared(page, parse):
     assert sorted(notes.values()) == ["", "", "schedule scaled by 0.1"]
 
 
-def test_several_seeds_have_a_mean_a_spread_and_an_interval_of_the_mean():
+def test_of_several_seeds_one_counts_and_all_are_behind_the_row():
     shown = cells(SHORTENED)["Certified"]
-    assert shown.text == "41.00"
+    low, high = (100 * end for end in clopper_pearson(4000, 10_000))
+    assert (shown.text, shown.small) == (
+        "40.00",
+        (f"{low:.2f} to {high:.2f}", "seeds: 1 of 2, deviation 1.41"),
+    )
+    (row,) = table_view(TABLE, [SHORTENED], "results").rows
+    assert [run.words for run in row.runs] == [
+        "mlp, seed 2019, 55 s on NVIDIA H200, training loss 0.5000",
+        "mlp, seed 2020, 55 s on NVIDIA H200, training loss 0.6000, passed over: another seed has less",
+    ]
+
+
+def test_a_mean_over_models_has_an_interval_of_the_mean():
+    table = find_table("training-strategies")
+    (entry,) = table.chosen(["mnist 5x5 all"])
+    runs = (run_outcome(4000), run_outcome(4200))
+    (row,) = table_view(table, [Outcome(entry, "measured", runs)], "results").rows
     ends = [clopper_pearson(count, 10_000, 0.975) for count in (4000, 4200)]
     low, high = (50 * (ends[0][at] + ends[1][at]) for at in (0, 1))
-    assert shown.small == (f"{low:.2f} to {high:.2f}", "2 seeds, deviation 1.41")
+    (cell,) = (cell for cell in row.cells if cell.text == "41.0")
+    assert cell.small == (f"{low:.1f} to {high:.1f}",)
 
 
 def test_commands_run_the_row_as_it_was_run():

@@ -11,7 +11,7 @@ from patchcert.cli.parsing import parse_bytes, parse_device
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from patchcert.experiments.reproduce.outcome import Outcome
+    from patchcert.experiments.reproduce.counts import Outcome
     from patchcert.experiments.reproduce.tables import Entry, PaperTable
 
 FORMATS = ("table", "markdown", "csv", "latex", "json")

@@ -3,12 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from patchcert.experiments.reproduce.outcome import Outcome, RunOutcome
+from patchcert.experiments.reproduce.counts import Outcome, RunOutcome
 from patchcert.experiments.reproduce.results import Result
 from patchcert.experiments.reproduce.tables import DATA_NAMES, PaperTable
+from patchcert.report.reproduction_seeds import SEEDS, seeds_table
+from patchcert.report.reproduction_words import (
+    ABSENT,
+    model_words,
+    number_of_seeds,
+    schedule_words,
+    seeds_words,
+    training_words,
+)
 from patchcert.report.tables import Cell, Column, Table
 
-ABSENT = "-"
 OF_CORRECT = "under attack, of those right at first"
 QUICK_LABEL = "QUICK LOOK, NOT A RESULT (small images, networks and schedules stand in for the paper's)"
 
@@ -20,9 +28,10 @@ Every number of ours is counted from the rows of evidence in [`results/`](../res
 patchcert reproduce all --from results --write docs/results.md
 ```
 
-and a test holds this page to them. The last epoch counts; nothing was chosen on test images; certificates
-cover every placement, and all test images unless a row says how many. Accuracies are in per cent, differences
-in points. [How to reproduce them](guides/reproduce.md).
+and a test holds this page to them. The last epoch counts; of several seeds that with the least training loss
+([why](decisions/0006-which-seed-counts.md)); nothing was chosen on test images. Certificates cover every
+placement, and all test images unless a row says how many. Accuracies are in per cent, differences in points.
+[How to reproduce them](guides/reproduce.md).
 """
 
 
@@ -58,17 +67,17 @@ def reproduction_table(table: PaperTable, outcomes: Sequence[Outcome], quick: bo
 def reproduction_document(
     tables: Sequence[tuple[PaperTable, Sequence[Outcome]]], results: Sequence[Result] = ()
 ) -> str:
-    """A Markdown page of all tables and of all challenged proofs, the same for the same evidence."""
+    """A Markdown page of all tables, of several seeds and of all challenged proofs, the same for the same evidence."""
     parts = [HEADING, _overview(tables)]
     for table, outcomes in tables:
         notes = "".join(f"- {note}\n" for note in table.notes)
         grid = reproduction_table(table, outcomes).to_markdown().partition("\n\n")[2]
         head = f"## {table.title}\n\n{_source(table)}{table.caption}\n"
         parts.append("\n".join(filter(None, [head, notes, grid])))
-    challenges = challenge_table(results)
-    if challenges.rows:
-        grid = challenges.to_markdown().partition("\n\n")[2]
-        parts.append("\n".join([f"## {challenges.title}\n\n{CHALLENGES}", grid]))
+    for table, words in ((seeds_table(tables), SEEDS), (challenge_table(results), CHALLENGES)):
+        if table.rows:
+            grid = table.to_markdown().partition("\n\n")[2]
+            parts.append("\n".join([f"## {table.title}\n\n{words}", grid]))
     return "\n".join(parts)
 
 
@@ -162,38 +171,13 @@ def _row(outcome: Outcome, attacked: bool, of_correct: bool, several: bool, quic
     if several:
         cells.append(_number(outcome.spread))
     cells += [
-        len(outcome.seeds) or ABSENT,
+        seeds_words(outcome),
         _number(entry.hours),
         _number(outcome.seconds),
         outcome.hardware or ABSENT,
         schedule_words(outcome, quick),
     ]
     return tuple(cells)
-
-
-def training_words(outcome: Outcome) -> str:
-    """How the row's models were trained, or the defense in front of them."""
-    entry = outcome.entry
-    attack = f", {entry.attack} attack" if entry.attack else ""
-    return entry.preset or (f"{entry.defense}{attack}" if entry.defense else entry.strategy)
-
-
-def model_words(outcome: Outcome) -> str:
-    """The paper's model, and ours where it is another."""
-    words = outcome.entry.model_words
-    return f"{words} (ours: {outcome.network})" if outcome.network else words
-
-
-def schedule_words(outcome: Outcome, quick: bool) -> str:
-    """Whether the schedule was that of the paper, whether only some test images were asked, and the row's note."""
-    if not outcome.seeds:
-        return ABSENT
-    if quick:
-        return "quick"
-    words = "full" if outcome.scale == 1.0 else f"scaled by {outcome.scale:g}"
-    drawn = outcome.drawn_images
-    words += "" if drawn is None else f"; {drawn:,} random test images"
-    return f"{words}; {outcome.note}" if outcome.note else words
 
 
 def _number(value: float | None) -> Cell:
@@ -214,8 +198,10 @@ def _plain_outcome(outcome: Outcome) -> dict[str, Any]:
         "difference": outcome.difference,
         "spread": outcome.spread,
         "seconds": outcome.seconds,
-        "scale": outcome.scale if outcome.seeds else None,
-        "runs": [_plain_run(run) for seed in outcome.seeds for run in seed],
+        "scale": outcome.scale if outcome.runs else None,
+        "seeds": number_of_seeds(outcome),
+        "runs": [_plain_run(run) for run in outcome.runs],
+        "passed_over": [_plain_run(run) for run in outcome.passed_over],
     }
 
 
@@ -224,6 +210,7 @@ def _plain_run(run: RunOutcome) -> dict[str, Any]:
         "fingerprint": run.fingerprint,
         "model": run.model,
         "seed": run.seed,
+        "training_loss": run.training_loss,
         "images": run.clean.total,
         "correct": run.clean.successes,
         "certified": [

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from patchcert.experiments.reproduce.outcome import Count, Outcome, RunOutcome
+from patchcert.experiments.reproduce.counts import Count, Outcome, RunOutcome
 from patchcert.experiments.reproduce.tables import DATA_NAMES, Entry
 from patchcert.report.dots import DotGroup, Measured, dot_group
-from patchcert.report.reproduction import schedule_words, training_words
+from patchcert.report.reproduction_words import schedule_words, training_words
 from patchcert.report.statistics import Proportion, mean_interval
 
 Counter = Callable[[RunOutcome], Count | None]
@@ -36,8 +36,8 @@ class Share:
 
 
 def share_of(outcome: Outcome, count: Counter) -> Share | None:
-    """The mean of one number over all runs of a row; None unless all have it."""
-    counts = [count(run) for seed in outcome.seeds for run in seed]
+    """The mean of one number over the runs of a row that count; None unless all have it."""
+    counts = [count(run) for run in outcome.runs]
     found = [Proportion(each.successes, each.total) for each in counts if each is not None]
     if not found or len(found) < len(counts):
         return None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import patchcert
 from patchcert.errors import InvalidInput
-from patchcert.experiments.reproduce.outcome import Outcome
+from patchcert.experiments.reproduce.counts import Outcome
 from patchcert.experiments.reproduce.tables import PaperTable
 from patchcert.files import atomic_write
 from patchcert.report.html import page_environment

@@ -4,12 +4,20 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from patchcert.experiments.reproduce.counts import Count, Outcome, RunOutcome
 from patchcert.experiments.reproduce.imagenet_plan import corner_plan
-from patchcert.experiments.reproduce.outcome import Count, Outcome, RunOutcome
 from patchcert.experiments.reproduce.rows import recipe
 from patchcert.experiments.reproduce.tables import DATA_NAMES, PaperTable
-from patchcert.report.reproduction import ABSENT, decimals, model_words, schedule_words, training_words
+from patchcert.report.reproduction import decimals
 from patchcert.report.reproduction_charts import ChartView, Counter, charts, share_of
+from patchcert.report.reproduction_words import (
+    ABSENT,
+    model_words,
+    number_of_seeds,
+    schedule_words,
+    seeds_words,
+    training_words,
+)
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,10 @@ def _row(
         _time(outcome, quick),
     ]
     command, also = _command(table, outcome, quick)
-    runs = tuple(_facts(run) for seed in outcome.seeds for run in seed)
+    runs = (
+        *(_facts(run) for run in outcome.runs),
+        *(_facts(run, "passed over: another seed has less") for run in outcome.passed_over),
+    )
     return RowView(
         anchor, entry.label, data, entry.threat_words, outcome.status, tuple(cells), runs, command, also
     )
@@ -171,12 +182,12 @@ def _attacked_pair(outcome: Outcome, digits: int) -> tuple[Cell, Cell]:
 
 
 def _with_spread(outcome: Outcome, pair: tuple[Cell, Cell]) -> tuple[Cell, Cell]:
-    """Our cell also says how far seeds lie apart, where there are several."""
+    """Our cell also says that one of several seeds counts, and how far they lie apart."""
     stated, ours = pair
-    if outcome.spread is None:
+    if not outcome.passed_over:
         return pair
-    words = f"{len(outcome.seeds)} seeds, deviation {outcome.spread:.2f}"
-    return stated, replace(ours, small=(*ours.small, words))
+    apart = "" if outcome.spread is None else f", deviation {outcome.spread:.2f}"
+    return stated, replace(ours, small=(*ours.small, f"seeds: {seeds_words(outcome)}{apart}"))
 
 
 def _difference(points: float | None, digits: int) -> Cell:
@@ -219,11 +230,12 @@ def _command(table: PaperTable, outcome: Outcome, quick: bool) -> tuple[str, int
 
 def _effort(outcome: Outcome, quick: bool) -> list[str]:
     """The options with which the runs behind a row were made; none for one that was not run."""
-    runs = [run for seed in outcome.seeds for run in seed]
+    runs = (*outcome.runs, *outcome.passed_over)
+    seeds = number_of_seeds(outcome)
     scale = "quick" if quick else "" if outcome.scale == 1.0 else f"{outcome.scale:g}"
     return [
         *(["--scale", scale] if scale else []),
-        *(["--seeds", str(len(outcome.seeds))] if len(outcome.seeds) > 1 else []),
+        *(["--seeds", str(seeds)] if seeds > 1 else []),
         *_rounding([words for run in runs for words in run.roundings]),
     ]
 
@@ -234,7 +246,7 @@ def _rounding(words: Sequence[str]) -> list[str]:
     return ["--tf32"] if "TF32" in words else []
 
 
-def _facts(run: RunOutcome) -> RunFacts:
+def _facts(run: RunOutcome, remark: str = "") -> RunFacts:
     counts = [f"{run.clean.successes:,} of {run.clean.total:,} images right"]
     counts += [
         f"{count.successes:,} of {count.total:,} proven against {threat}" for threat, count in run.certified
@@ -242,5 +254,6 @@ def _facts(run: RunOutcome) -> RunFacts:
     if run.attacked is not None:
         behind = f" behind {run.defense}" if run.defense else ""
         counts.append(f"{run.attacked.successes:,} of {run.attacked.total:,} right under attack{behind}")
-    words = f"{run.model}, seed {run.seed}, {duration(run.seconds)} on {run.device}"
-    return RunFacts(run.fingerprint, words, tuple(counts))
+    loss = "" if run.training_loss is None else f"training loss {run.training_loss:.4f}"
+    words = (f"{run.model}, seed {run.seed}", f"{duration(run.seconds)} on {run.device}", loss, remark)
+    return RunFacts(run.fingerprint, ", ".join(_lines(*words)), tuple(counts))

@@ -40,12 +40,12 @@ def columns(correct, certified, total=100):
 def finished(tmp_path):
     """Makes a finished run from a spec and {threat: (correct, certified)}."""
 
-    def make(spec, counts, limit=None, seconds=10.0, weights_seed=0):
+    def make(spec, counts, limit=None, seconds=10.0, weights_seed=0, loss=1.0):
         name = spec.fingerprint(CHECKSUMS)
         run = Run.create(tmp_path / "made" / name, spec)
         tiny = ModelSpec("mlp", 1, 4, 4, hidden=2)
         save(build(tiny, torch.Generator().manual_seed(weights_seed)), tiny, run.weights)
-        run.append_metrics({"epoch": 0, "seconds": seconds})
+        run.append_metrics({"epoch": spec.schedule.epochs - 1, "loss": loss, "seconds": seconds})
         run.write_environment({"device": "NVIDIA H200", "data": {"checksums": CHECKSUMS}, "commit": "abc"})
         for threat, (correct, certified) in counts.items():
             meta = {

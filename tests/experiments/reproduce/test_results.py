@@ -166,17 +166,7 @@ def test_the_worst_variant_of_a_shape_counts(collected, mlp, tmp_path):
     collected(with_model(mlp, "cnn4"), counts)
     (outcome,) = outcomes(row("shape-transfer", "mnist line 5x5"), tmp_path / "results", None)
     assert outcome.certified == 32.0
-    assert len(outcome.seeds[0][0].certified) == 2
-
-
-def test_several_seeds_give_mean_and_spread(collected, mlp, tmp_path):
-    for seed, certified in ((2019, 60), (2020, 62), (2021, 64)):
-        collected(replace(mlp, seed=seed), {Patch(5): (90, certified)})
-    entries = row("strategy-detail-5x5", "mnist all mlp")
-    (outcome,) = outcomes(entries, tmp_path / "results", None)
-    assert (len(outcome.seeds), outcome.certified, outcome.spread) == (3, 62.0, 2.0)
-    (outcome,) = outcomes(entries, tmp_path / "results", None, seeds=2)
-    assert (len(outcome.seeds), outcome.certified) == (2, 61.0)
+    assert len(outcome.runs[0].certified) == 2
 
 
 def test_a_full_schedule_comes_before_a_scaled_one(collected, mlp, tmp_path):

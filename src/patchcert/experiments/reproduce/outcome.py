@@ -1,167 +1,25 @@
 """Rows of tables recomputed from evidence: nothing here reads an accuracy that was written down before."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Any
 
 from patchcert.experiments.reproduce.ablation_plan import VotePlan
+from patchcert.experiments.reproduce.counts import Count, Outcome, RunOutcome
 from patchcert.experiments.reproduce.evidence import AttackedRows
 from patchcert.experiments.reproduce.imagenet_plan import corner_defense, corner_plan
 from patchcert.experiments.reproduce.imagenet_results import CornerResult, corner_results, initially_correct
 from patchcert.experiments.reproduce.results import Result, Results
-from patchcert.experiments.reproduce.rows import AnyThreat, Recipe, chosen_per_model, recipe
+from patchcert.experiments.reproduce.rows import Recipe, chosen_per_model, recipe
 from patchcert.experiments.reproduce.scales import Scale
+from patchcert.experiments.reproduce.seeds import by_model, by_whole_seed
 from patchcert.experiments.reproduce.siblings import check_setting
 from patchcert.experiments.reproduce.tables import Entry
 from patchcert.experiments.spec import Spec
 from patchcert.threats import SparsePixels
 
-Status = Literal["measured", "partly run", "not run"]
 PER_MODEL = "settings chosen per model"
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """So many images of so many."""
-
-    successes: int
-    total: int
-
-    @property
-    def percent(self) -> float:
-        """The share in per cent."""
-        return 100 * self.successes / self.total
-
-
-@dataclass(frozen=True, slots=True)
-class RunOutcome:
-    """One run: how many images are right, proven against each threat, and right under attack.
-
-    `initially_correct` counts those right under attack among the images that the model gets right without a
-    defense. A `network` that was not trained here has no spec.
-    """
-
-    fingerprint: str
-    spec: Spec | None
-    clean: Count
-    certified: tuple[tuple[AnyThreat, Count], ...]
-    seconds: float
-    device: str
-    attacked: Count | None = None
-    defense: str = ""
-    drawn_images: int | None = None
-    initially_correct: Count | None = None
-    network: str = ""
-    attack_seed: int = 0
-
-    @property
-    def model(self) -> str:
-        """The name of the model."""
-        return self.network if self.spec is None else self.spec.model.name
-
-    @property
-    def seed(self) -> int:
-        """The seed of the training or, without one, of the attack."""
-        return self.attack_seed if self.spec is None else self.spec.seed
-
-    @property
-    def roundings(self) -> tuple[str, ...]:
-        """What training steps rounded to fewer digits, in words."""
-        return () if self.spec is None else self.spec.optimiser.roundings
-
-    @property
-    def worst(self) -> Count | None:
-        """What is proven against the threat that leaves the fewest images proven."""
-        return min((count for _, count in self.certified), key=lambda count: count.percent, default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What we have for a row: for each seed one run, or one of each model where the row is a mean.
-
-    The note says what is missing, or what sets a measured row apart.
-    """
-
-    entry: Entry
-    status: Status
-    seeds: tuple[tuple[RunOutcome, ...], ...] = ()
-    scale: float = 1.0
-    note: str = ""
-
-    @property
-    def clean(self) -> float | None:
-        """Mean clean accuracy in per cent."""
-        return _mean(_shares(seed, lambda run: run.clean) for seed in self.seeds)
-
-    @property
-    def certified(self) -> float | None:
-        """Mean certified accuracy in per cent, each run against its worst threat."""
-        return _mean(self._certified)
-
-    @property
-    def empirical(self) -> float | None:
-        """Mean accuracy under attack in per cent."""
-        return _mean(_shares(seed, lambda run: run.attacked) for seed in self.seeds)
-
-    @property
-    def empirical_of_correct(self) -> float | None:
-        """The same among the images that are right without attack and defense, in per cent."""
-        return _mean(_shares(seed, lambda run: run.initially_correct) for seed in self.seeds)
-
-    @property
-    def network(self) -> str:
-        """The network that stands for the paper's, where it was not trained here."""
-        return ", ".join(dict.fromkeys(run.network for seed in self.seeds for run in seed if run.network))
-
-    @property
-    def spread(self) -> float | None:
-        """The standard deviation of the certified accuracy over seeds, in points."""
-        values = [value for value in self._certified if value is not None]
-        return stdev(values) if len(values) > 1 else None
-
-    @property
-    def difference(self) -> float | None:
-        """Our certified accuracy minus the paper's in points; where it has none, that under attack."""
-        if self.entry.certified is not None:
-            ours, paper = self.certified, self.entry.certified
-        else:
-            ours, paper = self.empirical, self.entry.empirical
-        return None if ours is None or paper is None else ours - paper
-
-    @property
-    def seconds(self) -> float | None:
-        """Mean training time of a run; None where nothing was trained."""
-        return _mean(None if run.spec is None else run.seconds for seed in self.seeds for run in seed)
-
-    @property
-    def hardware(self) -> str:
-        """The devices that trained, and what their steps rounded to fewer digits."""
-        runs = [run for seed in self.seeds for run in seed]
-        words = dict.fromkeys(", ".join((run.device, *run.roundings)) for run in runs)
-        return "; ".join(words)
-
-    @property
-    def drawn_images(self) -> int | None:
-        """On how many random test images the votes of the row were counted, where not on all."""
-        drawn = [run.drawn_images for seed in self.seeds for run in seed if run.drawn_images is not None]
-        return min(drawn, default=None)
-
-    @property
-    def _certified(self) -> list[float | None]:
-        return [_shares(seed, lambda run: run.worst) for seed in self.seeds]
-
-
-def _shares(runs: Sequence[RunOutcome], count: Callable[[RunOutcome], Count | None]) -> float | None:
-    """The mean of one number over the runs, where all have it."""
-    return _mean(None if (found := count(run)) is None else found.percent for run in runs)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    listed = list(values)
-    numbers = [value for value in listed if value is not None]
-    return fmean(numbers) if listed and len(numbers) == len(listed) else None
 
 
 def outcomes(
@@ -197,19 +55,29 @@ def _counted(entry: Entry, results: Results, made: Recipe, scale: Scale | None, 
     factors = set.intersection(*(set(by_factor) for by_factor in found))
     if scale is not None and not scale.quick:
         factors &= {scale.factor}
+    is_defended = made.attack is not None and bool(made.attack.defense)
     for factor in sorted(factors, key=lambda factor: (factor != 1.0, -factor)):
-        common = set.intersection(*(set(by_factor[factor]) for by_factor in found))
-        chosen = sorted(common)[:seeds]
-        if chosen:
-            runs = tuple(tuple(by_factor[factor][seed] for by_factor in found) for seed in chosen)
-            if made.attack is not None and made.attack.defense:
-                for seed in runs:
-                    check_setting([results.named(run.fingerprint) for run in seed], made.attack)
-            return Outcome(entry, "measured", runs, factor)
+        tried = [by_factor[factor] for by_factor in found]
+        choice = by_whole_seed(tried, seeds) if is_defended else by_model(tried, seeds)
+        if choice is None:
+            continue
+        if choice.unknown is not None:
+            lacking = f"{choice.unknown.model} with seed {choice.unknown.seed}"
+            return Outcome(entry, "partly run", note=f"no training loss of {lacking} on record")
+        if is_defended:
+            _check_settings(results, made, (*choice.runs, *choice.passed_over))
+        return Outcome(entry, "measured", choice.runs, choice.passed_over, factor)
     some = sum(bool(by_factor) for by_factor in found)
     if some:
         return Outcome(entry, "partly run", note=f"{some} of {len(found)} runs")
     return Outcome(entry, "not run")
+
+
+def _check_settings(results: Results, made: Recipe, runs: Sequence[RunOutcome]) -> None:
+    """The runs of every seed had the setting that the trials with this seed give."""
+    assert made.attack is not None
+    for seed in {run.seed for run in runs}:
+        check_setting([results.named(run.fingerprint) for run in runs if run.seed == seed], made.attack)
 
 
 def _found(
@@ -250,6 +118,7 @@ def _count(result: Result, asked: Recipe, limit: int | None) -> RunOutcome:
         device=_device(summary),
         attacked=None if attacked is None else Count(attacked.withstood, attacked.total),
         defense="" if attacked is None else attacked.meta["defense"] or "",
+        training_loss=result.training_loss,
     )
 
 
@@ -266,15 +135,16 @@ def _count_votes(result: Result, plan: VotePlan, pixels: int) -> RunOutcome:
         seconds=float(summary["training_seconds"]),
         device=_device(summary),
         drawn_images=rows.drawn_images,
+        training_loss=result.training_loss,
     )
 
 
 def _corner_outcome(entry: Entry, results: Mapping[int, CornerResult], seeds: int | None) -> Outcome:
-    """The row of an attack on ImageNet from results by seed."""
+    """The row of an attack on ImageNet: the mean over its seeds, none of which trained anything."""
     cell = corner_defense(entry), entry.attack == "adaptive"
     found = {seed: result for seed, result in results.items() if cell in result.cells}
     chosen = [found[seed] for seed in sorted(found)[:seeds]]
-    runs = tuple((_count_corners(result, result.cells[cell]),) for result in chosen)
+    runs = tuple(_count_corners(result, result.cells[cell]) for result in chosen)
     return Outcome(entry, "measured", runs) if runs else Outcome(entry, "not run")
 
 
