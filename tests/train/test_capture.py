@@ -30,6 +30,7 @@ STRATEGIES = {
     "random": lambda: RandomPlacements(Patch(3), 4),
     "guided": lambda: GuidedPlacements(Patch(3), build_unet(3, CLASSES, 4, Generator().manual_seed(1))),
     "pooled": lambda: PooledPlacements(Patch(3), (2, 2)),
+    "pooled by members": lambda: PooledPlacements(Patch((1, 2)), (2, 2)),
     "sparse": lambda: SparseChanges(SparsePixels(2)),
 }
 

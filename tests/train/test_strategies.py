@@ -263,10 +263,10 @@ def test_pooled_bounds_contain_every_member_of_their_block():
     torch.testing.assert_close(found, torch.cat(margins).amin(dim=0, keepdim=True))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(["mlp", "cnn", "strided"]),
-    st.sampled_from([Patch(1), Patch(3), Patch((2, 4)), Patch(shapes.diamond(5))]),
+    st.sampled_from(["mlp", "cnn", "strided", "pooled"]),
+    st.sampled_from([Patch(1), Patch(3), Patch(5), Patch((2, 4)), Patch((4, 3)), Patch(shapes.diamond(5))]),
     st.lists(st.integers(1, 3), min_size=1, max_size=2),
     st.sampled_from([1.0, 0.3, torch.tensor(0.8, dtype=torch.float64)]),
     st.integers(0, 2**16),
@@ -276,7 +276,7 @@ def test_pooling_on_windows_has_the_margins_and_gradients_of_the_dense_way(
 ):
     blocks = tuple(blocks[:1]) if kind == "mlp" else tuple(blocks)
     assume(math.prod(blocks) <= 9 - max(patch.height, patch.width))
-    model = _strided(seed) if kind == "strided" else make_model(kind, seed=seed).double()
+    model = DEEPER[kind](seed) if kind in DEEPER else make_model(kind, seed=seed).double()
     batch, network = make_batch(3, seed=seed, dtype=torch.float64), trace(model)
     strategy = PooledPlacements(patch, blocks)
     assert strategy._cover(network, batch.images) is not None
@@ -295,6 +295,18 @@ def _strided(seed):
     ]  # fmt: skip
     model = nn.Sequential(Normalize((0.4,), (0.3,)), *layers)
     return randomise(model, torch.Generator().manual_seed(seed)).double()
+
+
+def _pooled(seed):
+    """A max pooling and another function than ReLU between the layers that are merged after."""
+    layers = [
+        nn.Conv2d(1, 3, 3, 1, 1), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(3, 4, 3, 1, 1), nn.ReLU(), nn.Flatten(),
+        nn.Linear(64, 4),
+    ]  # fmt: skip
+    return randomise(nn.Sequential(*layers), torch.Generator().manual_seed(seed)).double()
+
+
+DEEPER = {"strided": _strided, "pooled": _pooled}
 
 
 def test_pooling_takes_the_dense_way_where_a_block_is_larger_than_the_image_allows():

@@ -17,7 +17,7 @@ from patchcert.bounds import NEAREST, Network
 from patchcert.engine.clean import clean_pass
 from patchcert.engine.fused import is_fused
 from patchcert.engine.geometry import FeatureMap, Layout, NotCovered, Window, cells, seen_by_pool
-from patchcert.engine.merging import Merging, covered_pixels
+from patchcert.engine.merging import Merging, covered_pixels, masked, repeated
 from patchcert.engine.rules import before_head
 from patchcert.engine.windows import Shared, WindowPass, Windows, product
 from patchcert.threats import Patch
@@ -30,8 +30,9 @@ class ChosenPlacements:
     """The common geometry of all placements of one patch on one network and image size.
 
     `bases` are the corners (b, 2) that windows can be drawn back to, in rows; what depends on them or on the
-    rest of the way alone is tabled once, so that a step only looks it up. With a merging, placements are its
-    blocks.
+    rest of the way alone is tabled once, so that a step only looks it up: `covered` (offsets, 1, h, w, 1) says
+    which pixels the stamp covers. With a merging, placements are its blocks, and `covered` (blocks, members, h,
+    w, 1) those of its members.
     """
 
     layout: Layout
@@ -51,9 +52,12 @@ class ChosenPlacements:
             layout = Layout.of(network, network.values(images[:1]))
         known = [window for window in layout.windows(Window(0, 0, threat.height, threat.width)) if window]
         rows, columns = math.lcm(*(w.row_step for w in known)), math.lcm(*(w.column_step for w in known))
-        members = 1 if merging is None else merging.reach
-        covered = covered_pixels(threat, rows + members - 1, columns + members - 1).to(images.device)
-        windows = layout.windows(Window(0, 0, covered.shape[1], covered.shape[2]))
+        covered = (
+            covered_pixels(threat, rows, columns).unsqueeze(1).to(images.device)
+            if merging is None
+            else merging.drawn_back(rows, columns)
+        )
+        windows = layout.windows(Window(0, 0, covered.shape[2], covered.shape[3]))
         bases = np.mgrid[0 : images.shape[2] : rows, 0 : images.shape[3] : columns].reshape(2, -1).T
         return ChosenPlacements(layout, windows, (rows, columns), bases, covered, merging)
 
@@ -87,20 +91,12 @@ class ChosenPlacements:
         pixels, merging = chosen.clean_windows(0), self.merging
         lower, upper = (pixels - epsilon).clamp(min=0), (pixels + epsilon).clamp(max=1)
         box = Windows((upper + lower) * 0.5 - pixels, (upper - lower) * 0.5)
-        top, left = rows % self.step[0], columns % self.step[1]
         if merging is None:
-            return self._masked(box, top, left), 0
-        tops, lefts = merging.rows[rows] + top[..., None], merging.columns[columns] + left[..., None]
-        state = merging.merged(
-            chosen, lambda row, column: self._masked(box, tops[..., row], lefts[..., column])
-        )
-        return state, merging.first
-
-    def _masked(self, box: Windows, top: Tensor, left: Tensor) -> Windows:
-        """The box on the pixels that the stamp covers when it lies so far inside the window, else nothing."""
-        reach = self.step[1] + (0 if self.merging is None else self.merging.reach - 1)
-        mask = self.covered[top * reach + left]
-        return box.map(lambda part: part * mask)
+            offset = rows % self.step[0] * self.step[1] + columns % self.step[1]
+            return masked(box, self.covered[offset.unsqueeze(1), 0]), 0
+        members = torch.arange(self.covered.shape[1], device=rows.device).unsqueeze(1)
+        state = masked(box, self.covered[merging.index[rows, columns].unsqueeze(1), members])
+        return merging.merged(state, chosen.repeated), merging.first
 
     def cells(self, window: Window, area: FeatureMap) -> Tensor:
         """The cells (bases, cells) of a window on its map from every base; -1 outside."""
@@ -129,6 +125,10 @@ class _ChosenPass(WindowPass):
         self.placements, self.base = placements, base
         self.is_fused = is_fused(shared.clean.values[0])
         self._cells: dict[tuple[Window, FeatureMap], Tensor] = {}
+
+    def repeated(self, count: int) -> "_ChosenPass":
+        """Each placement so many times in a row."""
+        return _ChosenPass(self.shared, self.placements, repeated(self.base, count))
 
     def outside(self, index: int) -> Tensor | None:
         window = self.windows[index]

@@ -14,7 +14,7 @@ from patchcert.engine.clean import Clean
 from patchcert.engine.fused import is_fused
 from patchcert.engine.geometry import Group, Layout, NotCovered, groups
 from patchcert.engine.head import Head, Moves
-from patchcert.engine.merging import Merging, covered_pixels
+from patchcert.engine.merging import Merging, RepeatedPass, masked
 from patchcert.engine.windows import GroupPass, Shared, Windows
 from patchcert.threats import Patch
 
@@ -26,7 +26,7 @@ class PlacementSweep:
     """The windows of all placements of one patch on one network and image size, ready to be swept many times.
 
     `order` says where each placement stands when the groups follow one another. With a merging, the placements
-    are its blocks, and `covered` tells the pixels of each member of a block.
+    are its blocks.
     """
 
     layout: Layout
@@ -37,7 +37,6 @@ class PlacementSweep:
     placements: int
     memory_budget: int
     merging: Merging | None = None
-    covered: Tensor | None = None
 
     @staticmethod
     def of(
@@ -46,16 +45,14 @@ class PlacementSweep:
         """Raises NotCovered where the network holds a step that windows cannot follow."""
         with torch.no_grad():
             layout = Layout.of(network, network.values(images[:1]))
-        covered = None
         if merging is not None:
-            covered = covered_pixels(threat, merging.reach, merging.reach).to(images.device)
-            threat = merging.whole(threat)
+            threat = merging.whole()
         placements = threat.placements(images.shape[-2], images.shape[-1])
         made = groups(layout, placements, images.device)
         stamp = threat.stamp.to(images.device, images.dtype)[:, :, None]
         order = torch.cat([group.members for group in made]).argsort()
         return PlacementSweep(
-            layout, threat, stamp, tuple(made), order, len(placements), memory_budget, merging, covered
+            layout, threat, stamp, tuple(made), order, len(placements), memory_budget, merging
         )
 
     def margins(
@@ -101,26 +98,13 @@ class PlacementSweep:
         epsilon: float | Tensor,
         dtype: torch.dtype | None = None,
     ) -> Moves:
-        sweep = GroupPass(shared, group, start, stop)
-        if self.merging is not None:
-            return head.moves(sweep, self._merged(sweep, self.merging, epsilon, dtype), self.merging.first)
-        patch = self._start(sweep, epsilon)
-        return head.moves(sweep, patch if dtype is None else patch.map(lambda part: part.to(dtype)))
-
-    def _merged(
-        self, sweep: GroupPass, merging: Merging, epsilon: float | Tensor, dtype: torch.dtype | None
-    ) -> Windows:
-        """The bounds of blocks after the merging's last layer."""
-        box, covered = self._start(sweep, epsilon), self.covered
-        assert covered is not None
-        corners = merging.corners[sweep.group.members[sweep.start : sweep.stop]]
-        rows, columns = merging.rows[corners[:, 0]], merging.columns[corners[:, 1]]
-
-        def member(row: int, column: int) -> Windows:
-            mask = covered[rows[:, row] * merging.reach + columns[:, column]].unsqueeze(1)
-            return box.map(lambda part: (part * mask).to(dtype or part.dtype))
-
-        return merging.merged(sweep, member)
+        sweep, merging = GroupPass(shared, group, start, stop), self.merging
+        state = self._start(sweep, epsilon).map(lambda part: part if dtype is None else part.to(dtype))
+        if merging is None:
+            return head.moves(sweep, state)
+        masks = merging.stamps[group.members[start:stop]].unsqueeze(2)
+        state = merging.merged(masked(state, masks), lambda count: RepeatedPass(sweep, count))
+        return head.moves(sweep, state, merging.first)
 
     def _slices(self, group: Group, images: int, rounding: Rounding) -> Iterator[tuple[int, int]]:
         size = self.chunk(group, images, rounding)
@@ -146,7 +130,7 @@ class PlacementSweep:
 
     def chunk(self, group: Group, images: int, rounding: Rounding) -> int:
         """How many placements of the group are swept at once."""
-        numbers, columns = _footprint(self.layout, group, rounding)
+        numbers, columns = _footprint(self.layout, group, rounding, self.merging)
         item = self.stamp.element_size()
         by_state = self.memory_budget // (item * numbers * max(images, 1))
         by_columns = self.memory_budget // (4 * item * max(columns, 1))
@@ -173,16 +157,14 @@ _LIVE_COPIES_FUSED = 6
 """So many tensors of the size of the largest window are alive at once in a monotone layer."""
 
 
-def _footprint(layout: Layout, group: Group, rounding: Rounding) -> tuple[int, int]:
+def _footprint(layout: Layout, group: Group, rounding: Rounding, merging: Merging | None) -> tuple[int, int]:
     """Numbers held per placement and image, and numbers of gathered weights per placement."""
     sizes, columns, unfolded = [1], 1, 0
     for position, step in enumerate(layout.network.steps):
-        window, area = group.windows[step.inputs[0]], layout.maps[step.inputs[0]]
-        inputs = 0 if window is None or area is None else area.channels * window.height * window.width
+        inputs, outputs = (_size(layout, group, index) for index in (step.inputs[0], position + 1))
         operation = step.operation
         if isinstance(operation, Linear):
             outputs = operation.weight().shape[0]
-            sizes.append(outputs)
             columns = max(columns, inputs * outputs)
             if inputs and position == len(layout.network.steps) - 1:
                 unfolded = max(unfolded, 2 * inputs * outputs)
@@ -190,9 +172,15 @@ def _footprint(layout: Layout, group: Group, rounding: Rounding) -> tuple[int, i
             target = group.windows[position + 1]
             assert target is not None
             unfolded = max(unfolded, 2 * operation.weight()[0].numel() * target.height * target.width)
-        sizes.append(inputs)
+        sizes.append((1 if merging is None else merging.members(position)) * max(inputs, outputs))
     copies = _LIVE_COPIES_FUSED if group.members.is_cuda else _LIVE_COPIES
     return copies * max(sizes) + unfolded, columns
+
+
+def _size(layout: Layout, group: Group, index: int) -> int:
+    """Numbers in a window on value `index`; none where it has no places."""
+    window, area = group.windows[index], layout.maps[index]
+    return 0 if window is None or area is None else area.channels * window.height * window.width
 
 
 def covering_sweep(

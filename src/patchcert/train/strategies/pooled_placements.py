@@ -12,7 +12,7 @@ from patchcert.bounds import Interval, Network
 from patchcert.bounds.operations import Convolution, Linear
 from patchcert.bounds.rounding import NEAREST
 from patchcert.engine import ChosenPlacements, PlacementSweep
-from patchcert.engine.geometry import NotCovered
+from patchcert.engine.geometry import Layout, NotCovered
 from patchcert.engine.merging import Merging
 from patchcert.engine.search import search_budget, weakest
 from patchcert.errors import InvalidInput, InvalidThreat, UnsupportedLayer
@@ -160,7 +160,9 @@ class BlockWindows:
                 raise NotCovered(
                     "bounds are merged along a plain chain of layers, and this network has branches"
                 )
-            merging = Merging.of(placements, blocks, layers, images.device)
+            with torch.no_grad():
+                layout = Layout.of(network, network.values(images[:1]))
+            merging = Merging.of(layout, threat, placements, blocks, layers, images.device)
             sweep = PlacementSweep.of(network, images, threat, memory_budget, merging)
             chosen = ChosenPlacements.of(network, images, threat, merging)
         except NotCovered as reason:
