@@ -57,4 +57,4 @@ class GuidedPlacements:
         gumbel = -noise.exponential_(generator=generator).clamp(min=torch.finfo(noise.dtype).tiny).log()
         count = min(self.per_class, guesses.shape[2])
         scores = gumbel - self.inverse_temperature * guesses
-        return scores.topk(count, dim=2).indices.flatten(1)
+        return (scores.argmax(dim=2) if count == 1 else scores.topk(count, dim=2).indices).flatten(1)
