@@ -5,16 +5,20 @@ from itertools import combinations, product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import NEAREST, Interval, Rounding, trace
-from patchcert.bounds.sparse import FirstLayer, sparse_first_layer, top_sum
+from patchcert.bounds.sparse import FirstLayer, largest_by_rounds, sparse_first_layer, top_sum
 from patchcert.errors import InvalidInput, UnsupportedLayer
 from patchcert.models import Normalize
 from patchcert.testing.blocks import randomise
 from patchcert.testing.strategies import seeds
+
+GEOMETRIES = [(3, 1, 1), (2, 2, 1), (1, 1, 0), (2, 1, 1, 2), ((3, 2), (2, 1), (1, 2), (1, 2))]
+"""Kernel, stride, padding and dilation of convolutions over 3x2 pixels."""
 
 
 def seeded(seed):
@@ -70,10 +74,9 @@ def test_the_tight_bound_is_what_the_best_pixels_reach(seed, pixels, epsilon):
     torch.testing.assert_close(box.upper[0], highest)
 
 
-@given(seeds(), st.integers(1, 3), st.sampled_from([(3, 1, 1), (2, 2, 1), (1, 1, 0)]))
+@given(seeds(), st.integers(1, 3), st.sampled_from(GEOMETRIES))
 def test_the_tight_bound_of_a_convolution_counts_only_what_its_kernel_sees(seed, pixels, geometry):
-    kernel, stride, padding = geometry
-    layers = randomise(nn.Sequential(nn.Conv2d(1, 2, kernel, stride, padding)), seeded(seed)).double()
+    layers = randomise(nn.Sequential(nn.Conv2d(1, 2, *geometry)), seeded(seed)).double()
     image = torch.rand(1, 3, 2, generator=seeded(seed)).double()
     lowest, highest = reached(layers, image, pixels)
     box = first_layer_box(with_head(layers, lowest.numel()), image[None], pixels, "tight")
@@ -138,8 +141,76 @@ def test_batch_norm_of_single_features_scales_each_pixel():
 
 
 def test_the_sum_of_the_largest_takes_what_there_is():
-    values = torch.tensor([[3.0, 1.0, 2.0]])
+    values = torch.tensor([3.0, 1.0, 2.0])
     assert [float(top_sum(values, count)) for count in (1, 2, 3, 9)] == [3, 5, 6, 6]
+
+
+def values_with_ties(seed, entries):
+    return torch.randint(4, (entries, 2, 3), generator=seeded(seed)).double()
+
+
+@given(seeds(), st.integers(2, 9), st.data())
+def test_rounds_find_the_largest_each_once(seed, entries, data):
+    values, count = values_with_ties(seed, entries), data.draw(st.integers(1, entries - 1))
+    places = largest_by_rounds(values, count)
+    assert places.sort(dim=0).values.diff(dim=0).all()
+    torch.testing.assert_close(values.gather(0, places), values.topk(count, dim=0).values)
+
+
+@given(seeds(), st.integers(2, 9), st.integers(1, 9))
+def test_the_gradient_goes_to_the_largest_alone(seed, entries, count):
+    values = values_with_ties(seed, entries).requires_grad_()
+    (gradient,) = torch.autograd.grad(top_sum(values, count).sum(), values)
+    assert gradient.unique().tolist() in ([1], [0, 1])
+    assert (gradient.sum(dim=0) == min(count, entries)).all()
+    torch.testing.assert_close((gradient * values).sum(dim=0), top_sum(values, count))
+
+
+def plain_moves(weight, images, epsilon, pixels):
+    """How far a 2x3 convolution with padding 1 can rise and fall: values of each footprint in a row, sorted."""
+    room = [
+        F.unfold(room.clamp(max=epsilon), (2, 3), padding=1).unflatten(1, (2, 6))
+        for room in (1 - images, images)
+    ]
+    parts = [part.clamp(min=0).flatten(2) for part in (weight, -weight)]
+    return [
+        sum(torch.einsum("fcp,ncpl->nflp", *pair) for pair in zip(parts, rooms, strict=True))
+        .topk(min(pixels, 6))
+        .values.sum(dim=-1)
+        for rooms in (room, room[::-1])
+    ]
+
+
+@given(seeds(), st.integers(1, 7), st.sampled_from([1.0, 0.3]))
+def test_weights_get_the_gradient_of_their_strongest_pixels(seed, pixels, epsilon):
+    generator = seeded(seed)
+    images = torch.rand(2, 2, 3, 4, generator=generator).double()
+    layers = randomise(nn.Sequential(nn.Conv2d(2, 3, (2, 3), padding=1)), generator).double()
+    layer, weight = FirstLayer.of(trace(with_head(layers, 48)).steps), layers[0].weight
+    point = Interval.point(torch.zeros(2, 3, 4, 4).double())
+    box = sparse_first_layer(layer, point, images, pixels, "tight", epsilon, NEAREST)
+    moves, expected = (box.upper, -box.lower), plain_moves(weight, images, epsilon, pixels)
+    for move, plain in zip(moves, expected, strict=True):
+        torch.testing.assert_close(move.flatten(2), plain)
+        share = torch.rand(plain.shape, generator=generator).double()
+        gradients = [
+            torch.autograd.grad((value * share).sum(), weight, retain_graph=True)
+            for value in (move.flatten(2), plain)
+        ]
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("pixels", [1, 4, 20])
+@pytest.mark.parametrize("convolutional", [True, False])
+def test_a_gpu_finds_the_same_tight_bound(pixels, convolutional):
+    images = torch.rand(3, 2, 6, 6, generator=seeded(0)).double()
+    first = [nn.Conv2d(2, 3, 5, padding=2)] if convolutional else [nn.Flatten(), nn.Linear(72, 5)]
+    model = with_head(randomise(nn.Sequential(*first), seeded(1)), 108 if convolutional else 5)
+    box = first_layer_box(model, images, pixels, "tight")
+    on_gpu = first_layer_box(model.to("cuda"), images.to("cuda"), pixels, "tight")
+    torch.testing.assert_close(on_gpu.lower.cpu(), box.lower)
+    torch.testing.assert_close(on_gpu.upper.cpu(), box.upper)
 
 
 def sparse_margins(model, shape=(1, 1, 4, 4), bound="tight"):

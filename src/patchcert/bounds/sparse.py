@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Size, Tensor
 
 from patchcert.bounds.interval import Interval
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from patchcert.bounds.network import Step
 
 BOUNDS = ("tight", "per-pixel", "per-value")
+_MOST_ROUNDS = 16
+"""On a GPU, more of the largest entries than these are found by a general search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,36 +106,63 @@ def sparse_first_layer(
 def _tight_moves(
     layer: FirstLayer, weight: Tensor, images: Tensor, epsilon: float | Tensor, pixels: int
 ) -> tuple[Tensor, Tensor]:
-    """The most each neuron can rise and fall: per pixel, the sum over channels of the better direction."""
-    rise, fall = (1 - images).clamp(max=epsilon), images.clamp(max=epsilon)
-    if isinstance(layer.operation, Convolution):
-        geometry = layer.operation.geometry
-        size = (weight.shape[0], *geometry.output_size(images.shape[-2], images.shape[-1]))
-        equation = "fcp,ncpl->nflp"
-        rise, fall = (_footprints(room, geometry) for room in (rise, fall))
-    else:
-        size, equation = (weight.shape[0],), "fcp,ncp->nfp"
-        rise, fall = rise.flatten(2), fall.flatten(2)
+    """The most each neuron can rise and fall: per pixel, the sum over channels of the better direction.
+
+    For each pixel a neuron sees, both are one product over twice the channels: of the room above and below
+    the present values with the positive and the negative parts of the weights.
+    """
+    room = torch.cat([1 - images, images], dim=1).clamp(max=epsilon)
     positive, negative = weight.clamp(min=0), (-weight).clamp(min=0)
-    up = torch.einsum(equation, positive, rise) + torch.einsum(equation, negative, fall)
-    down = torch.einsum(equation, positive, fall) + torch.einsum(equation, negative, rise)
-    return top_sum(up, pixels).reshape(-1, *size), top_sum(down, pixels).reshape(-1, *size)
+    parts = torch.cat([torch.cat([positive, negative], dim=1), torch.cat([negative, positive], dim=1)])
+    below = room.flatten(2).permute(2, 1, 0)
+    size: tuple[int, ...] = ()
+    if isinstance(layer.operation, Convolution):
+        below = _footprints(room, layer.operation.geometry)
+        size = layer.operation.geometry.output_size(images.shape[-2], images.shape[-1])
+    moves = top_sum(parts.permute(2, 0, 1) @ below, pixels)
+    up, down = moves.reshape(len(parts), len(images), *size).transpose(0, 1).chunk(2, dim=1)
+    return up, down
 
 
 def _footprints(room: Tensor, geometry: Geometry) -> Tensor:
-    """The values under the kernel at each place (n, channels, kernel positions, places), 0 in padding."""
-    columns = F.unfold(geometry.pad(room), geometry.kernel, geometry.dilation, 0, geometry.stride)
-    return columns.unflatten(1, (room.shape[1], -1))
+    """The values under the kernel at each place of each image (kernel positions, channels, n * places)."""
+    below = geometry.pad(room)
+    for axis in (0, 1):
+        spacing = geometry.dilation[axis]
+        span = spacing * (geometry.kernel[axis] - 1) + 1
+        below = below.unfold(2 + axis, span, geometry.stride[axis])[..., ::spacing]
+    return below.permute(4, 5, 1, 0, 2, 3).flatten(3).flatten(0, 1)
 
 
 def _free_moves(layer: FirstLayer, weight: Tensor, bound: str, pixels: int, like: Tensor) -> Tensor:
     """How far each neuron (neurons, ...) moves when the k strongest pixels or channel values move by one."""
     strength = weight.abs().sum(dim=1) if bound == "per-pixel" else weight.abs().flatten(1)
-    moves = top_sum(strength, pixels)
+    moves = strength.topk(min(pixels, strength.shape[1]), sorted=False).values.sum(dim=1)
     return moves.reshape(-1, *[1] * (like.dim() - 2))
 
 
 def top_sum(values: Tensor, count: int) -> Tensor:
-    """The sum of the `count` largest entries of the last dimension, of all of them where there are fewer."""
-    count = min(count, values.shape[-1])
-    return values.topk(count, dim=-1).values.sum(dim=-1) if count < values.shape[-1] else values.sum(dim=-1)
+    """The sum of the `count` largest entries of the first dimension, of all of them where there are fewer.
+
+    Its gradient goes to exactly so many entries, whichever they are among equals.
+    """
+    if count >= len(values):
+        return values.sum(dim=0)
+    if count == 1:
+        return values.max(dim=0).values
+    if values.is_cuda and count <= _MOST_ROUNDS:
+        return values.gather(0, largest_by_rounds(values.detach(), count)).sum(dim=0)
+    return values.topk(count, dim=0, sorted=False).values.sum(dim=0)
+
+
+def largest_by_rounds(values: Tensor, count: int) -> Tensor:
+    """Where the `count` largest entries of the first dimension are: in each round, the largest one left.
+
+    A round is a single pass over the values; on a GPU a few of them cost less than a search for all at once,
+    above all among the few positions of a small kernel.
+    """
+    left, places = values.clone(), list[Tensor]()
+    for _ in range(count):
+        places.append(left.max(dim=0, keepdim=True).indices)
+        left.scatter_(0, places[-1], -torch.inf)
+    return torch.cat(places)
