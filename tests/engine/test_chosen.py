@@ -101,14 +101,15 @@ def dense_choice(network, images, labels, patch, corners, epsilon):
 @pytest.mark.parametrize("epsilon", [1.0, 0.3], ids=str)
 @pytest.mark.parametrize("patch", PATCHES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_chosen_placements_have_the_margins_and_gradient_of_whole_boxes(name, patch, epsilon):
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_chosen_placements_have_the_margins_and_gradient_of_whole_boxes(dtype, name, patch, epsilon):
     model, (images, labels) = built(name), batch()
     network = trace(model)
     found = patch.placements(*SHAPE[1:])
     corners = found.sample((len(images), 4), torch.Generator().manual_seed(3))
     windows = covering_placements(network, images, patch)
     assert windows is not None
-    margins, gradient = with_gradient(model, windows.margins(images, labels, corners, epsilon))
+    margins, gradient = with_gradient(model, windows.margins(images, labels, corners, epsilon, dtype=dtype))
     expected, slow = with_gradient(model, dense_choice(network, images, labels, patch, corners, epsilon))
     torch.testing.assert_close(margins, expected, rtol=1e-9, atol=1e-9)
     for ours, theirs in zip(gradient, slow, strict=True):

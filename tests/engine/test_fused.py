@@ -1,9 +1,11 @@
 """Fused kernels are their plain twins, and CUDA certificates are those of the CPU. Needs a CUDA device."""
 
 import copy
+import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
@@ -18,7 +20,7 @@ from patchcert.engine import (
     exact_clean_pass,
     windows,
 )
-from patchcert.engine.fused import differentiable_relu, fused_head, fused_relu, fused_rows, is_fused
+from patchcert.engine.fused import differentiable_relu, fused_head, fused_relu, fused_rows, is_fused, placed
 from patchcert.engine.geometry import Cells
 from patchcert.testing.blocks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
@@ -151,6 +153,41 @@ def test_the_kernel_with_a_gradient_is_plain_relu_with_its_gradient(inner):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding", [(1, 2, 0, 3), (-1, 2, 3, -2)])
+@pytest.mark.parametrize("channels", [1, 5, 64, 100])
+def test_placing_windows_is_padding_with_its_gradient(channels, padding, dtype):
+    generator = torch.Generator().manual_seed(0)
+    windows = torch.randn(7, 3, 6, 4, channels, generator=generator).to(dtype).cuda()
+    top, bottom, left, right = padding
+    found, wanted = windows.clone().requires_grad_(), windows.clone().requires_grad_()
+    ours = placed(found, (6 + top + bottom, 4 + left + right), (top, left))
+    plain = F.pad(wanted, (0, 0, left, right, top, bottom))
+    weights = torch.randn(plain.shape, generator=generator).to(dtype).cuda()
+    for value in (ours, plain):
+        value.backward(weights)
+    assert torch.equal(ours, plain)
+    assert torch.equal(found.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels", [1, 5, 64])
+def test_windows_are_placed_each_at_its_own_cell(channels, dtype):
+    generator = torch.Generator().manual_seed(0)
+    windows = torch.randn(7, 3, 4, 2, channels, generator=generator).to(dtype).cuda()
+    shifts = torch.randint(-2, 6, (7, 3, 2), generator=generator).int().cuda()
+    found = windows.clone().requires_grad_()
+    ours = placed(found, (6, 8), (-1, 1), shifts)
+    weights = torch.randn(ours.shape, generator=generator).to(dtype).cuda()
+    ours.backward(weights)
+    for one, other in itertools.product(range(7), range(3)):
+        top, left = (int(shifts[one, other, axis]) + (-1, 1)[axis] for axis in (0, 1))
+        around = (0, 0, left, 6 - left, top, 2 - top)
+        assert torch.equal(ours[one, other], F.pad(windows[one, other], around))
+        back = (0, 0, -left, left - 6, -top, top - 2)
+        assert torch.equal(found.grad[one, other], F.pad(weights[one, other], back))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "dense way"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from patchcert.bounds import NEAREST, Network
 from patchcert.engine.clean import clean_pass
-from patchcert.engine.fused import is_fused
+from patchcert.engine.fused import is_fused, placed
 from patchcert.engine.geometry import FeatureMap, Layout, NotCovered, Window, cells, seen_by_pool
 from patchcert.engine.merging import Merging, covered_pixels, masked, repeated
 from patchcert.engine.rules import before_head
@@ -42,6 +42,7 @@ class ChosenPlacements:
     covered: Tensor
     merging: Merging | None = None
     _cells: dict[tuple[Window, FeatureMap], Tensor] = field(default_factory=dict)
+    _shifts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -72,8 +73,11 @@ class ChosenPlacements:
     ) -> Tensor:
         """Margins (n, k, classes) at the corners (n, k, 2); with `classes` (n, k) only against that class, (n, k).
 
-        `dtype` is that of the windows, by default the images'; the margins are the images' in any case.
+        `dtype` is that of the windows, by default the images'; the margins are the images' in any case. Windows
+        of fewer digits are for wide networks, whose clean pass is faster with the channels last, as windows are.
         """
+        if dtype is not None:
+            images = images.contiguous(memory_format=torch.channels_last)
         clean = clean_pass(self.layout.network, images, labels)
         rows, columns = (corners[..., axis].T for axis in (0, 1))
         in_row = -(-images.shape[3] // self.step[1])
@@ -103,6 +107,13 @@ class ChosenPlacements:
         if (window, area) not in self._cells:
             self._cells[window, area] = cells(window, self.bases, area, self.covered.device).signed
         return self._cells[window, area]
+
+    def shifts(self, window: Window) -> Tensor:
+        """How far down and right (bases, 2) a window lies on its map from every base."""
+        step = (window.row_step, window.column_step)
+        if step not in self._shifts:
+            self._shifts[step] = torch.from_numpy(self.bases // step).int().to(self.covered.device)
+        return self._shifts[step]
 
 
 def covering_placements(network: Network, images: Tensor, threat: Patch) -> ChosenPlacements | None:
@@ -152,13 +163,16 @@ class _ChosenPass(WindowPass):
 
     def flattened(self, part: Tensor, index: int) -> Tensor:
         """The whole map with the window in it, (k, n, places * channels); cells outside hold zeros and add nothing."""
-        area, inside = self.layout.maps[index], self._inside(self.window(index), index)
+        area, window = self.layout.maps[index], self.window(index)
         assert area is not None
+        part = part.expand(*self.base.shape, *part.shape[2:])
+        if self.is_fused:
+            shifts = self.placements.shifts(window)[self.base]
+            return placed(part, (area.height, area.width), (window.top, window.left), shifts).flatten(2)
+        inside = self._inside(window, index)
         whole = part.new_zeros(*part.shape[:2], area.height * area.width, area.channels)
         where = inside.unsqueeze(-1).expand(*inside.shape, area.channels)
-        return whole.scatter_add(
-            2, where, part.expand(*inside.shape[:2], *part.shape[2:]).flatten(2, 3)
-        ).flatten(2)
+        return whole.scatter_add(2, where, part.flatten(2, 3)).flatten(2)
 
     def signed_cells(self, index: int) -> Tensor | None:
         window = self.windows[index]

@@ -40,8 +40,8 @@ class Clean:
         if index not in self._places:
             area = layout.maps[index]
             assert area is not None
-            value = self.values[index].reshape(-1, area.channels, area.height * area.width)
-            self._places[index] = value.transpose(1, 2).contiguous()
+            value = self.values[index].reshape(-1, area.channels, area.height, area.width)
+            self._places[index] = value.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
         return self._places[index]
 
 

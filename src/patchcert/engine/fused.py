@@ -1,8 +1,8 @@
 """Steps of the window engine as single kernels: each number is read once and written once.
 
-The plain twin of `fused_relu` and `differentiable_relu` is `_between` in `rules`, that of `fused_rows` is
-`convolve` by a product, that of `fused_head` is `fused_relu` followed by two products; they are held equal by
-tests on machines with CUDA.
+The plain twin of `fused_relu` and `differentiable_relu` is `_between` in `rules`, that of `placed` is `F.pad`
+or `_ChosenPass.flattened` by a sum, that of `fused_rows` is `convolve` by a product, that of `fused_head` is
+`fused_relu` followed by two products; they are held equal by tests on machines with CUDA.
 """
 
 import importlib.util
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from patchcert.bounds.operations import Geometry
+
+Size = tuple[int, int]
 
 
 @cache
@@ -142,6 +144,58 @@ class _FusedRelu(torch.autograd.Function):
             num_warps=4,
         )
         return to_deviation, to_radius, to_clean, None
+
+
+def placed(windows: Tensor, size: Size, origin: Size, shifts: Tensor | None = None) -> Tensor:
+    """Maps (..., height, width, c) of the given size, zero but for the window (..., h, w, c) that each has in it.
+
+    The window's first cell lies at the origin (row, column), moved by its own shift (..., 2) where there are
+    shifts. What sticks out over the map is left out, and gets no gradient.
+    """
+    return _Placed.apply(windows, size, origin, shifts)  # pyright: ignore[reportReturnType]
+
+
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, windows: Tensor, size: Size, origin: Size, shifts: Tensor | None) -> Tensor:
+        ctx.back = (tuple(windows.shape[-3:-1]), origin, shifts, -1)  # pyright: ignore[reportAttributeAccessIssue]
+        return _moved(windows, size, origin, shifts, 1)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: FunctionCtx, gradient: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        return _moved(gradient, *ctx.back), None, None, None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _moved(source: Tensor, size: Size, origin: Size, shifts: Tensor | None, sign: int) -> Tensor:
+    """The source (..., h, w, c) put into maps of the given size; with sign -1 what lies there is taken out again."""
+    from patchcert.engine.kernels import place_windows
+
+    source = source.contiguous()
+    height, width, channels = source.shape[-3:]
+    output = source.new_empty(*source.shape[:-3], *size, channels)
+    count = output.numel() // channels
+    block = 1 << (channels - 1).bit_length()
+    at_once = max(1, 4096 // block)
+    place_windows[(-(-count // at_once),)](  # pyright: ignore[reportIndexIssue]
+        source,
+        source if shifts is None else shifts.contiguous(),
+        output,
+        count,
+        *origin,
+        SIGN=sign,
+        ROWS=size[0],
+        COLUMNS=size[1],
+        SOURCE_ROWS=height,
+        SOURCE_COLUMNS=width,
+        CHANNELS=channels,
+        HAS_SHIFTS=shifts is not None,
+        CELLS=at_once,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return output
 
 
 def fused_head(

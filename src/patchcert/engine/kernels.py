@@ -147,6 +147,40 @@ def relu_windows_gradient(
 
 
 @triton.jit
+def place_windows(
+    source,
+    shifts,
+    output,
+    cell_count,
+    top,
+    left,
+    SIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SOURCE_ROWS: tl.constexpr,
+    SOURCE_COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HAS_SHIFTS: tl.constexpr,
+    CELLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every cell of the output (b, ROWS, COLUMNS, CHANNELS) reads the cell of its source that lies there, or 0."""
+    cell = tl.program_id(0) * CELLS + tl.arange(0, CELLS)[:, None]
+    channel = tl.arange(0, BLOCK)[None, :]
+    is_here = (cell < cell_count) & (channel < CHANNELS)
+    one = cell // (ROWS * COLUMNS)
+    row = cell // COLUMNS % ROWS - SIGN * top
+    column = cell % COLUMNS - SIGN * left
+    if HAS_SHIFTS:
+        row -= SIGN * tl.load(shifts + 2 * one, mask=cell < cell_count, other=0)
+        column -= SIGN * tl.load(shifts + 2 * one + 1, mask=cell < cell_count, other=0)
+    is_inside = (row >= 0) & (row < SOURCE_ROWS) & (column >= 0) & (column < SOURCE_COLUMNS)
+    at = ((one.to(tl.int64) * SOURCE_ROWS + row) * SOURCE_COLUMNS + column) * CHANNELS + channel
+    values = tl.load(source + at, mask=is_here & is_inside, other=0.0)
+    tl.store(output + cell.to(tl.int64) * CHANNELS + channel, values, mask=is_here)
+
+
+@triton.jit
 def window_rows(
     maps,
     output,

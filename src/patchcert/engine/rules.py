@@ -21,7 +21,7 @@ from patchcert.bounds.operations import (
     convolve,
 )
 from patchcert.bounds.rounding import blocked_product, summed_roundings
-from patchcert.engine.fused import differentiable_relu, fused_relu, fused_rows
+from patchcert.engine.fused import differentiable_relu, fused_relu, fused_rows, placed
 from patchcert.engine.geometry import FeatureMap, Window, is_global
 from patchcert.engine.windows import WindowPass, Windows, product
 
@@ -111,11 +111,20 @@ def _slide_by_convolution(
     def slide(part: Tensor, taps: Tensor) -> Tensor:
         if precise and sweep.is_fused and groups == 1:
             return _slide_by_rows(part.flatten(0, 1), taps, geometry).unflatten(0, part.shape[:2])
-        maps = part.flatten(0, 1).permute(0, 3, 1, 2)
-        moved = convolve(maps, taps, geometry, groups, precise)
+        maps, local = part.flatten(0, 1), geometry
+        if sweep.is_fused and not precise and geometry.symmetric_padding is None:
+            maps, local = _padded(maps, geometry)
+        moved = convolve(maps.permute(0, 3, 1, 2), taps, local, groups, precise)
         return moved.permute(0, 2, 3, 1).contiguous().unflatten(0, part.shape[:2])
 
     return Windows(slide(state.deviation, weight), slide(state.radius, weight.abs()))
+
+
+def _padded(maps: Tensor, geometry: Geometry) -> tuple[Tensor, Geometry]:
+    """The maps (b, h, w, c) with the padding made explicit, and the geometry that is left."""
+    top, bottom, left, right = geometry.padding
+    size = (maps.shape[1] + top + bottom, maps.shape[2] + left + right)
+    return placed(maps, size, (top, left)), replace(geometry, padding=(0, 0, 0, 0))
 
 
 def _slide_by_rows(maps: Tensor, taps: Tensor, geometry: Geometry) -> Tensor:
@@ -170,15 +179,26 @@ def _feature_product(part: Tensor, columns: Tensor, sweep: WindowPass) -> Tensor
 def _columns(
     operation: Linear, dtype: torch.dtype, sweep: WindowPass, position: int
 ) -> tuple[Tensor, Tensor]:
-    """Transposed weights and their absolute values; (places, channels, out) where the input still has places."""
+    """Transposed weights and their absolute values; (places, channels, out) where the input still has places.
+
+    Where there is a gradient they lie in memory row by row, like the weights, and so does their gradient: to turn
+    either would cost more than products of turned matrices do. Elsewhere the weights of a place lie together.
+    """
     key = (position,)
     if key not in sweep.shared.weights:
-        area, weight = sweep.layout.maps[sweep.steps[position].inputs[0]], operation.weight()
-        places = weight if area is None else weight.unflatten(1, (area.channels, -1))
-        columns = places.movedim(0, -1) if area is None else places.permute(2, 1, 0)
-        columns = columns.to(dtype).contiguous()
+        area, rows = sweep.layout.maps[sweep.steps[position].inputs[0]], operation.weight()
+        if area is not None:
+            rows = rows.unflatten(1, (area.channels, -1)).transpose(1, 2)
+        columns = (
+            _packed(rows, dtype).movedim(0, -1) if sweep.has_gradient else _packed(rows.movedim(0, -1), dtype)
+        )
         sweep.shared.weights[key] = (columns, columns.abs())
     return sweep.shared.weights[key]
+
+
+def _packed(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights in order of their dimensions and of the given type, at one copy where there are both to change."""
+    return weight.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def _channel_scale(
