@@ -141,7 +141,7 @@ class _FusedRelu(torch.autograd.Function):
             HAS_PLACES=bool(cells),
             ROWS=tiles.rows,
             BLOCK=tiles.block,
-            num_warps=4,
+            num_warps=8,
         )
         return to_deviation, to_radius, to_clean, None
 

@@ -125,7 +125,10 @@ def relu_windows_gradient(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of `relu_windows` with cells of each window's own; what reaches the clean values is added up there."""
+    """Of `relu_windows` with cells of each window's own; what reaches the clean values is added up there.
+
+    Of the placements of an image only the weakest have a gradient: a block of zeros is passed on unread.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     inner = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     image, is_here = row % images, (row < row_count) & (inner < INNER)
@@ -133,17 +136,19 @@ def relu_windows_gradient(
     place, is_inside = _place(
         cells, row, image, inner, is_here, clean_image_stride, CHANNELS, INNER, HAS_PLACES
     )
-    value = tl.load(clean + place, mask=is_inside, other=0.0)
-    shift = tl.load(deviation + offset, mask=is_inside, other=0.0).to(tl.float32)
-    spread = tl.load(radius + offset, mask=is_inside, other=0.0).to(tl.float32)
     shifted = tl.load(by_deviation + offset, mask=is_inside, other=0.0).to(tl.float32)
     spreaded = tl.load(by_radius + offset, mask=is_inside, other=0.0).to(tl.float32)
-    lower = tl.where(value + shift - spread <= 0, 0.0, (shifted - spreaded) * 0.5)
-    upper = tl.where(value + shift + spread <= 0, 0.0, (shifted + spreaded) * 0.5)
+    lower, upper = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
+    if tl.max(((shifted != 0) | (spreaded != 0)).to(tl.int32)) > 0:
+        value = tl.load(clean + place, mask=is_inside, other=0.0)
+        shift = tl.load(deviation + offset, mask=is_inside, other=0.0).to(tl.float32)
+        spread = tl.load(radius + offset, mask=is_inside, other=0.0).to(tl.float32)
+        lower = tl.where(value + shift - spread <= 0, 0.0, (shifted - spreaded) * 0.5)
+        upper = tl.where(value + shift + spread <= 0, 0.0, (shifted + spreaded) * 0.5)
+        own = tl.where(value <= 0, 0.0, shifted)
+        tl.atomic_add(to_clean + place, upper + lower - own, mask=is_inside, sem="relaxed")
     tl.store(to_deviation + offset, upper + lower, mask=is_here)
     tl.store(to_radius + offset, upper - lower, mask=is_here)
-    own = tl.where(value <= 0, 0.0, shifted)
-    tl.atomic_add(to_clean + place, upper + lower - own, mask=is_inside)
 
 
 @triton.jit
