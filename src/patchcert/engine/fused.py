@@ -49,7 +49,7 @@ def fused_relu(
     deviation, radius, clean = deviation.contiguous(), radius.contiguous(), clean.contiguous()
     placements, images = deviation.shape[:2]
     new_deviation, new_radius = torch.empty_like(deviation), torch.empty_like(deviation)
-    tiles = _Tiles.of(deviation)
+    tiles = _Tiles.of(deviation, 256)
     relu_windows[tiles.grid](  # pyright: ignore[reportIndexIssue]
         deviation,
         radius,
@@ -89,9 +89,10 @@ class _Tiles:
     grid: tuple[int, int]
 
     @staticmethod
-    def of(windows: Tensor) -> "_Tiles":
+    def of(windows: Tensor, most: int) -> "_Tiles":
+        """With at most so many numbers of one window side by side, 1024 or a part of it by a power of two."""
         count, inner = windows.shape[0] * windows.shape[1], windows[0, 0].numel()
-        block = min(1 << (inner - 1).bit_length(), 1024)
+        block = min(1 << (inner - 1).bit_length(), most)
         rows = max(1, 1024 // block)
         return _Tiles(inner, rows, block, (-(-count // rows), -(-inner // block)))
 
@@ -122,7 +123,7 @@ class _FusedRelu(torch.autograd.Function):
         deviation, radius, clean, *cells = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
         to_deviation, to_radius = torch.empty_like(deviation), torch.empty_like(deviation)
         to_clean = torch.zeros_like(clean)
-        tiles = _Tiles.of(deviation)
+        tiles = _Tiles.of(deviation, 1024)
         relu_windows_gradient[tiles.grid](  # pyright: ignore[reportIndexIssue]
             deviation,
             radius,
