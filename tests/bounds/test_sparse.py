@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import NEAREST, Interval, Rounding, trace
-from patchcert.bounds.sparse import FirstLayer, largest_by_rounds, sparse_first_layer, top_sum
+from patchcert.bounds.sparse import (
+    FirstLayer,
+    largest_by_exchanges,
+    largest_by_rounds,
+    sparse_first_layer,
+    top_sum,
+)
 from patchcert.errors import InvalidInput, UnsupportedLayer
 from patchcert.models import Normalize
 from patchcert.testing.blocks import randomise
@@ -155,6 +161,13 @@ def test_rounds_find_the_largest_each_once(seed, entries, data):
     places = largest_by_rounds(values, count)
     assert places.sort(dim=0).values.diff(dim=0).all()
     torch.testing.assert_close(values.gather(0, places), values.topk(count, dim=0).values)
+
+
+@given(seeds(), st.integers(2, 9), st.data())
+def test_exchanges_keep_the_largest_in_order(seed, entries, data):
+    values, count = values_with_ties(seed, entries), data.draw(st.integers(1, entries - 1))
+    held = torch.stack(largest_by_exchanges(values, count))
+    torch.testing.assert_close(held, values.topk(count, dim=0).values)
 
 
 @given(seeds(), st.integers(2, 9), st.integers(1, 9))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 BOUNDS = ("tight", "per-pixel", "per-value")
 _MOST_ROUNDS = 16
 """On a GPU, more of the largest entries than these are found by a general search."""
+_FEW_ENTRIES = 16
+"""On a CPU, so few entries are put in order by exchanges, where no gradient is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,8 @@ def top_sum(values: Tensor, count: int) -> Tensor:
         return values.max(dim=0).values
     if values.is_cuda and count <= _MOST_ROUNDS:
         return values.gather(0, largest_by_rounds(values.detach(), count)).sum(dim=0)
+    if len(values) <= _FEW_ENTRIES and not (values.is_cuda or values.requires_grad):
+        return torch.stack(largest_by_exchanges(values, count)).sum(dim=0)
     return values.topk(count, dim=0, sorted=False).values.sum(dim=0)
 
 
@@ -166,3 +170,16 @@ def largest_by_rounds(values: Tensor, count: int) -> Tensor:
         places.append(left.max(dim=0, keepdim=True).indices)
         left.scatter_(0, places[-1], -torch.inf)
     return torch.cat(places)
+
+
+def largest_by_exchanges(values: Tensor, count: int) -> list[Tensor]:
+    """The `count` largest entries of the first dimension, from the largest on: each entry in turn is compared
+    with those held so far and goes on as the smaller one.
+    """
+    held = list[Tensor]()
+    for entry in values:
+        for rank, other in enumerate(held):
+            held[rank], entry = torch.maximum(other, entry), torch.minimum(other, entry)
+        if len(held) < count:
+            held.append(entry)
+    return held
