@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from patchcert.errors import RunError
-from patchcert.experiments.reproduce.outcome import PER_MODEL, outcomes
+from patchcert.experiments.reproduce.outcome import outcomes
 from patchcert.experiments.reproduce.pack import pack
 from patchcert.experiments.reproduce.plan import Effort, plan
-from patchcert.experiments.reproduce.results import Result, collect
-from patchcert.experiments.reproduce.rows import chosen_per_model, recipe
+from patchcert.experiments.reproduce.results import Result
+from patchcert.experiments.reproduce.rows import recipe
 from patchcert.experiments.reproduce.runner import LOG, Runner, StopOrder, Workshop
 from patchcert.experiments.reproduce.scales import Scale
 from patchcert.experiments.reproduce.siblings import Archive
@@ -20,7 +20,6 @@ from patchcert.experiments.reproduce.tables import find_table
 from patchcert.experiments.reproduce.trials import Trials
 from patchcert.experiments.runs import Run
 from patchcert.files import sha256
-from patchcert.report.reproduction import reproduction_table
 
 TINY = Scale(quick=True, quick_train=60, quick_test=10)
 ENTRIES = find_table("compare-defenses").chosen(["mnist 2x2 lgs"])
@@ -192,46 +191,6 @@ def test_what_must_be_trained_again_is_so_before_settings_are_chosen(first, tmp_
     weights = sha256(shop.runs / mlp.name / "weights.safetensors")
     (trials,) = Result.open(shop.results / mlp.name).trials
     assert trials.meta["weights_sha256"] == weights
-
-
-def attacked_before(finished, folder, attack, defense):
-    """Every model of the row attacked by the earlier plan, each behind a setting of its own."""
-    made = recipe(ENTRIES[0])
-    assert made is not None
-    for number, spec in enumerate(made.specs):
-        run = finished(spec, {})
-        index = np.arange(100)
-        columns = {
-            "index": index,
-            "label": np.zeros(100, np.int64),
-            "prediction": np.zeros(100, np.int64),
-            "prediction_after": (index >= 60).astype(np.int64),
-            "succeeded": index >= 60,
-        }
-        meta = {
-            "plan": attack.to_dict(),
-            "weights_sha256": sha256(run.weights),
-            "data": {"sha256": CHECKSUMS},
-            "defense": f"{defense}({number})",
-            "tuning": {"choice": number},
-        }
-        run.write_evidence(attack.name, columns, meta)
-        collect(run, run.path.name, folder)
-
-
-def test_evidence_by_settings_of_every_model_is_counted_until_there_is_better_and_says_so(finished, tmp_path):
-    (entry, _) = ENTRIES
-    made = recipe(entry)
-    assert made is not None
-    assert made.attack is not None
-    attacked_before(finished, tmp_path / "results", chosen_per_model(made.attack), "Smoothing")
-    plain, adaptive = outcomes(ENTRIES, tmp_path / "results", None)
-    assert (plain.status, plain.empirical, plain.note) == ("measured", 60.0, PER_MODEL)
-    assert (adaptive.status, adaptive.note) == ("not run", "")
-    table = reproduction_table(find_table("compare-defenses"), [plain, adaptive])
-    assert table.rows[0][-1] == "full; settings chosen per model"
-    assert 60.0 in table.rows[0]
-    assert "not run" in table.rows[1]
 
 
 def test_trials_that_lack_a_column_are_refused(second, tmp_path):

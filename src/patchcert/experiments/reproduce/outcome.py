@@ -1,7 +1,6 @@
 """Rows of tables recomputed from evidence: nothing here reads an accuracy that was written down before."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ from patchcert.experiments.reproduce.evidence import AttackedRows
 from patchcert.experiments.reproduce.imagenet_plan import corner_defense, corner_plan
 from patchcert.experiments.reproduce.imagenet_results import CornerResult, corner_results, initially_correct
 from patchcert.experiments.reproduce.results import Result, Results
-from patchcert.experiments.reproduce.rows import Recipe, chosen_per_model, recipe
+from patchcert.experiments.reproduce.rows import Recipe, recipe
 from patchcert.experiments.reproduce.scales import Scale
 from patchcert.experiments.reproduce.seeds import by_model, by_whole_seed
 from patchcert.experiments.reproduce.siblings import check_setting
 from patchcert.experiments.reproduce.tables import Entry
 from patchcert.experiments.spec import Spec
 from patchcert.threats import SparsePixels
-
-PER_MODEL = "settings chosen per model"
 
 
 def outcomes(
@@ -40,12 +37,7 @@ def _outcome(entry: Entry, results: Results, scale: Scale | None, seeds: int | N
     if made is None:
         return Outcome(entry, "not run")
     made = scale.apply(made) if scale is not None and scale.quick else made
-    counted = _counted(entry, results, made, scale, seeds)
-    if counted.status == "measured" or made.attack is None or not made.attack.defense:
-        return counted
-    earlier = replace(made, attack=chosen_per_model(made.attack))
-    before = _counted(entry, results, earlier, scale, seeds)
-    return replace(before, note=PER_MODEL) if before.status == "measured" else counted
+    return _counted(entry, results, made, scale, seeds)
 
 
 def _counted(entry: Entry, results: Results, made: Recipe, scale: Scale | None, seeds: int | None) -> Outcome:

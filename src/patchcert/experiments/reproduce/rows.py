@@ -78,11 +78,6 @@ def _attacked(entry: Entry, models: Sequence[str]) -> Recipe:
     return Recipe(specs, (), plan)
 
 
-def chosen_per_model(plan: AttackPlan) -> AttackPlan:
-    """The attack that rows used to ask for, when every model had a setting of its own."""
-    return replace(plan, tuned_on=1000, sweep_vertices=0, both_losses=False)
-
-
 def _spec(entry: Entry, model: str) -> Spec:
     changes = [f"model.name={model}"]
     if entry.hidden:
