@@ -55,12 +55,14 @@ def voted_accuracies(rows: VotedRows) -> dict[str, float]:
 
 
 def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
-    """How many runs shared the device, and the loss, are as noted when these weights were first collected."""
+    """How many runs shared the device is as noted when this training was first collected: orders change later."""
     rows = [Rows.read(file) for file in sorted(target.glob("certify-*.npz"))]
     attacks = [AttackedRows.read(file) for file in sorted(target.glob("attack-*.npz"))]
     votes = [VotedRows.read(file) for file in sorted(target.glob("votes-*.npz"))]
     counted = [*rows, *votes]
     environment, before, loss = run.environment(), _before(run, target), last_loss(run)
+    seconds = round(run.training_seconds, 1)
+    is_collected = before.get("training_seconds") == seconds
     return {
         "fingerprint": target.name,
         "scale": scale,
@@ -69,9 +71,9 @@ def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
         "attacked_accuracy": {each.path.stem: each.withstood / each.total for each in attacks},
         "voted_accuracy": {each.path.stem: voted_accuracies(each) for each in votes},
         LOSS: before.get(LOSS) if loss is None else loss,
-        "training_seconds": round(run.training_seconds, 1),
+        "training_seconds": seconds,
         "device": environment.get("device", ""),
-        "jobs": int(before.get("jobs", 1)) if before else read_orders(run.path).jobs,
+        "jobs": int(before.get("jobs", 1)) if is_collected else read_orders(run.path).jobs,
         "versions": environment.get("versions", {}),
         "commit": environment.get("commit", ""),
         "source_sha256": source_sha256(),
