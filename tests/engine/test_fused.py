@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
-from patchcert.bounds.operations import Geometry, convolve
+from patchcert.bounds.geometry import Geometry, convolve
 from patchcert.bounds.rounding import blocked_product, fast_arithmetic
 from patchcert.certificates import certify, placement_margins
 from patchcert.engine import (

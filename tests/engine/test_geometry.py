@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import trace
-from patchcert.bounds.operations import Geometry
+from patchcert.bounds.geometry import Geometry
 from patchcert.engine.geometry import Layout, NotCovered, Window, groups
 from patchcert.engine.sweep import PlacementSweep
 from patchcert.testing.blocks import ResidualBlock

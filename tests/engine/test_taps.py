@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from patchcert.bounds.operations import Geometry
+from patchcert.bounds.geometry import Geometry
 from patchcert.engine.taps import Taps, window_matrix
 
 GEOMETRIES = [

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Size, Tensor
 
+from patchcert.bounds.geometry import Geometry, under_kernel
 from patchcert.bounds.interval import Interval
-from patchcert.bounds.operations import ChannelScale, Convolution, Geometry, Linear, Reshape
+from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape
 from patchcert.bounds.rounding import Rounding
 from patchcert.errors import InvalidInput, UnsupportedLayer
 
@@ -119,21 +120,17 @@ def _tight_moves(
     below = room.flatten(2).permute(2, 1, 0)
     size: tuple[int, ...] = ()
     if isinstance(layer.operation, Convolution):
-        below = _footprints(room, layer.operation.geometry)
         size = layer.operation.geometry.output_size(images.shape[-2], images.shape[-1])
+        below = _footprints(room, layer.operation.geometry, size)
     moves = top_sum(parts.permute(2, 0, 1) @ below, pixels)
     up, down = moves.reshape(len(parts), len(images), *size).transpose(0, 1).chunk(2, dim=1)
     return up, down
 
 
-def _footprints(room: Tensor, geometry: Geometry) -> Tensor:
+def _footprints(room: Tensor, geometry: Geometry, size: tuple[int, int]) -> Tensor:
     """The values under the kernel at each place of each image (kernel positions, channels, n * places)."""
-    below = geometry.pad(room)
-    for axis in (0, 1):
-        spacing = geometry.dilation[axis]
-        span = spacing * (geometry.kernel[axis] - 1) + 1
-        below = below.unfold(2 + axis, span, geometry.stride[axis])[..., ::spacing]
-    return below.permute(4, 5, 1, 0, 2, 3).flatten(3).flatten(0, 1)
+    below = under_kernel(geometry.pad(room), geometry, *size)
+    return below.permute(2, 3, 1, 0, 4, 5).flatten(3).flatten(0, 1)
 
 
 def _free_moves(layer: FirstLayer, weight: Tensor, bound: str, pixels: int, like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from patchcert.bounds.operations import Geometry
+from patchcert.bounds.geometry import Geometry
 
 Size = tuple[int, int]
 

@@ -12,17 +12,16 @@ from patchcert.bounds.operations import (
     AveragePool,
     ChannelScale,
     Convolution,
-    Geometry,
     Linear,
     MaxPool,
     Monotone,
     Operation,
     Reshape,
-    convolve,
 )
-from patchcert.bounds.rounding import blocked_product, summed_roundings
-from patchcert.engine.fused import differentiable_relu, fused_relu, fused_rows, placed
+from patchcert.bounds.rounding import summed_roundings
+from patchcert.engine.fused import differentiable_relu, fused_relu
 from patchcert.engine.geometry import FeatureMap, Window, is_global
+from patchcert.engine.sliding import slide
 from patchcert.engine.windows import WindowPass, Windows, product
 
 
@@ -53,7 +52,7 @@ def before_head(sweep: WindowPass, start: Windows, first: int = 0) -> Windows:
 def _convolution(
     operation: Convolution, inputs: Sequence[Windows], sweep: WindowPass, position: int
 ) -> Windows:
-    return _slide(operation.geometry, operation.weight(), operation.groups, inputs[0], sweep, position)
+    return slide(operation.geometry, operation.weight(), operation.groups, inputs[0], sweep, position)
 
 
 def _average_pool(
@@ -69,7 +68,7 @@ def _average_pool(
     weight = clean.new_full(
         (area.channels, 1, *geometry.kernel), 1.0 / (geometry.kernel[0] * geometry.kernel[1])
     )
-    return _slide(geometry, weight, area.channels, state, sweep, position)
+    return slide(geometry, weight, area.channels, state, sweep, position)
 
 
 def _global_mean(state: Windows, area: FeatureMap, sweep: WindowPass) -> Windows:
@@ -81,78 +80,6 @@ def _global_mean(state: Windows, area: FeatureMap, sweep: WindowPass) -> Windows
         return total / (area.height * area.width)
 
     return state.map(mean).widened(summed_roundings(cells) + 1, sweep.rounding)
-
-
-def _slide(
-    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass, position: int
-) -> Windows:
-    source, target = sweep.window(sweep.steps[position].inputs[0]), sweep.window(position + 1)
-    left, right, top, bottom = source.input_padding(geometry, target)
-    local = Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
-    inputs, taps = weight.shape[1] * groups * source.height * source.width, weight[0].numel()
-    if inputs <= _DENSE_INPUTS and inputs <= _DENSE_FACTOR * taps:
-        moved = _slide_by_matrix(local, weight, groups, state, sweep, position)
-        roundings = summed_roundings(taps, inputs)
-    else:
-        moved, roundings = _slide_by_convolution(local, weight, groups, state, sweep), summed_roundings(taps)
-    return replace(moved.widened(roundings + 2, sweep.rounding), is_ragged=True)
-
-
-_DENSE_INPUTS = 1024
-_DENSE_FACTOR = 8
-"""A convolution on a small window is written as one dense matrix when that costs at most this many times the work."""
-
-
-def _slide_by_convolution(
-    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass
-) -> Windows:
-    precise, weight = sweep.rounding.is_outward, weight.to(state.deviation.dtype)
-
-    def slide(part: Tensor, taps: Tensor) -> Tensor:
-        if precise and sweep.is_fused and groups == 1:
-            return _slide_by_rows(part.flatten(0, 1), taps, geometry).unflatten(0, part.shape[:2])
-        maps, local = part.flatten(0, 1), geometry
-        if sweep.is_fused and not precise and geometry.symmetric_padding is None:
-            maps, local = _padded(maps, geometry)
-        moved = convolve(maps.permute(0, 3, 1, 2), taps, local, groups, precise)
-        return moved.permute(0, 2, 3, 1).contiguous().unflatten(0, part.shape[:2])
-
-    return Windows(slide(state.deviation, weight), slide(state.radius, weight.abs()))
-
-
-def _padded(maps: Tensor, geometry: Geometry) -> tuple[Tensor, Geometry]:
-    """The maps (b, h, w, c) with the padding made explicit, and the geometry that is left."""
-    top, bottom, left, right = geometry.padding
-    size = (maps.shape[1] + top + bottom, maps.shape[2] + left + right)
-    return placed(maps, size, (top, left)), replace(geometry, padding=(0, 0, 0, 0))
-
-
-def _slide_by_rows(maps: Tensor, taps: Tensor, geometry: Geometry) -> Tensor:
-    """As `convolve` by a product, on maps (b, h, w, c), with the rows under the kernel laid out by a kernel of ours."""
-    height, width = geometry.output_size(maps.shape[1], maps.shape[2])
-    rows = fused_rows(maps, geometry, height, width)
-    columns = taps.permute(2, 3, 1, 0).flatten(0, 2)
-    return blocked_product(rows, columns).reshape(len(maps), height, width, -1)
-
-
-def _slide_by_matrix(
-    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass, position: int
-) -> Windows:
-    shape = tuple(state.deviation.shape[2:])
-    key = (position, geometry, shape)
-    if key not in sweep.shared.weights:
-        taps = sweep.layout.taps(geometry, weight, groups, shape)
-        matrix = taps.matrix(weight).to(state.deviation.dtype)
-        sweep.shared.weights[key] = (matrix, matrix.abs())
-    matrix, absolute = sweep.shared.weights[key]
-    height, width = geometry.output_size(shape[0], shape[1])
-    terms = weight[0].numel()
-
-    def slide(part: Tensor, factor: Tensor) -> Tensor:
-        rows = product(part.flatten(2).flatten(0, 1), factor, sweep.rounding, terms)
-        return rows.reshape(*part.shape[:2], height, width, -1)
-
-    return Windows(slide(state.deviation, matrix), slide(state.radius, absolute))
 
 
 def _linear(operation: Linear, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:

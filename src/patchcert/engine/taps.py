@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from patchcert.bounds.operations import Geometry, convolve
+from patchcert.bounds.geometry import Geometry, convolve
 
 
 @dataclass(frozen=True, slots=True)

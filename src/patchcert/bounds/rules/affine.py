@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from patchcert.bounds.geometry import Geometry
 from patchcert.bounds.lowering import attribute, function_rule, layer_rule, pair, refuse
-from patchcert.bounds.operations import ChannelScale, Convolution, Geometry, Linear, Operation, Source
+from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Operation, Source
 from patchcert.errors import ModelError
 
 

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from patchcert.bounds.geometry import Geometry, plain_average_pool
 from patchcert.bounds.lowering import function_rule, layer_rule, pair, refuse
-from patchcert.bounds.operations import AveragePool, Geometry, MaxPool, Operation, plain_average_pool
+from patchcert.bounds.operations import AveragePool, MaxPool, Operation
 
 
 @layer_rule(nn.MaxPool2d)
