@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from patchcert.experiments.reproduce.outcome import outcomes
+from patchcert.experiments.reproduce.tables import OURS, find_table
 from patchcert.models import registry
 
 ROOT = Path(__file__).parents[1]
@@ -30,3 +32,12 @@ def test_links_lead_somewhere():
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
             assert os.path.exists(path.parent / target), f"{path.name} links to {target}"
+
+
+def test_what_the_readme_says_is_proven_is_counted_from_evidence():
+    rows = {row.entry.patch: row for row in outcomes(find_table(OURS).entries, ROOT / "results", None)}
+    ours = "prove {:.1f} % of the MNIST test images against any 2x2 patch and {:.1f} % against any 5x5 patch"
+    paper = "best are {:.1f} % and {:.1f} %"
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert ours.format(*(rows[patch].certified for patch in ("2x2", "5x5"))) in text
+    assert paper.format(*(rows[patch].entry.certified for patch in ("2x2", "5x5"))) in text
