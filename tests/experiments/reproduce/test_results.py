@@ -148,6 +148,15 @@ def test_runs_that_shared_a_device_say_so(finished, mlp, tmp_path):
     assert outcome.hardware == "NVIDIA H200, 6 runs at once", "what was gathered later trained nothing"
 
 
+def test_a_run_that_went_on_elsewhere_names_both_devices(finished, mlp, tmp_path):
+    run = finished(mlp, {Patch(5): (94, 62)})
+    sessions = [{"device": name} for name in ("NVIDIA H200", "NVIDIA H200", "cpu (x86_64)")]
+    run.write_environment(run.environment() | {"device": "cpu (x86_64)", "sessions": sessions})
+    collect(run, run.path.name, tmp_path / "results")
+    (outcome,) = outcomes(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results", None)
+    assert outcome.hardware == "NVIDIA H200, then cpu (x86_64)"
+
+
 def test_a_mean_needs_all_its_models(collected, mlp, tmp_path):
     entries = row("training-strategies", "mnist 5x5 all")
     for name, certified in (("mlp", 62), ("cnn2", 59)):

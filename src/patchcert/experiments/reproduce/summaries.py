@@ -72,13 +72,19 @@ def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
         "voted_accuracy": {each.path.stem: voted_accuracies(each) for each in votes},
         LOSS: before.get(LOSS) if loss is None else loss,
         "training_seconds": seconds,
-        "device": environment.get("device", ""),
+        "device": _devices(environment),
         "jobs": int(before.get("jobs", 1)) if is_collected else read_orders(run.path).jobs,
         "versions": environment.get("versions", {}),
         "commit": environment.get("commit", ""),
         "source_sha256": source_sha256(),
         "weights_sha256": sha256(run.weights),
     }
+
+
+def _devices(environment: dict[str, Any]) -> str:
+    """The devices that trained, in their order: a run that was stopped may have gone on elsewhere."""
+    sessions = [session["device"] for session in environment.get("sessions", [])]
+    return ", then ".join(dict.fromkeys(sessions or [environment.get("device", "")]))
 
 
 def _with_loss(summary: dict[str, Any], loss: float) -> dict[str, Any]:
