@@ -102,6 +102,19 @@ def test_rows_that_contradict_themselves_are_refused(collected, mlp, column, val
         Rows.read(file)
 
 
+def test_verdicts_without_margins_are_counted_only_where_there_are_none(finished, mlp, tmp_path):
+    run = finished(mlp, {Patch(5): (94, 62)})
+    name = evidence_name(Patch(5), None)
+    columns, meta = run.evidence(name), run.evidence_meta(name) | {"settings": {"verdicts_only": True}}
+    run.write_evidence(name, columns, meta)
+    with pytest.raises(RunError, match="contradicts itself: image 0 is certified"):
+        collect(run, run.path.name, tmp_path / "results")
+    run.write_evidence(name, columns | {"margin": np.full(100, np.nan, np.float32)}, meta)
+    collect(run, run.path.name, tmp_path / "results")
+    (outcome,) = outcomes(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results", None)
+    assert outcome.certified == 62.0
+
+
 def test_evidence_without_a_column_is_refused(tmp_path):
     np.savez_compressed(tmp_path / "rows.npz", label=np.zeros(3))
     with pytest.raises(RunError, match="lacks the column 'prediction'"):

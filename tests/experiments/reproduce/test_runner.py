@@ -7,7 +7,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import patchcert
 from patchcert.data import load_dataset
@@ -92,6 +94,21 @@ def test_one_run_that_fails_does_not_stop_the_others(tmp_path):
     watcher = Quiet()
     (tmp_path / "runs" / good.name / "weights.safetensors").unlink()
     assert Runner(shop, watcher, StopOrder()).run([good]) == {good.name: "already done"}
+
+
+def test_threats_that_a_run_was_not_trained_against_get_verdicts_without_margins(tmp_path):
+    (task,) = tasks("mnist random(1) mlp")
+    line = Patch((1, 2))
+    shop = Workshop(tmp_path / "runs", tmp_path / "results")
+    Runner(shop, Quiet(), StopOrder()).run([replace(task, threats=(Patch(5), line))])
+    evidence = {rows.threat: rows.columns for rows in Result.open(tmp_path / "results" / task.name).rows}
+    assert np.isfinite(evidence[Patch(5)]["margin"]).all()
+    assert np.isnan(evidence[line]["margin"]).all()
+    test = load_dataset(QUICK_DATA).test.take(10)
+    model = Run.open(tmp_path / "runs" / task.name).model(torch.device("cpu"))
+    whole = patchcert.certify(model, test.floats(), test.labels, line)
+    assert 0 < whole.certified.sum() < 10
+    assert (evidence[line]["verdict"] == whole.certified.numpy()).all()
 
 
 def test_a_run_out_of_time_goes_on_where_it_stopped(tmp_path):

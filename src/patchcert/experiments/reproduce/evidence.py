@@ -97,13 +97,16 @@ class Rows:
         return int(np.count_nonzero(self.columns["verdict"]))
 
     def check(self) -> None:
-        """A proven image is predicted rightly, and its margin is positive."""
+        """A proven image is predicted rightly, and its margin is positive, or none has a margin."""
         lengths = {len(self.columns[name]) for name in COLUMNS}
         if len(lengths) != 1 or not self.total:
             raise RunError(f"{self.path} has columns of {sorted(lengths)} rows; expected one number above 0")
         verdict = self.columns["verdict"].astype(bool)
         right = self.columns["prediction"] == self.columns["label"]
-        broken = np.flatnonzero(verdict & ~(right & (self.columns["margin"] > 0)))
+        margin = self.columns["margin"]
+        is_bare = self.meta.get("settings", {}).get("verdicts_only", False)
+        has_proof = np.isnan(margin) if is_bare else margin > 0
+        broken = np.flatnonzero(verdict & ~(right & has_proof))
         if broken.size:
             raise RunError(
                 f"{self.path} contradicts itself: image {broken[0]} is certified, but its prediction is "
