@@ -8,23 +8,12 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import Network
+from patchcert.bounds.geometry import Geometry, convolve
 from patchcert.bounds.network import Step
-from patchcert.bounds.operations import (
-    ChannelScale,
-    Convolution,
-    Geometry,
-    Linear,
-    Reshape,
-    convolve,
-    is_relu,
-)
+from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape, is_relu
 from patchcert.engine.geometry import FeatureMap, Layout, NotCovered, Window
-from patchcert.engine.taps import window_matrix
+from patchcert.engine.taps import is_worth_a_matrix, window_matrix
 from patchcert.threats import Patch
-
-_DENSE_INPUTS = 1024
-_DENSE_FACTOR = 8
-"""A convolution on a small window is one product when that costs at most this many times the work."""
 
 _CLEAN_AT_ONCE = 1024
 
@@ -256,7 +245,7 @@ class _Builder:
         local = Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
         weight = self._scaled(operation.weight().detach(), groups)
         shape = (source.height, source.width, area.channels)
-        if math.prod(shape) <= min(_DENSE_INPUTS, _DENSE_FACTOR * weight[0].numel()):
+        if is_worth_a_matrix(math.prod(shape), weight[0].numel()):
             self.parts.append(Product(window_matrix(local, weight, groups, shape)))
         else:
             self.parts.append(Slide(weight, local, groups, shape))

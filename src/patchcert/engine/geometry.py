@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import Network
+from patchcert.bounds.geometry import Geometry
 from patchcert.bounds.operations import (
     Add,
     AveragePool,
     ChannelScale,
     Convolution,
-    Geometry,
     Linear,
     MaxPool,
     Monotone,

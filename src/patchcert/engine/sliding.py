@@ -7,11 +7,8 @@ from torch import Tensor
 from patchcert.bounds.geometry import Geometry, convolve
 from patchcert.bounds.rounding import blocked_product, summed_roundings
 from patchcert.engine.fused import fused_rows, placed
+from patchcert.engine.taps import is_worth_a_matrix
 from patchcert.engine.windows import WindowPass, Windows, product
-
-_DENSE_INPUTS = 1024
-_DENSE_FACTOR = 8
-"""A convolution on a small window is written as one dense matrix when that costs at most this many times the work."""
 
 
 def slide(
@@ -22,7 +19,7 @@ def slide(
     left, right, top, bottom = source.input_padding(geometry, target)
     local = Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
     inputs, taps = weight.shape[1] * groups * source.height * source.width, weight[0].numel()
-    if inputs <= _DENSE_INPUTS and inputs <= _DENSE_FACTOR * taps:
+    if is_worth_a_matrix(inputs, taps):
         moved = _slide_by_matrix(local, weight, groups, state, sweep, position)
         roundings = summed_roundings(taps, inputs)
     else:

@@ -8,6 +8,14 @@ from torch import Tensor
 
 from patchcert.bounds.geometry import Geometry, convolve
 
+_MOST_INPUTS = 1024
+_MOST_WORK = 8
+
+
+def is_worth_a_matrix(inputs: int, taps: int) -> bool:
+    """Whether the window is small, and the matrix costs at most so many times the work of so many taps a place."""
+    return inputs <= min(_MOST_INPUTS, _MOST_WORK * taps)
+
 
 @dataclass(frozen=True, slots=True)
 class Taps:
