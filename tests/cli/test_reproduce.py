@@ -1,10 +1,12 @@
 """`patchcert reproduce`: a quick look from end to end, mistakes, and the page of results."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,9 @@ import pytest
 import patchcert
 from patchcert.cli import reproduce_steps
 from patchcert.cli.app import run
+from patchcert.cli.reproduce_steps import stop_on_signals
+from patchcert.errors import InvalidInput
+from patchcert.experiments.reproduce.pack import unpack
 from patchcert.experiments.reproduce.tables import table_names
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +84,34 @@ def test_ctrl_c_stops_in_order_and_the_same_command_goes_on(tmp_path):
     assert any("give the same command again to go on" in line for line in said)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+class Interrupting(io.RawIOBase):
+    """A stream in whose midst Ctrl-C is pressed."""
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        os.kill(os.getpid(), signal.SIGINT)
+        return len(data)
+
+
+def test_ctrl_c_may_come_while_a_line_is_written(monkeypatch):
+    monkeypatch.setattr(
+        sys, "stderr", io.TextIOWrapper(io.BufferedWriter(Interrupting()), line_buffering=True)
+    )
+    with stop_on_signals() as stop:
+        sys.stderr.write("running: a run\n")
+    assert stop.is_given
+
+
+def test_packed_files_cannot_leave_their_folder(tmp_path):
+    with tarfile.open(tmp_path / "bad.tar", "w") as tar:
+        tar.add(__file__, "results/a/../../../escaped")
+    with pytest.raises(InvalidInput, match="leads out of its folder"):
+        unpack(tmp_path / "bad.tar", tmp_path / "in" / "results", tmp_path / "in" / "runs")
+    assert not (tmp_path / "escaped").exists()
 
 
 def test_without_a_table_all_are_listed(capsys):

@@ -1,5 +1,6 @@
 """Runs of `patchcert reproduce`: started, watched, stopped in order, and talked about."""
 
+import os
 import signal
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 FAILED, LEFT_OVER, INTERRUPTED = 1, 3, 130
 TALK_EVERY = 30.0
+STDERR = 2
 
 
 def carry_out(entries: "Sequence[Entry]", effort: Effort, shop: Workshop) -> int:
@@ -110,7 +112,11 @@ class Talk:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopOrder]:
-    """While this lasts Ctrl-C and a polite kill ask for an orderly stop; a second one does not wait."""
+    """While this lasts Ctrl-C and a polite kill ask for an orderly stop; a second one does not wait.
+
+    A signal may come while a line is being written, and the stream refuses another one then: so what is said
+    goes past the stream.
+    """
     order = StopOrder()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -118,7 +124,7 @@ def stop_on_signals() -> Iterator[StopOrder]:
         if order.is_given:
             raise KeyboardInterrupt
         order.is_given = True
-        say("stopping: every run saves its state")
+        os.write(STDERR, b"stopping: every run saves its state\n")
 
     for number in before:
         signal.signal(number, ask)

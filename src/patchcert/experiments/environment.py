@@ -12,13 +12,17 @@ import torch
 import patchcert
 from patchcert.data import Dataset
 
-PACKAGES = ("torch", "numpy", "safetensors")
+PACKAGES = ("numpy", "safetensors")
 
 
 def describe_environment(device: torch.device, dataset: Dataset, processes: int) -> dict[str, Any]:
     """Versions, device, commit of the code where it is a checkout, and the sums of the data."""
     return {
-        "versions": {"patchcert": patchcert.__version__, "python": platform.python_version()}
+        "versions": {
+            "patchcert": patchcert.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
         | {name: metadata.version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "device": device_name(device),

@@ -1,5 +1,6 @@
 """Results and unfinished runs as one tar file, to carry them from one machine to another."""
 
+import shutil
 import tarfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from patchcert.errors import InvalidInput
 from patchcert.experiments.reproduce.orders import ORDERS, read_orders
 from patchcert.experiments.reproduce.runner import LOG
 from patchcert.experiments.runs import ENVIRONMENT, METRICS, SPEC, STATE, WEIGHTS, Run
+from patchcert.files import atomic_write
 
 RESULTS, RUNS = "results", "runs"
 
@@ -62,14 +64,22 @@ def unpack(path: Path, results: Path, runs: Path) -> Packed:
             place = PurePosixPath(member.name)
             if len(place.parts) < 3 or place.parts[0] not in found or not member.isfile():
                 continue
+            if ".." in place.parts:
+                raise InvalidInput(f"{path} holds {member.name}, which leads out of its folder")
             kind, name = place.parts[:2]
             target = results if kind == RESULTS else runs
             if kind == RUNS and (target / name / WEIGHTS).is_file():
                 continue
             found[kind].add(name)
-            member.name = str(PurePosixPath(*place.parts[1:]))
-            tar.extract(member, target, filter="data")
+            _extract(tar, member, target.joinpath(*place.parts[1:]))
     return Packed(path, len(found[RESULTS]), len(found[RUNS]), ())
+
+
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
+    source = tar.extractfile(member)
+    assert source is not None
+    with source, atomic_write(target) as stream:
+        shutil.copyfileobj(source, stream)
 
 
 def _choose_runs(
