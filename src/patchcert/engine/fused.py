@@ -5,6 +5,9 @@ or `_ChosenPass.flattened` by a sum, that of `fused_rows` is `convolve` by a pro
 `fused_relu` followed by two products; they are held equal by tests on machines with CUDA.
 """
 
+# Triton is a language of its own; its stubs, where it is installed, do not tell all.
+# pyright: reportCallIssue=false
+
 import importlib.util
 from dataclasses import dataclass
 from functools import cache

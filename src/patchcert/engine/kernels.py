@@ -3,6 +3,9 @@
 Their parameters are pointers and numbers of the device, which Python's types do not describe.
 """
 
+# Triton is a language of its own; its stubs, where it is installed, do not tell all.
+# pyright: reportGeneralTypeIssues=false
+
 # ruff: noqa: ANN001, ANN201, ANN202, D103
 # pyright: reportMissingImports=false
 
