@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from patchcert.train.convolution import SmallConv2d
+
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions around a shortcut, which is projected where the stride or the width changes."""
@@ -13,15 +15,15 @@ class BasicBlock(nn.Module):
     def __init__(self, channels: int, width: int, stride: int = 1) -> None:
         super().__init__()
         self.residual = nn.Sequential(
-            nn.Conv2d(channels, width, 3, stride, 1, bias=False),
+            SmallConv2d(channels, width, 3, stride, 1, bias=False),
             _normalisation(width),
             nn.ReLU(),
-            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            SmallConv2d(width, width, 3, 1, 1, bias=False),
             _normalisation(width),
         )
         projects = stride != 1 or channels != width
         self.shortcut = (
-            nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), _normalisation(width))
+            nn.Sequential(SmallConv2d(channels, width, 1, stride, bias=False), _normalisation(width))
             if projects
             else nn.Identity()
         )
@@ -35,13 +37,14 @@ class MarginUNet(nn.Module):
     """Maps images in [0, 1] to a guess (n, classes, H, W) of each class's margin at each top-left corner.
 
     A patch of h x w pixels fits only at the first H-h+1 rows and W-w+1 columns of corners; the rest means
-    nothing.
+    nothing. As it only guesses where to look, its convolutions on CUDA are in TF32 even where the bounds of the
+    same step are in float32.
     """
 
     def __init__(self, channels: int, classes: int, width: int, normalise: nn.Module | None = None) -> None:
         super().__init__()
         self.normalise = normalise or nn.Identity()
-        self.stem = nn.Sequential(nn.Conv2d(channels, width, 7, 2, 3), _normalisation(width), nn.ReLU())
+        self.stem = nn.Sequential(SmallConv2d(channels, width, 7, 2, 3), _normalisation(width), nn.ReLU())
         self.down = nn.ModuleList(
             [
                 nn.Sequential(nn.MaxPool2d(3, 2, 1), BasicBlock(width, width), BasicBlock(width, width)),
@@ -59,7 +62,7 @@ class MarginUNet(nn.Module):
                 _convolution(2 * width, width),
             ]
         )
-        self.head = nn.Conv2d(width, classes, 1)
+        self.head = SmallConv2d(width, classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
         """The guessed margins; each up-sampled map is joined with the encoder's map of that size."""
@@ -112,4 +115,4 @@ def _widths(width: int) -> tuple[int, int, int, int]:
 
 
 def _convolution(channels: int, width: int, kernel: int = 3) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(channels, width, kernel, padding=kernel // 2), nn.ReLU())
+    return nn.Sequential(SmallConv2d(channels, width, kernel, padding=kernel // 2), nn.ReLU())
