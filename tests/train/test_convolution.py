@@ -108,8 +108,14 @@ def test_the_kernels_are_not_asked_for_other_images(shape, monkeypatch):
     assert not SmallConv2d(4, 8, 3, 1, 1)._is_small(torch.empty(1).expand(shape))
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("tf32", 4e-3), ("tf32x3", 1e-5)])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in LAYERS])
+CASES = [(name, "tf32", 4e-3) for name in LAYERS] + [
+    (name, "tf32x3", 1e-5) for name in ("stem", "strided", "even")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tolerance"), [pytest.param(*case, marks=on_gpu) for case in CASES]
+)
 def test_the_kernels_are_a_convolution(name, precision, tolerance):
     for batch in (3, 37):
         tensors, settings = parts(name, "cuda", batch)
