@@ -192,6 +192,12 @@ def test_rows_are_found_by_all_words_of_any_text():
     ]
 
 
+def test_words_between_quotes_belong_together():
+    table = find_table("bound-pooling")
+    assert {entry.strategy for entry in table.chosen(['5x5 "Pool 2 cnn4"'])} == {"Pool 2"}
+    assert {entry.strategy for entry in table.chosen(["5x5 pool 2 cnn4"])} == {"Pool 2", "Pool 2-2"}
+
+
 def test_words_without_rows_get_an_example():
     with pytest.raises(InvalidInput, match="no row of large-models has the words 'svhn'") as caught:
         find_table("large-models").chosen(["svhn"])

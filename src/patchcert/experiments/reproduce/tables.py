@@ -1,6 +1,7 @@
 """The paper's tables as data: its numbers in per cent, and what each row is about."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -170,4 +171,9 @@ def _best_of_paper(dataset: str, patch: str, pixels: int) -> Entry | None:
 
 
 def _holds(entry: Entry, text: str) -> bool:
-    return all(word in entry.label.lower() for word in text.lower().split())
+    return all(word in entry.label.lower() for word in _words(text.lower()))
+
+
+def _words(text: str) -> list[str]:
+    """Words, and phrases between double quotes."""
+    return [phrase or word for phrase, word in re.findall(r'"([^"]+)"|([^\s"]+)', text)]
