@@ -97,7 +97,8 @@ def test_attacks_are_counted_and_their_commands_name_the_zoo(run):
     assert first.command == f"patchcert attack zoo:{NAME} --restarts 3 --seed 1"
     assert first.settings == {"restarts": 3}
     assert second.command == f"patchcert attack zoo:{NAME} --images 40 --restarts 2 --steps 5 --seed 0"
-    assert (third.images, third.withstood, third.certified_only) == (7, 7, True)
+    assert first.certified == second.certified == np.count_nonzero(verdict[:40])
+    assert (third.images, third.withstood, third.certified, third.certified_only) == (7, 7, 7, True)
 
 
 def test_a_run_whose_proofs_were_broken_is_refused(run):
@@ -105,6 +106,14 @@ def test_a_run_whose_proofs_were_broken_is_refused(run):
     write_attack(run, "attack-a", proven, np.ones(1, bool))
     with pytest.raises(RunError, match=f"image {proven[0]} is certified, but the attack changed"):
         make_card(run)
+
+
+def test_evidence_that_was_collected_too_counts_once(run, tmp_path):
+    proven = np.flatnonzero(run.evidence(CERTIFY)["verdict"])[:5]
+    write_attack(run, "attack-a", proven, np.zeros(5, bool), certified_only=True)
+    collect(run, make_card(run).training.run, tmp_path)
+    assert len(list(tmp_path.glob("*/challenge-*.npz"))) == 1
+    assert make_card(run, tmp_path) == make_card(run)
 
 
 def test_evidence_may_lie_in_the_folder_of_results(run, tmp_path):

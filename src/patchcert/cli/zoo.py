@@ -97,9 +97,9 @@ def _open(folder: Path | None) -> "Zoo":
 
 
 def _row(card: "Card") -> dict[str, Any]:
-    """What tells models apart."""
+    """What tells models apart; of the strongest attack, also how many of its own images are certified."""
     fair = [attack for attack in card.attacks if not attack.certified_only]
-    weakest = min((attack.withstood / attack.images for attack in fair), default=None)
+    strongest = min(fair, key=lambda attack: attack.withstood / attack.images, default=None)
     return {
         "name": card.name,
         "data": card.data,
@@ -110,7 +110,9 @@ def _row(card: "Card") -> dict[str, Any]:
         "images": card.proof.images,
         "clean_accuracy": card.proof.right / card.proof.images,
         "certified_accuracy": card.proof.certified / card.proof.images,
-        "attacked_accuracy": weakest,
+        "attacked_images": strongest and strongest.images,
+        "attacked_accuracy": strongest and strongest.withstood / strongest.images,
+        "certified_of_attacked": strongest and strongest.certified / strongest.images,
     }
 
 

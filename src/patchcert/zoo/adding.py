@@ -65,7 +65,7 @@ def make_card(run: Run, results: Path | None = None) -> Card:
         parameters=sum(parameter.numel() for parameter in run.model().parameters()),
         weights_sha256=weights,
         proof=_proof(rows, file),
-        attacks=tuple(_count(attack, name) for attack in _attacks(files, weights, rows)),
+        attacks=tuple(_count(attack, rows, name) for attack in _attacks(files, weights, rows)),
         training=training,
         note=NOTE.format(weights_of=training.weights_of),
     )
@@ -111,10 +111,11 @@ def _finished(run: Run) -> Run:
 
 
 def _evidence_files(run: Run, results: Path | None, fingerprint: str) -> list[Path]:
+    """Every piece of evidence once: collected files may be copies of the run's own under other names."""
     own = sorted((run.path / EVIDENCE).glob("*.npz"))
     collected = [] if results is None else sorted((results / fingerprint).glob("*.npz"))
-    names = {file.name for file in own}
-    return own + [file for file in collected if file.name not in names]
+    names, sums = {file.name for file in own}, {sha256(file) for file in own}
+    return own + [file for file in collected if file.name not in names and sha256(file) not in sums]
 
 
 def _headline(run: Run, files: Sequence[Path], weights: str) -> tuple[Path, CertificateRows]:
@@ -163,11 +164,12 @@ def _proof(rows: CertificateRows, file: Path) -> Proof:
     return Proof.count(rows.correct, rows.certified, PROOF_DTYPE, device, sha256(file))
 
 
-def _count(rows: AttackRows, name: str) -> AttackCount:
+def _count(rows: AttackRows, proven: CertificateRows, name: str) -> AttackCount:
     meta: dict[str, Any] = dict(rows.meta)
     return AttackCount(
         images=len(rows.index),
         withstood=int((~rows.succeeded).sum()),
+        certified=int(proven.certified[rows.index].sum()),
         certified_only=rows.certified_only,
         command=_attack_command(meta, name),
         settings=dict(meta.get("settings") or meta.get("plan") or {}),

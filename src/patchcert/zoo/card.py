@@ -63,13 +63,15 @@ class Proof:
 @final
 @dataclass(frozen=True, slots=True)
 class AttackCount:
-    """How many of the attacked images the model still got right; `command` repeats the attack.
+    """How many of the attacked images the model still got right, and how many are certified; `command` repeats it.
 
-    Where only certified images were attacked, none may have been broken, and the count is no accuracy.
+    The share of certified images among few that were drawn can be above or below that of all. Where only certified
+    images were attacked, none may have been broken, and the count is no accuracy.
     """
 
     images: int
     withstood: int
+    certified: int
     certified_only: bool
     command: str
     settings: Mapping[str, Any]
