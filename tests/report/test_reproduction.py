@@ -67,6 +67,16 @@ def test_attacks_with_several_seeds_all_count():
     assert reproduction_table(table, [outcome]).shown()[0][columns.index("seeds")] == "2"
 
 
+def test_attacked_images_have_a_certified_share_of_their_own():
+    attack = {"attacked": Count(70, 100), "certified_of_attacked": Count(58, 100)}
+    outcome = Outcome(ENTRY, "measured", (replace(run_outcome(6207), **attack),))
+    shown = cells(outcome)
+    assert (shown["certified"], shown["certified of those attacked"]) == ("62.07", "58.00")
+    (row,) = reproduction_json(TABLE, [outcome])["rows"]
+    assert (row["certified_of_attacked"], row["runs"][0]["certified_of_attacked"]) == (58.0, 58)
+    assert "certified of those attacked" not in cells(Outcome(ENTRY, "measured", (run_outcome(6207),)))
+
+
 def test_what_was_not_run_says_so():
     shown = cells(Outcome(ENTRY, "partly run", note="2 of 3 runs"))
     assert shown["certified"] == "partly run (2 of 3 runs)"

@@ -1,6 +1,7 @@
 """The paper's tables beside ours, for terminals, documents and programs; what was not run says so."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from patchcert.experiments.reproduce.counts import Outcome, RunOutcome
@@ -18,6 +19,7 @@ from patchcert.report.reproduction_words import (
 from patchcert.report.tables import Cell, Column, Table
 
 OF_CORRECT = "under attack, of those right at first"
+OF_ATTACKED = "certified of those attacked"
 QUICK_LABEL = "QUICK LOOK, NOT A RESULT (small images, networks and schedules stand in for the paper's)"
 
 HEADING = """# Results
@@ -45,22 +47,20 @@ challenged.
 def reproduction_table(table: PaperTable, outcomes: Sequence[Outcome], quick: bool = False) -> Table:
     """One row for each row of the paper's table, with its numbers and ours."""
     title = f"{QUICK_LABEL}: {table.title}" if quick else _title(table)
-    attacked = any(outcome.entry.empirical is not None for outcome in outcomes)
-    several = any(outcome.spread is not None for outcome in outcomes)
-    of_correct = any(outcome.empirical_of_correct is not None for outcome in outcomes)
-    digits = decimals(table)
+    shown, digits = _Shown.of(outcomes), decimals(table)
     columns = [
         *(Column(name, numeric=False) for name in ("data", "threat", "training", "model")),
         *(Column(name, digits) for name in ("paper clean", "clean")),
-        *(Column(name, digits) for name in ("paper under attack", "under attack") if attacked),
-        *((Column(OF_CORRECT, digits),) if of_correct else ()),
+        *(Column(name, digits) for name in ("paper under attack", "under attack") if shown.attacked),
+        *((Column(OF_CORRECT, digits),) if shown.of_correct else ()),
         *(Column(name, digits) for name in ("paper certified", "certified")),
+        *((Column(OF_ATTACKED, digits),) if shown.of_attacked else ()),
         Column("difference", digits, signed=True),
-        *((Column("spread over seeds", decimals=2),) if several else ()),
+        *((Column("spread over seeds", decimals=2),) if shown.several else ()),
         *(Column("seeds"), Column("paper hours"), Column("training seconds", decimals=0)),
         *(Column(name, numeric=False) for name in ("hardware", "schedule")),
     ]
-    rows = tuple(_row(outcome, attacked, of_correct, several, quick) for outcome in outcomes)
+    rows = tuple(_row(outcome, shown, quick) for outcome in outcomes)
     return Table(title, tuple(columns), rows)
 
 
@@ -151,7 +151,26 @@ def _source(table: PaperTable) -> str:
     return f"Section {table.section} of the paper. " if table.section else ""
 
 
-def _row(outcome: Outcome, attacked: bool, of_correct: bool, several: bool, quick: bool) -> tuple[Cell, ...]:
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """Columns that only some tables have."""
+
+    attacked: bool
+    of_correct: bool
+    of_attacked: bool
+    several: bool
+
+    @staticmethod
+    def of(outcomes: Sequence[Outcome]) -> "_Shown":
+        return _Shown(
+            any(outcome.entry.empirical is not None for outcome in outcomes),
+            any(outcome.empirical_of_correct is not None for outcome in outcomes),
+            any(outcome.certified_of_attacked is not None for outcome in outcomes),
+            any(outcome.spread is not None for outcome in outcomes),
+        )
+
+
+def _row(outcome: Outcome, shown: _Shown, quick: bool) -> tuple[Cell, ...]:
     entry = outcome.entry
     missing = "" if outcome.status == "measured" else outcome.status
     missing += f" ({outcome.note})" if missing and outcome.note else ""
@@ -163,12 +182,15 @@ def _row(outcome: Outcome, attacked: bool, of_correct: bool, several: bool, quic
         _number(entry.clean),
         _number(outcome.clean),
     ]
-    if attacked:
+    if shown.attacked:
         cells += [_number(entry.empirical), missing or _number(outcome.empirical)]
-    if of_correct:
+    if shown.of_correct:
         cells.append(_number(outcome.empirical_of_correct))
-    cells += [_number(entry.certified), missing or _number(outcome.certified), _number(outcome.difference)]
-    if several:
+    cells += [_number(entry.certified), missing or _number(outcome.certified)]
+    if shown.of_attacked:
+        cells.append(_number(outcome.certified_of_attacked))
+    cells.append(_number(outcome.difference))
+    if shown.several:
         cells.append(_number(outcome.spread))
     cells += [
         seeds_words(outcome),
@@ -195,6 +217,7 @@ def _plain_outcome(outcome: Outcome) -> dict[str, Any]:
         "empirical": outcome.empirical,
         "empirical_of_initially_correct": outcome.empirical_of_correct,
         "certified": outcome.certified,
+        "certified_of_attacked": outcome.certified_of_attacked,
         "difference": outcome.difference,
         "spread": outcome.spread,
         "seconds": outcome.seconds,
@@ -218,6 +241,7 @@ def _plain_run(run: RunOutcome) -> dict[str, Any]:
         ],
         "attacked": None if run.attacked is None else run.attacked.total,
         "withstood": None if run.attacked is None else run.attacked.successes,
+        "certified_of_attacked": run.certified_of_attacked and run.certified_of_attacked.successes,
         "initially_correct": None if run.initially_correct is None else run.initially_correct.total,
         "withstood_of_them": None if run.initially_correct is None else run.initially_correct.successes,
         "defense": run.defense,

@@ -142,7 +142,7 @@ def _row(
         *(Cell(word, word) for word in (*words, model_words(outcome))),
         *_pair(entry.clean, outcome, lambda run: run.clean, digits),
         *(_attacked_pair(outcome, digits) if attacked else ()),
-        *(_with_spread(outcome, _pair(entry.certified, outcome, _worst, digits)) if certified else ()),
+        *(_certified_pair(outcome, digits) if certified else ()),
         _difference(outcome.difference, digits),
         _time(outcome, quick),
     ]
@@ -181,13 +181,14 @@ def _attacked_pair(outcome: Outcome, digits: int) -> tuple[Cell, Cell]:
     return stated, replace(ours, small=(*ours.small, f"{share:.{digits}f} of those right at first"))
 
 
-def _with_spread(outcome: Outcome, pair: tuple[Cell, Cell]) -> tuple[Cell, Cell]:
-    """Our cell also says that one of several seeds counts, and how far they lie apart."""
-    stated, ours = pair
-    if not outcome.passed_over:
-        return pair
+def _certified_pair(outcome: Outcome, digits: int) -> tuple[Cell, Cell]:
+    """Our cell also has the share of the attacked images, and which of several seeds counts and how they differ."""
+    stated, ours = _pair(outcome.entry.certified, outcome, _worst, digits)
+    share = outcome.certified_of_attacked
+    beneath = "" if share is None else f"{share:.{digits}f} of those attacked"
     apart = "" if outcome.spread is None else f", deviation {outcome.spread:.2f}"
-    return stated, replace(ours, small=(*ours.small, f"seeds: {seeds_words(outcome)}{apart}"))
+    seeds = f"seeds: {seeds_words(outcome)}{apart}" if outcome.passed_over else ""
+    return stated, replace(ours, small=(*ours.small, *_lines(beneath, seeds)))
 
 
 def _difference(points: float | None, digits: int) -> Cell:

@@ -267,12 +267,12 @@ def test_collecting_twice_changes_nothing(finished, mlp, tmp_path):
     assert {file.name: file.read_bytes() for file in first.path.iterdir()} == before
 
 
-def attacked(run, plan, withstood, correct=90, defense=None):
-    """Evidence of an attack on the first 100 images; the first so many withstand it."""
-    index = np.arange(100)
+def attacked(run, plan, withstood, correct=90, defense=None, images=100):
+    """Evidence of an attack on the first images; the first so many withstand it."""
+    index = np.arange(images)
     columns = {
         "index": index,
-        "label": np.zeros(100, np.int64),
+        "label": np.zeros(images, np.int64),
         "prediction": np.where(index < correct, 0, 1),
         "prediction_after": np.where(index < withstood, 0, 1),
         "succeeded": index >= withstood,
@@ -294,10 +294,11 @@ def test_rows_under_attack_need_certificates_and_attacks_of_every_model(finished
         run = finished(spec, {Patch(5): (90, certified)})
         collect(run, run.path.name, tmp_path / "results")
         assert outcomes([entry], tmp_path / "results", None)[0].status != "measured"
-        attacked(run, made.attack, withstood=certified + 5)
+        attacked(run, made.attack, withstood=certified + 5, images=80)
         collect(run, run.path.name, tmp_path / "results")
     (outcome,) = outcomes([entry], tmp_path / "results", None)
-    assert (outcome.clean, outcome.certified, outcome.empirical) == (90.0, 61.0, 66.0)
+    assert (outcome.clean, outcome.certified, outcome.empirical) == (90.0, 61.0, 100 * 66 / 80)
+    assert outcome.certified_of_attacked == 100 * 61 / 80
     assert outcome.difference == pytest.approx(61.0 - 62.0)
 
 
@@ -309,6 +310,7 @@ def test_a_defended_row_is_counted_behind_its_defense(finished, tmp_path):
         collect(run, run.path.name, tmp_path / "results")
     (outcome,) = outcomes([entry], tmp_path / "results", None)
     assert (outcome.clean, outcome.empirical, outcome.certified) == (47.0, 20.0, None)
+    assert outcome.certified_of_attacked is None
     assert outcome.difference == pytest.approx(20.0 - 20.2)
 
 

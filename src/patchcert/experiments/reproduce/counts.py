@@ -30,7 +30,8 @@ class RunOutcome:
     """One run: how many images are right, proven against each threat, and right under attack.
 
     `initially_correct` counts those right under attack among the images that the model gets right without a
-    defense. A `network` that was not trained here has no spec. The `training_loss` is that of the last epoch.
+    defense, `certified_of_attacked` those proven among the attacked images, where there is no defense. A `network`
+    that was not trained here has no spec. The `training_loss` is that of the last epoch.
     """
 
     fingerprint: str
@@ -40,6 +41,7 @@ class RunOutcome:
     seconds: float
     device: str
     attacked: Count | None = None
+    certified_of_attacked: Count | None = None
     defense: str = ""
     drawn_images: int | None = None
     initially_correct: Count | None = None
@@ -102,6 +104,11 @@ class Outcome:
     def empirical(self) -> float | None:
         """Mean accuracy under attack in per cent."""
         return self._share(lambda run: run.attacked)
+
+    @property
+    def certified_of_attacked(self) -> float | None:
+        """Mean certified accuracy on the images that were attacked, in per cent."""
+        return self._share(lambda run: run.certified_of_attacked)
 
     @property
     def empirical_of_correct(self) -> float | None:

@@ -153,9 +153,17 @@ class AttackedRows:
         """How many are predicted rightly under attack."""
         return int(np.count_nonzero(~self.columns["succeeded"].astype(bool)))
 
+    def concerns(self, proven: Rows) -> bool:
+        """Whether the certificates are about what was attacked: same threat, all images, no defense in between."""
+        return not self.plan.defense and proven.threat == self.plan.threat and proven.limit is None
+
+    def certified(self, proven: Rows) -> int:
+        """How many of the attacked images are proven."""
+        return int(np.count_nonzero(proven.columns["verdict"][self.columns["index"]]))
+
     def check_against(self, proven: Rows) -> None:
         """No image that is proven for the same threat may have been broken without a defense in between."""
-        if self.plan.defense or proven.threat != self.plan.threat or proven.limit is not None:
+        if not self.concerns(proven):
             return
         index = self.columns["index"]
         refuted = index[proven.columns["verdict"][index] & self.columns["succeeded"]]

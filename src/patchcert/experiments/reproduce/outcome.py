@@ -6,7 +6,7 @@ from typing import Any
 
 from patchcert.experiments.reproduce.ablation_plan import VotePlan
 from patchcert.experiments.reproduce.counts import Count, Outcome, RunOutcome
-from patchcert.experiments.reproduce.evidence import AttackedRows
+from patchcert.experiments.reproduce.evidence import AttackedRows, Rows
 from patchcert.experiments.reproduce.imagenet_plan import corner_defense, corner_plan
 from patchcert.experiments.reproduce.imagenet_results import CornerResult, corner_results, initially_correct
 from patchcert.experiments.reproduce.results import Result, Results
@@ -109,9 +109,15 @@ def _count(result: Result, asked: Recipe, limit: int | None) -> RunOutcome:
         seconds=float(summary["training_seconds"]),
         device=_device(summary),
         attacked=None if attacked is None else Count(attacked.withstood, attacked.total),
+        certified_of_attacked=None if attacked is None else _certified_of(attacked, evidence),
         defense="" if attacked is None else attacked.meta["defense"] or "",
         training_loss=result.training_loss,
     )
+
+
+def _certified_of(attacked: AttackedRows, evidence: Sequence[Rows]) -> Count | None:
+    about = [rows for rows in evidence if attacked.concerns(rows)]
+    return Count(attacked.certified(about[0]), attacked.total) if about else None
 
 
 def _count_votes(result: Result, plan: VotePlan, pixels: int) -> RunOutcome:
