@@ -39,8 +39,7 @@ placement, and all test images unless a row says how many. Accuracies are in per
 
 CHALLENGES = """Certified test images, drawn at random, were attacked with all we have, as by `patchcert attack
 --certified-only`: every placement by both losses, then 20 restarts of 150 steps at the weakest; for sparse changes both
-losses, and every placement of the largest square. None may break. Most of these runs are short ones, trained only to be
-challenged.
+losses, and every placement of the largest square. None may break.
 """
 
 
