@@ -81,6 +81,17 @@ def test_rendered_stamps_read_back_as_the_same_pixels(rows):
         assert torch.equal(shapes.from_text(shapes.render(stamp)), trim(stamp))
 
 
+@pytest.mark.parametrize("pixels", [4, 16, 25])
+def test_every_transfer_shape_has_words_that_name_it(pixels):
+    stamps = [stamp for variants in shapes.transfer_shapes(pixels).values() for stamp in variants]
+    assert all(torch.equal(shapes.parse(shapes.named(stamp)), stamp) for stamp in stamps)
+    assert shapes.named(shapes.parallelogram(16, mirrored=True)) == "parallelogram:16:mirrored"
+
+
+def test_other_stamps_have_no_words():
+    assert shapes.named(shapes.from_text("##.\n.##\n#..")) is None
+
+
 def test_stamps_are_read_from_text_files(tmp_path):
     path = tmp_path / "corner.txt"
     path.write_text("\n  ##.\n  #..\n  ...\n")

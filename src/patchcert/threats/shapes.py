@@ -5,6 +5,7 @@ Text and pictures of a stamp use '#' or white for covered pixels, '.' or black f
 
 import re
 from collections.abc import Callable, Iterable
+from itertools import chain, combinations
 from math import isqrt
 from pathlib import Path
 
@@ -116,6 +117,22 @@ def parse(text: str) -> Tensor:
             hint=f"write 5, 2x8, a path, or SHAPE:PIXELS with one of {', '.join(NAMED)}",
         )
     return from_file(text)
+
+
+def named(stamp: Tensor) -> str | None:
+    """The words that `parse` reads this stamp from; None for one that only a file can hold."""
+    height, width, pixels = *stamp.shape, int(stamp.sum())
+    if pixels == height * width:
+        return f"{height}x{width}"
+    for kind, (_, variants) in NAMED.items():
+        if not _has(kind, pixels):
+            continue
+        for options in chain.from_iterable(
+            combinations(variants, count) for count in range(len(variants) + 1)
+        ):
+            if torch.equal(_named(kind, pixels, options), stamp):
+                return ":".join((kind, str(pixels), *options))
+    return None
 
 
 def render(stamp: Tensor) -> str:

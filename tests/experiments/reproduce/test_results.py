@@ -1,6 +1,7 @@
 """Evidence is small, checked when it is read, and the only source of the numbers in tables."""
 
 import json
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patchcert.certificates import Certificates
+from patchcert.cli.parsing import parse_threat
 from patchcert.errors import RunError
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
-from patchcert.experiments.reproduce.evidence import Rows, certificate_columns, evidence_name, round_down
+from patchcert.experiments.reproduce.evidence import (
+    Rows,
+    certificate_columns,
+    certify_command,
+    evidence_name,
+    round_down,
+)
 from patchcert.experiments.reproduce.orders import write_orders
 from patchcert.experiments.reproduce.outcome import outcomes
 from patchcert.experiments.reproduce.plan import Task
@@ -265,6 +273,22 @@ def test_collecting_twice_changes_nothing(finished, mlp, tmp_path):
     before = {file.name: file.read_bytes() for file in first.path.iterdir()}
     collect(run, run.path.name, tmp_path / "results")
     assert {file.name: file.read_bytes() for file in first.path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("threat", "options"),
+    [
+        (Patch(5), ["--shape", "5x5"]),
+        (Patch(shapes.diamond(25)), ["--shape", "diamond:25"]),
+        (SparsePixels(4), ["--sparse", "4", "--bound", "tight"]),
+    ],
+)
+def test_the_command_of_a_certificate_names_its_threat_but_no_folder(threat, options):
+    words = shlex.split(certify_command("0123", threat, 300))
+    assert words == ["patchcert", "certify", "0123", *options, "--limit", "300"]
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    sparse = int(given["--sparse"]) if "--sparse" in given else None
+    assert parse_threat(None, given.get("--shape"), sparse, given.get("--bound"), None, None) == threat
 
 
 def attacked(run, plan, withstood, correct=90, defense=None, images=100):

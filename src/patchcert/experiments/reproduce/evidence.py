@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from patchcert.errors import RunError
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.rows import AnyThreat
 from patchcert.threats import Patch, threat_from_dict
+from patchcert.threats.shapes import named
 
 ATTACK_COLUMNS = ("index", "label", "prediction", "prediction_after", "succeeded")
 COLUMNS = ("label", "prediction", "verdict", "margin", "worst_top", "worst_left")
@@ -28,6 +30,17 @@ def evidence_name(threat: AnyThreat, limit: int | None) -> str:
     is_solid = isinstance(threat, Patch) and threat.pixels == threat.height * threat.width
     digest = "" if is_solid else f"-{hashlib.sha256(plain.encode()).hexdigest()[:8]}"
     return f"certify-{words}{digest}{'' if limit is None else f'-first-{limit}'}"
+
+
+def certify_command(run: str, threat: AnyThreat, limit: int | None) -> str:
+    """What certifies the model in a run's folder anew, wherever that lies."""
+    if isinstance(threat, Patch):
+        options = ["--shape", named(threat.stamp) or "STAMP.txt"]
+    else:
+        options = ["--sparse", str(threat.pixels), "--bound", threat.bound]
+    return shlex.join(
+        ["patchcert", "certify", run, *options, *([] if limit is None else ["--limit", str(limit)])]
+    )
 
 
 def certificate_columns(certificates: Certificates) -> dict[str, NDArray[Any]]:

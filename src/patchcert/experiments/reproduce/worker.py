@@ -113,7 +113,7 @@ def _certify(
     """Verdicts, and margins where the threat is the one that was trained against: without them it is faster."""
     from patchcert.certificates import certify
     from patchcert.experiments.environment import device_name
-    from patchcert.experiments.reproduce.evidence import certificate_columns, evidence_name
+    from patchcert.experiments.reproduce.evidence import certificate_columns, certify_command, evidence_name
     from patchcert.files import sha256
 
     images = dataset.test.take(limit or len(dataset.test)).to(device)
@@ -122,7 +122,7 @@ def _certify(
     found = certify(run.model(device), images.floats(), images.labels, threat, verdicts_only=is_other)
     meta = {
         "kind": "certify",
-        "command": " ".join(["python", "-m", "patchcert.experiments.reproduce.worker", *sys.argv[1:]]),
+        "command": certify_command(run.path.name, threat, limit),
         "weights_sha256": sha256(run.weights),
         "data": {"name": dataset.name, "split": "test", "limit": limit, "sha256": dict(dataset.checksums)},
         "threat": threat.to_dict(),
