@@ -35,6 +35,19 @@ def wide_hidden(features):
     return [nn.Flatten(), spread, nn.ReLU(), lossy(nn.Linear(features, 3)), nn.ReLU(), nn.Linear(3, 2)]
 
 
+def wider_than_the_map(channels, side):
+    """Windows of more terms than the map has; all of the map are summed from the first place of a large term on."""
+    copies = nn.Conv2d(1, channels, (3, 1), padding=(1, 0), bias=False)
+    head = nn.Linear(channels * side * side, 2)
+    with torch.no_grad():
+        copies.weight.zero_()
+        copies.weight[:, :, 1] = 1.0
+        head.weight[0] = 2 * SMALL
+        head.weight[0].view(channels, side, side)[0, 2, 0] = LARGE
+        head.bias[0] = 0.0
+    return [copies, nn.Flatten(), head]
+
+
 def residual(channels):
     branch = nn.Sequential(lossy(nn.Conv2d(channels, channels, 3, padding=1)), nn.ReLU())
     return [ResidualBlock(branch, nn.Identity()), nn.Flatten(), nn.Linear(channels * 9, 2)]
@@ -46,6 +59,7 @@ WAYS = {
         (1, 28, 24),
         [nn.Flatten(), lossy(nn.Linear(672, 3)), nn.ReLU(), nn.Linear(3, 2)],
     ),
+    "last layer on a window larger than its map": ((1, 8, 8), wider_than_the_map(8, 8)),
     "linear layer on features": ((1, 3, 3), wide_hidden(700)),
     "last layer on features": (
         (1, 3, 3),

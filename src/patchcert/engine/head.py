@@ -62,16 +62,19 @@ class Head:
         return Moves(shift, spread, self.weight.shape[1] + 1)
 
     def _plain_moves(self, sweep: GroupPass, state: Windows) -> Moves:
-        """The slow twin of the fused pass, from the input of the last layer on."""
+        """The slow twin of the fused pass, from the input of the last layer on.
+
+        How a sum is cut into blocks depends on the terms of the window, which may be more than the map has.
+        """
         cells, rounding = sweep.cells(sweep.steps[-1].inputs[0]), sweep.rounding
         (weights, absolute), radius = self._merged(), state.radius.expand_as(state.deviation)
         if cells is not None:
             parts, columns = _by_place(state.deviation, radius, weights, cells.index)
             shift = product(parts[0], columns, rounding).squeeze(2)
             spread = product(parts[1], columns.abs(), rounding).squeeze(2)
-        else:
-            shift = product(state.deviation.transpose(0, 1), weights, rounding)
-            spread = product(radius.transpose(0, 1), absolute, rounding)
+            return Moves(shift, spread, summed_roundings(columns.shape[2]))
+        shift = product(state.deviation.transpose(0, 1), weights, rounding)
+        spread = product(radius.transpose(0, 1), absolute, rounding)
         return Moves(shift, spread, summed_roundings(self.weight.shape[1]))
 
     def _merged(self) -> list[Tensor]:
