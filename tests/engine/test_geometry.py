@@ -175,15 +175,29 @@ NOT_COVERED = {
     ),
     "a sum of a map and its mean": (
         Sum(nn.Conv2d(1, 2, 3, padding=1), nn.Sequential(nn.Conv2d(1, 2, 1), nn.AdaptiveAvgPool2d(1)), 128),
-        "a sum spreads one of its terms",
+        "a sum whose terms do not have the same places",
     ),
     "a sum of a map and one number per channel": (
         Sum(nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(1, 2, 8), 128),
-        "a sum spreads one of its terms",
+        "a sum whose terms do not have the same places",
     ),
     "a sum over channels": (
         Sum(nn.Conv2d(1, 2, 3, padding=1), nn.Identity(), 128),
-        "a sum spreads one of its terms",
+        "a sum whose terms do not have the same places",
+    ),
+    "a sum of a flattened map and features": (
+        Sum(nn.Flatten(), nn.Sequential(nn.Flatten(), nn.Linear(64, 64)), 64),
+        "a sum whose terms do not have the same places",
+    ),
+    "a sum of flattened maps of different shapes": (
+        Sum(nn.Flatten(), nn.Sequential(nn.Conv2d(1, 64, 8), nn.Flatten()), 64),
+        "a sum whose terms do not have the same places",
+    ),
+    "a linear layer on unflattened features": (
+        nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Linear(1, 2), nn.Flatten(), nn.Linear(6, 2)
+        ),
+        "a linear layer acts on an unflattened map",
     ),
 }
 

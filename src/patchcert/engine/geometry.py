@@ -156,8 +156,8 @@ class Layout:
         maps: list[FeatureMap | None] = [FeatureMap(*values[0].shape[1:])]
         for position, step in enumerate(network.steps):
             source, shape = maps[step.inputs[0]], tuple(values[position + 1].shape[1:])
-            if len({values[index].shape for index in step.inputs}) > 1:
-                raise NotCovered("a sum spreads one of its terms over the places of the other")
+            if len({(maps[index], values[index].shape) for index in step.inputs}) > 1:
+                raise NotCovered("a sum whose terms do not have the same places")
             maps.append(_next_map(step.operation, source, values[step.inputs[0]].dim(), shape))
         return Layout(network, tuple(maps))
 
@@ -180,13 +180,13 @@ class Layout:
 def _next_map(
     operation: Operation, source: FeatureMap | None, dimensions: int, shape: Shape
 ) -> FeatureMap | None:
-    if source is None:
-        if not isinstance(operation, Linear | Monotone | ChannelScale | Add) and len(shape) != 1:
-            raise NotCovered("features are used as a map again")
-        return None
     if isinstance(operation, Linear):
         if dimensions != 2:
             raise NotCovered("a linear layer acts on an unflattened map")
+        return None
+    if source is None:
+        if not isinstance(operation, Monotone | ChannelScale | Add) and len(shape) != 1:
+            raise NotCovered("features are used as a map again")
         return None
     if isinstance(operation, Reshape):
         if shape not in ((source.size,), (source.channels, source.height, source.width)):
