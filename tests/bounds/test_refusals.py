@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, prune
 
@@ -254,3 +254,26 @@ def test_hooks_for_all_modules_are_refused():
             trace(nn.Sequential(nn.Flatten(), linear()))
     finally:
         handle.remove()
+
+
+def test_a_replaced_forward_pass_is_refused():
+    model = nn.Sequential(nn.Flatten(), linear(), nn.ReLU())
+    model[2].forward = torch.sin
+    with pytest.raises(
+        UnsupportedLayer, match="layer '2' is a ReLU whose call or forward pass has been replaced"
+    ):
+        trace(model)
+
+
+def test_a_class_with_a_call_of_its_own_is_refused():
+    class Turned(nn.Sequential):
+        def __call__(self, images):
+            return -super().__call__(images)
+
+    with pytest.raises(UnsupportedLayer, match="a Turned whose call or forward pass has been replaced"):
+        trace(Turned(nn.Flatten(), linear()))
+
+
+def test_a_graph_that_torch_has_traced_is_taken():
+    model = nn.Sequential(nn.Flatten(), linear())
+    assert trace(fx.symbolic_trace(model)).affine_layers == ("1",)

@@ -43,6 +43,23 @@ def _refuse_hooks(model: nn.Module) -> None:
                 f"layer '{name}' is a {type(layer).__name__} with forward hooks, which may change its result",
                 hint="remove the hooks before asking for bounds",
             )
+        if _is_called_otherwise(layer):
+            raise UnsupportedLayer(
+                f"layer '{name}' is a {type(layer).__name__} whose call or forward pass has been replaced, which "
+                "tracing does not see",
+                hint="write the change as a class of its own with a forward method",
+            )
+
+
+def _is_called_otherwise(layer: nn.Module) -> bool:
+    """Whether a call of the layer is more, or other, than the forward method of its class."""
+    if isinstance(layer, fx.GraphModule):
+        return False
+    own = vars(layer).keys() & {"forward", "_call_impl"}
+    inherited = (
+        getattr(type(layer), name) is getattr(nn.Module, name) for name in ("__call__", "_call_impl")
+    )
+    return bool(own) or not all(inherited)
 
 
 class _Tracer(fx.Tracer):
