@@ -230,6 +230,26 @@ def sparse_margins(model, shape=(1, 1, 4, 4), bound="tight"):
     return trace(model).sparse_margins(torch.rand(shape), torch.zeros(shape[0], dtype=torch.long), 2, bound)
 
 
+class Namesakes(nn.Module):
+    """The reshape before the first layer has the layer's name."""
+
+    def __init__(self):
+        super().__init__()
+        self.view, self.head = nn.Linear(16, 16), nn.Linear(16, 2)
+
+    def forward(self, images):
+        return self.head(self.view(images.view(images.size(0), -1)))
+
+
+def test_bounds_go_on_after_the_first_layer_whatever_its_name():
+    model = randomise(Namesakes(), seeded(0))
+    plain = nn.Sequential(nn.Flatten(), model.view, model.head)
+    assert [step.name for step in trace(model).steps] == ["view", "view", "head"]
+    images, labels = torch.rand(2, 1, 4, 4, generator=seeded(1)), torch.tensor([0, 1])
+    margins = trace(model).sparse_margins(images, labels, 2)
+    assert torch.equal(margins, trace(plain).sparse_margins(images, labels, 2))
+
+
 class Skipping(nn.Module):
     def __init__(self):
         super().__init__()

@@ -67,7 +67,10 @@ class Network:
         With `after`, the box holds the results of that layer instead of images, and no later layer may look
         back past it.
         """
-        start = 0 if after is None else self._position(after) + 1
+        return self._margins_from(0 if after is None else self._position(after) + 1, box, labels, rounding)
+
+    def _margins_from(self, start: int, box: Interval, labels: Tensor, rounding: Rounding) -> Tensor:
+        """Margins where the box holds value `start`: the image, or the result of the step before."""
         values: list[Interval | None] = [*[None] * start, box]
         head = self.head if start < len(self.steps) else None
         stop = len(self.steps) - (head is not None)
@@ -90,7 +93,7 @@ class Network:
         *_, seen, clean = self._propagate([Interval.point(images)], 0, layer.position + 1, rounding)
         layer.check_sees(seen.shape, images)
         box = sparse_first_layer(layer, clean, images, pixels, bound, epsilon, rounding)
-        return self.margins(box, labels, after=self.steps[layer.position].name, rounding=rounding)
+        return self._margins_from(layer.position + 1, box, labels, rounding)
 
     def _propagate(
         self, known: Sequence[Interval | None], start: int, stop: int, rounding: Rounding
