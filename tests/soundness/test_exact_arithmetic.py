@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
-from patchcert.certificates import placement_margins
+from patchcert.certificates import certify, placement_margins
 from patchcert.engine import dense_margins
 from patchcert.models import ModelSpec, build
 from patchcert.testing.strategies import seeds
-from patchcert.threats import Patch
+from patchcert.threats import Patch, SparsePixels
 
 as_fractions = np.vectorize(Fraction, otypes=[object])
 
@@ -165,6 +165,34 @@ def test_layers_never_leave_out_the_exact_bound(kind, seed, spread):
         bounds = trace(model).bounds(box, until=name, rounding=Rounding.outward(torch.float32))
     assert (fractions(bounds.lower.flatten(1)) <= exact.lower).all()
     assert (exact.upper <= fractions(bounds.upper.flatten(1))).all()
+
+
+@torch.no_grad()
+def vanishing_scale(first):
+    """A batch norm that multiplies large values by 1e-46, which is 0 in float32; each logit is what is left of one.
+
+    It is the first layer or, behind a convolution, one that windows pass.
+    """
+    norm, head = nn.BatchNorm2d(1, eps=0.0), nn.Linear(4, 2)
+    norm.running_var.fill_(1e38)
+    norm.weight.fill_(1e-27)
+    enlarge = nn.Conv2d(1, 1, 1, bias=False)
+    enlarge.weight.fill_(1e38)
+    head.weight.copy_(torch.tensor([[1e8], [0.0]]).expand_as(head.weight))
+    head.bias.zero_()
+    rest = [nn.Flatten(), head]
+    return nn.Sequential(*([norm, enlarge, *rest] if first else [enlarge, norm, *rest])).eval()
+
+
+@pytest.mark.parametrize("threat", [Patch(2), Patch(1), SparsePixels(3), SparsePixels(3, "per-pixel")])
+@pytest.mark.parametrize("first", [True, False])
+def test_scales_too_small_for_float32_still_move_what_they_scale(threat, first):
+    model, images, labels = vanishing_scale(first), torch.ones(1, 1, 2, 2), torch.tensor([0])
+    changed = images.clone()
+    changed.flatten()[: 4 if threat == Patch(2) else 1 if threat == Patch(1) else 3] = 0.0
+    margin = certify(model, images, labels, threat).margins[0, 1]
+    logits = model.double()(changed.double())[0]
+    assert margin <= logits[0] - logits[1]
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn2", "cnn4"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from patchcert.bounds.geometry import Geometry, convolve
 from patchcert.bounds.interval import Interval
-from patchcert.bounds.rounding import Rounding, blocked_product, summed_roundings
+from patchcert.bounds.rounding import Rounding, blocked_product, lifted, summed_roundings
 from patchcert.errors import UnsupportedLayer
 
 Source = Callable[[], Tensor]
@@ -186,14 +186,15 @@ class ChannelScale(Affine):
         return value * _per_channel(self.scale(), value)
 
     def absolute_map(self, value: Tensor, precise: bool) -> Tensor:
-        return value * _per_channel(self.scale().abs(), value)
+        scale = _per_channel(self.scale().abs(), value)
+        return value * (lifted(scale) if precise else scale)
 
     def offset(self, like: Tensor) -> Tensor | None:
         offset = -self.mean().double() * self.scale()
         return _per_channel(offset if self.shift is None else offset + self.shift().double(), like)
 
     def offset_magnitude(self, like: Tensor) -> Tensor | None:
-        magnitude = (self.mean().double() * self.scale()).abs()
+        magnitude = self.mean().double().abs() * lifted(self.scale().abs())
         return _per_channel(
             magnitude if self.shift is None else magnitude + self.shift().double().abs(), like
         )

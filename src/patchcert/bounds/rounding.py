@@ -98,6 +98,16 @@ def blocked_product(left: Tensor, right: Tensor, terms: int | None = None) -> Te
     return total[..., :rows, :columns]
 
 
+def lifted(scale: Tensor) -> Tensor:
+    """The scale with every absolute value at least the smallest normal number, and its sign kept.
+
+    Below it, rounding to the type may cost a scale all its digits. What is lost is at most a unit of that smallest
+    number, so that the usual units of the lifted scale pay for it.
+    """
+    tiny = torch.finfo(scale.dtype).tiny
+    return torch.where(scale.abs() < tiny, torch.full_like(scale, tiny).copysign(scale), scale)
+
+
 NEAREST = Rounding(unit=0.0, tiny=0.0)
 """Plain floating-point arithmetic, as training uses it: bounds are exact up to rounding."""
 

@@ -16,7 +16,7 @@ from torch import Size, Tensor
 from patchcert.bounds.geometry import Geometry, under_kernel
 from patchcert.bounds.interval import Interval
 from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape
-from patchcert.bounds.rounding import Rounding
+from patchcert.bounds.rounding import Rounding, lifted
 from patchcert.errors import InvalidInput, UnsupportedLayer
 
 if TYPE_CHECKING:
@@ -63,14 +63,17 @@ class FirstLayer:
                 hint="take the image as it is into a Conv2d, or flattened into a Linear layer",
             )
 
-    def pixel_weight(self, channels: int) -> Tensor:
-        """Weights (neurons, channels, positions) per unit of raw pixel value."""
+    def pixel_weight(self, channels: int, rounding: Rounding) -> Tensor:
+        """Weights (neurons, channels, positions) per unit of raw pixel value; never too small by an underflow where
+        bounds must be sound."""
         weight = self.operation.weight()
         shaped = weight.reshape(weight.shape[0], channels, -1)
         for operation in self.scales:
             scale = operation.scale().to(weight.dtype).flatten()
+            scale = lifted(scale) if rounding.is_outward else scale
             by_feature = len(scale) == weight.shape[1] and isinstance(self.operation, Linear)
             shaped = shaped * scale.reshape(1, *(shaped.shape[1:] if by_feature else (-1, 1)))
+            shaped = lifted(shaped) if rounding.is_outward else shaped
         return shaped
 
 
@@ -93,7 +96,7 @@ def sparse_first_layer(
         raise UnsupportedLayer(
             "a sparse bound of a grouped convolution is not known", hint="use groups=1 in the first layer"
         )
-    weight = layer.pixel_weight(images.shape[1])
+    weight = layer.pixel_weight(images.shape[1], rounding)
     if bound == "tight":
         up, down = _tight_moves(layer, weight, images, epsilon, pixels)
     else:

@@ -18,7 +18,7 @@ from patchcert.bounds.operations import (
     Operation,
     Reshape,
 )
-from patchcert.bounds.rounding import summed_roundings
+from patchcert.bounds.rounding import lifted, summed_roundings
 from patchcert.engine.fused import differentiable_relu, fused_relu
 from patchcert.engine.geometry import FeatureMap, Window, is_global
 from patchcert.engine.sliding import slide
@@ -134,7 +134,8 @@ def _channel_scale(
     (state,), key = inputs, (position,)
     if key not in sweep.shared.weights:
         scale = operation.scale().to(state.deviation.dtype).flatten()
-        sweep.shared.weights[key] = (scale, scale.abs())
+        absolute = lifted(scale.abs()) if sweep.rounding.is_outward else scale.abs()
+        sweep.shared.weights[key] = (scale, absolute)
     scale, absolute = sweep.shared.weights[key]
     return Windows(state.deviation * scale, state.radius * absolute).widened(8, sweep.rounding)
 
