@@ -14,7 +14,7 @@ from patchcert.engine.dense import dense_margins
 from patchcert.engine.inputs import (
     bound_dtype,
     check_fit,
-    check_images,
+    check_inputs,
     check_logits,
     check_trace,
     has_finite_weights,
@@ -177,11 +177,11 @@ class _Task:
         labels: Tensor,
         threat: Patch | SparsePixels,
     ) -> "_Task":
-        check_images(images, labels)
+        check_inputs(model, images, labels)
         check_fit(threat, images)
         dtype = bound_dtype(model, images, certifier.dtype)
-        twin = copy.deepcopy(model).double()
-        network, audit = trace(model_of_type(model, dtype)), trace(twin)
+        network, twin = trace(model_of_type(model, dtype)), copy.deepcopy(model).double()
+        audit = trace(twin)
         budget = certifier.memory_budget or default_budget(images.device)
         logits = logits_of(model, images)
         check_logits(logits, images, labels)

@@ -50,6 +50,31 @@ class Fixed(nn.Module):
 
 
 MISTAKES = {
+    "a function": (
+        InvalidInput,
+        "the model must be a torch.nn.Module, got function",
+        {"model": lambda m: lambda images: images},
+    ),
+    "images in an array": (
+        InvalidInput,
+        "images must be a dense torch.Tensor, got ndarray",
+        {"images": lambda x: x.numpy()},
+    ),
+    "sparse images": (
+        InvalidInput,
+        "images must be a dense torch.Tensor, got torch.sparse_coo",
+        {"images": lambda x: x.to_sparse()},
+    ),
+    "labels in a list": (
+        InvalidInput,
+        "labels must be a dense torch.Tensor, got list",
+        {"labels": lambda y: y.tolist()},
+    ),
+    "images of 8 bits": (
+        InvalidInput,
+        "weights and images must be floats of 16, 32 or 64 bits, got torch.float8_e5m2",
+        {"images": lambda x: x.to(torch.float8_e5m2)},
+    ),
     "bytes": (
         InvalidInput,
         r"images must be floats \(n, channels, height, width\), got torch.uint8 \(4, 1, 4, 5\)",

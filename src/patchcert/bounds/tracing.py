@@ -47,7 +47,8 @@ def _refuse_hooks(model: nn.Module) -> None:
             raise UnsupportedLayer(
                 f"layer '{name}' is a {type(layer).__name__} whose call or forward pass has been replaced, which "
                 "tracing does not see",
-                hint="write the change as a class of its own with a forward method",
+                hint="write the change as a class of its own with a forward method; of a compiled model give the "
+                "original",
             )
 
 

@@ -28,7 +28,35 @@ def bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) ->
     return dtype
 
 
-def check_images(images: Tensor, labels: Tensor) -> None:
+_HELD = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of real numbers that float64 holds and that PyTorch computes with."""
+
+
+def check_inputs(model: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """The model is a module, images are dense floats in [0, 1], with one label each on the same device."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(
+            f"the model must be a torch.nn.Module, got {type(model).__name__}",
+            hint="write the function as the forward method of a module",
+        )
+    for name, value in (("images", images), ("labels", labels)):
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            kind = value.layout if isinstance(value, Tensor) else type(value).__name__
+            raise InvalidInput(
+                f"{name} must be a dense torch.Tensor, got {kind}", hint="convert them with torch.as_tensor"
+            )
+    strange = {value.dtype for value in (*float_weights(model), images) if value.is_floating_point()} - {
+        *_HELD
+    }
+    if strange:
+        raise InvalidInput(
+            f"weights and images must be floats of 16, 32 or 64 bits, got {', '.join(map(str, strange))}",
+            hint="convert them with .float()",
+        )
+    _check_images(images, labels)
+
+
+def _check_images(images: Tensor, labels: Tensor) -> None:
     """Images are floats in [0, 1], with one label each on the same device."""
     if images.dim() != 4 or not images.is_floating_point():
         raise InvalidInput(
