@@ -99,6 +99,29 @@ def test_an_interrupt_is_one_line_and_exit_code_130(capsys, command):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_a_path_that_cannot_be_used_is_named(capsys, command, tmp_path):
+    (tmp_path / "file").touch()
+
+    def probe():
+        (tmp_path / "file" / "page.html").write_text("")
+
+    command(probe)
+    assert run(["probe"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: {tmp_path}/file/page.html cannot be used: Not a directory",
+        "hint: name another file or folder.",
+    ]
+
+
+def test_an_error_of_the_system_without_a_path_is_not_hidden(command):
+    def probe():
+        raise OSError("out of order")
+
+    command(probe)
+    with pytest.raises(OSError, match="out of order"):
+        run(["probe"])
+
+
 def test_a_bug_is_not_hidden(command):
     def probe():
         raise ZeroDivisionError

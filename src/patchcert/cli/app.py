@@ -63,6 +63,11 @@ def run(arguments: Sequence[str]) -> int:
         return USAGE_ERROR
     except (KeyboardInterrupt, typer.Abort):
         result = INTERRUPTED
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print_error(f"{error.filename} cannot be used: {error.strerror}", "name another file or folder.")
+        return USAGE_ERROR
     except Exception as error:
         if not _is_usage_error(error):
             raise
