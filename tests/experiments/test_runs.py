@@ -33,6 +33,18 @@ def test_folders_without_a_run_are_named(tmp_path):
     assert "--resume" in caught.value.hint
 
 
+def test_a_run_without_a_state_gives_way_to_another(tmp_path):
+    misspelt = read_spec("paper-mnist", ["model.name=cnn3"])
+    refused = prepare_run(tmp_path, misspelt, resume=False)
+    refused.write_environment({"data": {"checksums": {"other": "sum"}}})
+    run = prepare_run(tmp_path, SPEC, resume=False)
+    assert Run.open(tmp_path).spec == run.spec == SPEC
+    assert run.environment() == {}
+    run.append_metrics({"epoch": 0})
+    with pytest.raises(RunError, match="holds a different run: model.name is 'mlp' there and 'cnn3' here"):
+        prepare_run(tmp_path, misspelt, resume=False)
+
+
 def test_a_new_folder_is_made_and_an_unfinished_one_asks_for_resume(tmp_path):
     folder = tmp_path / "run"
     assert prepare_run(folder, SPEC, resume=False).spec == SPEC

@@ -7,7 +7,7 @@ from typing import Any
 
 from patchcert.errors import RunError
 from patchcert.experiments.plain import to_plain
-from patchcert.experiments.runs import SPEC, Run
+from patchcert.experiments.runs import ENVIRONMENT, SPEC, Run
 from patchcert.experiments.spec import Spec
 
 try:
@@ -26,6 +26,8 @@ def prepare_run(folder: Path, spec: Spec, resume: bool) -> Run:
         return Run.create(folder, spec)
     run = Run.open(folder)
     if run.spec.fingerprint() != spec.fingerprint():
+        if not (resume or run.is_finished or run.state.is_file() or run.metrics()):
+            return _begin_anew(run, spec)
         difference = _first_difference(to_plain(run.spec), to_plain(spec))
         raise RunError(f"{folder} holds a different run: {difference}", hint="give another folder with --out")
     if not resume:
@@ -36,6 +38,12 @@ def prepare_run(folder: Path, spec: Spec, resume: bool) -> Run:
             )
         raise RunError(f"{folder} holds this run, unfinished", hint="add --resume to go on with it")
     return run
+
+
+def _begin_anew(run: Run, spec: Spec) -> Run:
+    """Another run in the folder of one that was refused, or killed, before it had a state to lose."""
+    (run.path / ENVIRONMENT).unlink(missing_ok=True)
+    return Run.create(run.path, spec)
 
 
 @contextlib.contextmanager
