@@ -97,7 +97,8 @@ def _choice(choices: tuple[Any, ...], value: Any, place: Place) -> Any:  # noqa:
     if value in choices and not isinstance(value, bool):
         return value
     listed = ", ".join(map(repr, choices))
-    raise place.error(f"is {value!r}; expected one of {listed}", nearest(str(value), map(str, choices)))
+    close = difflib.get_close_matches(str(value), map(str, choices), n=1)
+    raise place.error(f"is {value!r}; expected one of {listed}", f"did you mean {close[0]}?" if close else "")
 
 
 def _sequence(kinds: tuple[Any, ...], value: Any, place: Place) -> tuple[Any, ...]:  # noqa: ANN401
@@ -129,11 +130,11 @@ def refuse_unknown(table: Iterable[str], known: Iterable[str], place: Place) -> 
             raise place.below(name).error("is not a known key", nearest(name, names))
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str], listed: str = "known") -> str:
     """A hint with the choice most like the word, or with all of them where none is."""
     names = list(choices)
     close = difflib.get_close_matches(word, names, n=1)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
+    return f"did you mean {close[0]}?" if close else f"{listed}: {', '.join(names)}"
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

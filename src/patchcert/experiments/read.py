@@ -45,8 +45,8 @@ def _load(source: str | Path) -> dict[str, Any]:
         preset = resources.files("patchcert.experiments") / "presets" / f"{source}.toml"
         return _parse(preset.read_text(encoding="utf-8"), str(source))
     presets = preset_names()
-    message = f"{source} is neither a file nor a preset; presets are: {', '.join(presets)}"
-    raise SpecError(message, hint=nearest(str(source), presets))
+    message = f"{source} is neither a file nor a preset, nor a folder with a run"
+    raise SpecError(message, hint=nearest(str(source), presets, "presets are"))
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
