@@ -134,6 +134,8 @@ def test_without_a_table_all_are_listed(capsys):
         (["large-models", "--write", "x.txt"], "--write x.txt is no name of a Markdown file"),
         (["large-models", "--page", "x.htm"], "--page x.htm is no name of an HTML file"),
         (["large-models", "--device", "cpu"], "cifar10"),
+        (["large-models", "--from", "nowhere"], "there is no folder nowhere"),
+        (["collect", "--runs", "nowhere"], "there is no folder nowhere"),
     ],
 )
 def test_mistakes_give_one_message_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):

@@ -83,6 +83,8 @@ def reproduce(
     folder = source or results or runs / "results"
     if unpack is not None:
         _unpack(unpack, folder, runs)
+    if source is not None:
+        _require_folder(source, "name a folder of evidence, such as the `results` of a checkout")
     code = 0
     if table == "collect":
         _collect(runs, folder)
@@ -126,6 +128,11 @@ def _check_options(output: str, pack: Path | None, write: Path | None, page: Pat
         raise InvalidInput(f"--write {write} is no name of a Markdown file", hint="end it with .md")
     if page is not None and page.suffix != ".html":
         raise InvalidInput(f"--page {page} is no name of an HTML file", hint="end it with .html")
+
+
+def _require_folder(path: Path, hint: str) -> None:
+    if not path.is_dir():
+        raise InvalidInput(f"there is no folder {path}", hint=hint)
 
 
 def _choose(name: str, texts: list[str], everything: bool) -> "list[tuple[PaperTable, tuple[Entry, ...]]]":
@@ -201,6 +208,7 @@ def _list(output: str) -> None:
 def _collect(runs: Path, results: Path) -> None:
     from patchcert.experiments.reproduce.results import collect_all
 
+    _require_folder(runs, "name the folder that holds the run folders with --runs")
     names = collect_all(runs, results)
     say(f"collected {len(names)} finished runs into {results}")
 
