@@ -2,6 +2,7 @@ import functools
 import gzip
 import http.server
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -44,9 +45,10 @@ def test_files_are_fetched_checked_and_then_found(tmp_path, mirror, write_mnist,
     assert {name for name, done, total in seen if done == total > 0} == set(mnist_source.published)
 
 
-def test_a_file_url_is_a_mirror_too(tmp_path, write_mnist, mnist_source):
+@pytest.mark.parametrize("name", [Path.as_uri, str])
+def test_a_folder_is_a_mirror_too(tmp_path, write_mnist, mnist_source, name):
     write_mnist(tmp_path / "stick")
-    fetch(mnist_source, tmp_path / "data", (tmp_path / "stick").as_uri())
+    fetch(mnist_source, tmp_path / "data", name(tmp_path / "stick"))
     assert len(load_source(mnist_source, tmp_path / "data").test) == 10
 
 

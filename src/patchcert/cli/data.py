@@ -41,7 +41,7 @@ def fetch(
     data_dir: DataDir = None,
     mirror: Annotated[
         str | None,
-        typer.Option(help="URL of a folder that holds the published files, instead of the official."),
+        typer.Option(help="URL or path of a folder that holds the published files, instead of the official."),
     ] = None,
 ) -> None:
     """Download a data set from its official mirrors; every file is checked before it gets its name."""

@@ -47,7 +47,7 @@ def fetch(
     present = _intact_folder(source, root)
     if present is not None:
         return present
-    mirrors = (mirror,) if mirror else source.mirrors
+    mirrors = (_url(mirror),) if mirror else source.mirrors
     folder = root / source.folders[0]
     if source.archive:
         archive = _Download(source.archive.name, source.archive.sha256, mirrors, root / source.archive.name)
@@ -56,6 +56,11 @@ def fetch(
         for name in source.published:
             _fetch_file(_Download(name, source.sums.get(name), mirrors, folder / name), progress)
     return folder
+
+
+def _url(mirror: str) -> str:
+    """A mirror as a URL; a folder of this machine may be given by its path."""
+    return mirror if "://" in mirror else Path(mirror).expanduser().resolve().as_uri()
 
 
 def _intact_folder(source: Source, root: Path) -> Path | None:
