@@ -96,7 +96,8 @@ def test_attacks_are_counted_and_their_commands_name_the_zoo(run):
     assert (first.images, first.withstood) == (40, np.count_nonzero(verdict[:40]))
     assert first.command == f"patchcert attack zoo:{NAME} --restarts 3 --seed 1"
     assert first.settings == {"restarts": 3}
-    assert second.command == f"patchcert attack zoo:{NAME} --images 40 --restarts 2 --steps 5 --seed 0"
+    planned = "--images 40 --restarts 2 --steps 5 --seed 0 --search sweep"
+    assert second.command == f"patchcert attack zoo:{NAME} {planned}"
     assert first.certified == second.certified == np.count_nonzero(verdict[:40])
     assert (third.images, third.withstood, third.certified, third.certified_only) == (7, 7, 7, True)
 
@@ -125,6 +126,15 @@ def test_evidence_may_lie_in_the_folder_of_results(run, tmp_path):
         make_card(run)
     assert "--results" in caught.value.hint
     assert make_card(run, tmp_path / "results") == expected
+
+
+def test_how_many_runs_shared_the_device_is_read_from_collected_results(run, tmp_path):
+    name = make_card(run).training.run
+    collect(run, name, tmp_path)
+    summary = tmp_path / name / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"jobs": 15}))
+    assert make_card(run).training.runs_at_once == 1
+    assert make_card(run, tmp_path).training.runs_at_once == 15
 
 
 def test_certificates_of_a_few_images_do_not_count(run):

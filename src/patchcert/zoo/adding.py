@@ -1,5 +1,6 @@
 """From a finished run and its evidence to a model of the zoo."""
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 from patchcert.errors import RunError
 from patchcert.experiments.read import write_spec
 from patchcert.experiments.reproduce.orders import read_orders
+from patchcert.experiments.reproduce.summaries import SUMMARY
 from patchcert.experiments.runs import EVIDENCE, Run
 from patchcert.experiments.spec import Spec
 from patchcert.files import sha256
@@ -26,6 +28,7 @@ NOTE = (
     "and architecture the zoo keeps the one with the most certified test images; a number chosen like that is "
     "a little too high as an estimate for new images."
 )
+PLANNED = ("images", "restarts", "steps", "seed", "search")
 PLACES = {"--data-dir", "--out", "--device", "--batch-size"}
 
 Status = Literal["added", "replaced", "updated", "kept"]
@@ -53,7 +56,7 @@ def add_run(zoo: Zoo, run: Run, results: Path | None = None, replace: bool = Fal
 def make_card(run: Run, results: Path | None = None) -> Card:
     """The card of a finished run, from evidence in its folder, else in a folder of collected results."""
     name, weights = entry_name(run.spec), sha256(_finished(run).weights)
-    training = _training(run, name)
+    training = _training(run, name, results)
     files = _evidence_files(run, results, training.run)
     file, rows = _headline(run, files, weights)
     return Card(
@@ -71,19 +74,28 @@ def make_card(run: Run, results: Path | None = None) -> Card:
     )
 
 
-def _training(run: Run, name: str) -> Training:
+def _training(run: Run, name: str, results: Path | None) -> Training:
     environment = run.environment()
+    fingerprint = run.spec.fingerprint(environment.get("data", {}).get("checksums", {}))
     return Training(
-        run=run.spec.fingerprint(environment.get("data", {}).get("checksums", {})),
+        run=fingerprint,
         command=f"patchcert zoo spec {name} > {name}.toml && patchcert train {name}.toml --out runs/{name}",
         weights_of=_weights_of(run.spec),
         seconds=round(run.training_seconds, 1),
         device=environment.get("device", ""),
-        runs_at_once=read_orders(run.path).jobs,
+        runs_at_once=_runs_at_once(run, None if results is None else results / fingerprint),
         versions=dict(environment.get("versions", {})),
         commit=environment.get("commit", ""),
         spec=write_spec(run.spec),
     )
+
+
+def _runs_at_once(run: Run, collected: Path | None) -> int:
+    """How many runs shared the device: as the collected summary says, else as the run was told."""
+    summary = None if collected is None else collected / SUMMARY
+    if summary is None or not summary.is_file():
+        return read_orders(run.path).jobs
+    return int(json.loads(summary.read_text(encoding="utf-8")).get("jobs", 1))
 
 
 def _decide(zoo: Zoo, card: Card, replace: bool) -> tuple[Status, str]:
@@ -181,7 +193,7 @@ def _attack_command(meta: dict[str, Any], name: str) -> str:
     """What repeats the attack on the zoo's model: as it was given, or as the plan of a table says."""
     plan = meta.get("plan")
     if plan is not None:
-        options = (f"--{option} {plan[option]}" for option in ("images", "restarts", "steps", "seed"))
+        options = (f"--{option} {plan[option]}" for option in PLANNED if option in plan)
         return f"patchcert attack zoo:{name} {' '.join(options)}"
     words = shlex.split(str(meta.get("command", "")))
     if words[:2] != ["patchcert", "attack"] or len(words) < 3 or words[2].startswith("-"):
