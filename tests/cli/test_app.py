@@ -49,6 +49,12 @@ def test_every_command_can_be_loaded(capsys):
             assert capsys.readouterr().out
 
 
+def test_help_breaks_lines_where_the_window_ends_only(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert run(["certify", "--help"]) == 0
+    assert "JSON on stdout. A proof of zoo:NAME is compared" in capsys.readouterr().out
+
+
 def test_help_does_not_wait_for_torch():
     code = "import sys; from patchcert.cli.app import run; run(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -80,7 +80,12 @@ def run(arguments: Sequence[str]) -> int:
 
 def create_app(arguments: Sequence[str] = ()) -> typer.Typer:
     """The application for one command line; commands that are not called are there by name and help only."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=_HELP)
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings=_HELP,
+        rich_markup_mode="markdown",
+    )
     app.callback(invoke_without_command=True)(_root)
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
     for command in COMMANDS:
