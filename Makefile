@@ -7,7 +7,7 @@ WORKERS ?= 2
 .PHONY: help install demo test test-all check format clean
 
 help:
-	@echo "make demo      train, certify and attack a small model in about two minutes; no network needed"
+	@echo "make demo      train, certify and attack a small model in about a minute; no network needed"
 	@echo "make test      run the tests"
 	@echo "make test-all  run the slow tests too"
 	@echo "make check     lint, formatting, types, import order"

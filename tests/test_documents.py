@@ -30,8 +30,16 @@ def test_examples_run(code, tmp_path, monkeypatch):
 
 def test_links_lead_somewhere():
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
-            assert os.path.exists(path.parent / target), f"{path.name} links to {target}"
+        for target, place in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", path.read_text()):
+            page = path.parent / target if target else path
+            assert os.path.exists(page), f"{path.name} links to {target}"
+            assert not place or place in headings(page), f"{path.name} links to {target}#{place}"
+
+
+def headings(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_what_the_readme_says_is_proven_is_counted_from_evidence():
