@@ -20,6 +20,18 @@ def test_what_is_saved_is_what_is_loaded(tmp_path, generator):
     assert [path.name for path in (tmp_path / "new folder").iterdir()] == ["model.safetensors"]
 
 
+def test_a_loaded_model_stays_as_it_is_when_its_file_is_overwritten(tmp_path, generator):
+    path, images = tmp_path / "model.safetensors", torch.rand(2, 3, 8, 8, generator=generator)
+    save(build(SPEC, generator), SPEC, path)
+    loaded, _ = load(path)
+    before, other = loaded(images), safetensors.torch.load(path.read_bytes())
+    changed = safetensors.torch.save({name: value + 1 for name, value in other.items()})
+    with path.open("r+b") as file:
+        file.seek(-len(changed) // 2, 2)
+        file.write(changed[-(len(changed) // 2) :])
+    assert torch.equal(loaded(images), before)
+
+
 def test_double_precision_survives(tmp_path, generator):
     save(build(SPEC, generator).double(), SPEC, tmp_path / "model.safetensors")
     assert load(tmp_path / "model.safetensors")[0].logits.weight.dtype == torch.float64

@@ -38,11 +38,12 @@ def load(path: str | Path) -> tuple[nn.Sequential, ModelSpec]:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What is in the file, as copies: tensors that lie in the file itself would change with it."""
     if not path.is_file():
         raise ModelError(f"there is no model file {path}", hint=_SAVE_HINT)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            weights = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dict
             return weights, file.metadata() or {}
     except (safetensors.SafetensorError, OSError) as error:
         raise ModelError(
