@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import patchcert as pc
+from patchcert import certificates
 from patchcert.cli.app import run
 from patchcert.data import load_dataset
 from patchcert.experiments.runs import Run
@@ -37,6 +38,20 @@ def test_the_summary_is_what_the_library_says(capsys, model_file, tmp_path):
     assert summary["weights_sha256"] == sha256(model_file)
     assert summary["versions"]["patchcert"] == pc.__version__
     assert summary["evidence"] == str(out)
+
+
+def test_evidence_names_the_weights_that_were_read_even_if_the_file_is_replaced(
+    capsys, model_file, monkeypatch
+):
+    expected, honest = sha256(model_file), certificates.certify
+
+    def replacing(*arguments, **options):
+        model_file.write_bytes(b"newer weights")
+        return honest(*arguments, **options)
+
+    monkeypatch.setattr(certificates, "certify", replacing)
+    assert certify(model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 3) == 0
+    assert answer(capsys)["weights_sha256"] == expected
 
 
 def test_evidence_has_one_row_per_image(capsys, model_file, tmp_path):

@@ -78,7 +78,7 @@ def carry_out(order: Order, target: str, subject: Subject, others: Collection[st
     patch, shape, sparse, placements = order.threat
     threat = parse_threat(patch, shape, sparse, None, placements, subject.trained_against)
     index = draw_images(len(subject.images), order.images, order.limit, order.seed)
-    started = time.perf_counter()
+    started, provenance = time.perf_counter(), _provenance(order, subject)
     result, index, extra = _attack(order, subject, threat, index)
     meta = {
         "kind": order.choice.kind,
@@ -87,7 +87,7 @@ def carry_out(order: Order, target: str, subject: Subject, others: Collection[st
         **extra,
         "seed": order.seed,
         "seconds": round(time.perf_counter() - started, 3),
-        **_provenance(order, subject),
+        **provenance,
     }
     name = evidence_name(order.choice.kind, [threat, *_name_words(order)])
     arrays = evidence_arrays(result, index, order.save_images)

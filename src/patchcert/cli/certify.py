@@ -69,6 +69,7 @@ def certify(
     from patchcert.files import sha256
 
     opened = open_target(target)
+    weights = sha256(opened.weights)
     threat = parse_threat(patch, shape, sparse, bound, placements, opened.threat)
     precision, budget, place = parse_dtype(dtype), parse_bytes(memory_budget), parse_device(device)
     _check_output(out)
@@ -84,7 +85,7 @@ def certify(
     meta = {
         "kind": "certify",
         "command": shlex.join(["patchcert", *sys.argv[1:]]),
-        "weights_sha256": sha256(opened.weights),
+        "weights_sha256": weights,
         "data": {"name": dataset.name, "split": split, "limit": limit, "sha256": dataset.checksums},
         "threat": threat.to_dict(),
         "settings": {"dtype": dtype, "memory_budget": budget},
