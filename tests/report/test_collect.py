@@ -129,6 +129,26 @@ def test_evidence_of_other_weights_is_refused(copied):
         summarise_run(copied)
 
 
+def test_evidence_that_does_not_name_its_weights_is_refused(copied):
+    rows = copied.evidence("certify-2x2")
+    stored = json.loads(str(rows.pop("meta")))
+    del stored["weights_sha256"]
+    copied.write_evidence("certify-2x2", rows, stored)
+    with pytest.raises(RunError, match="other weights than those of the run, or does not say with which"):
+        summarise_run(copied)
+
+
+@pytest.mark.parametrize("margin", [-0.25, 0.0, np.nan])
+def test_a_certified_image_without_a_positive_margin_is_refused(copied, margin):
+    rows = copied.evidence("certify-2x2")
+    stored = json.loads(str(rows.pop("meta")))
+    rows["verdict"][2], rows["margin"][:] = True, np.where(rows["verdict"], 1.0, -1.0)
+    rows["margin"][2] = margin
+    copied.write_evidence("certify-2x2", rows, stored)
+    with pytest.raises(RunError, match=f"contradicts itself: row 2 is certified with a margin of {margin}"):
+        summarise_run(copied)
+
+
 def test_evidence_that_lacks_a_column_is_refused_by_name(copied):
     rows = copied.evidence("certify-2x2")
     stored = json.loads(str(rows.pop("meta")))

@@ -75,6 +75,12 @@ def test_columns_of_unequal_length_are_refused(run, keep):
         replace(rows, margin=rows.margin[keep])
 
 
+def test_an_image_counted_from_the_end_is_refused(run):
+    rows = run.certificates[0]
+    with pytest.raises(InvalidInput, match="the rows of certificates name image -1"):
+        replace(rows, index=rows.index - 1)
+
+
 def test_an_image_named_twice_is_refused(run):
     rows = run.certificates[0]
     with pytest.raises(InvalidInput, match="the rows of certificates name an image twice"):

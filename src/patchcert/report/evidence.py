@@ -69,14 +69,15 @@ class _File:
         return not self.arrays.get("label", np.ones(1)).size
 
     def check_weights(self, weights: str) -> None:
-        if self.meta.get("weights_sha256", weights) != weights:
+        if self.meta.get("weights_sha256") != weights:
             raise RunError(
-                f"{self.where} was gathered with other weights than those of the run",
+                f"{self.where} was gathered with other weights than those of the run, or does not say with which",
                 hint="delete that file, or certify and attack the run again",
             )
 
     def certificates(self) -> CertificateRows:
         label = self.column("label")
+        self.check_margins()
         return CertificateRows(
             threat=self.threat(),
             index=self.index(len(label)),
@@ -88,6 +89,20 @@ class _File:
             left=self.column("worst_left").astype(np.int64),
             meta=self.meta,
         )
+
+    def check_margins(self) -> None:
+        """A certified image has a positive margin, or none where only verdicts were asked for."""
+        margin, settings = self.column("margin"), self.meta.get("settings")
+        is_bare = isinstance(settings, Mapping) and bool(settings.get("verdicts_only", False))
+        broken = np.flatnonzero(
+            self.column("verdict").astype(bool) & ~(np.isnan(margin) if is_bare else margin > 0)
+        )
+        if broken.size:
+            raise RunError(
+                f"{self.where} contradicts itself: row {broken[0]} is certified with a margin of "
+                f"{margin[broken[0]]}",
+                hint="delete that file and certify the run again",
+            )
 
     def attacks(self) -> AttackRows:
         label = self.column("label")

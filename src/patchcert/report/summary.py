@@ -234,6 +234,8 @@ def _check_rows(what: str, index: Integers, columns: Sequence[NDArray[np.generic
     if any(column.shape != index.shape for column in columns) or index.ndim != 1:
         shapes = [column.shape for column in (index, *columns)]
         raise InvalidInput(f"the columns of {what} must be equally long, got shapes {shapes}")
+    if (index < 0).any():
+        raise InvalidInput(f"the rows of {what} name image {index.min()}", hint="count images from 0")
     if len(np.unique(index)) != len(index):
         raise InvalidInput(f"the rows of {what} name an image twice", hint="write one row per image")
     if not len(index):

@@ -110,6 +110,39 @@ def test_rows_that_contradict_themselves_are_refused(collected, mlp, column, val
         Rows.read(file)
 
 
+def changed(file, column, place, value):
+    with np.load(file) as stored:
+        arrays = dict(stored)
+    arrays[column][place] = value
+    np.savez_compressed(file, **arrays)
+
+
+def test_certificates_of_a_run_are_about_the_same_images(collected, mlp):
+    result = collected(mlp, {Patch(5): (94, 62), Patch(2): (94, 70)})
+    file = sorted(result.path.glob("*.npz"))[1]
+    changed(file, "label", 99, 4)
+    with pytest.raises(RunError, match=f"{file.name} is about other images than certify-patch-2x2"):
+        _ = result.rows
+
+
+@pytest.mark.parametrize(("column", "value"), [("label", 4), ("index", 0), ("index", -1), ("index", 100)])
+def test_a_challenge_names_each_certified_image_once_with_its_label(finished, mlp, tmp_path, column, value):
+    run = finished(mlp, {Patch(5): (94, 62)})
+    challenged(run, [0, 3, 61])
+    result = collect(run, run.path.name, tmp_path / "results")
+    (file,) = result.path.glob("challenge-*.npz")
+    changed(file, column, 1, value)
+    if column == "label":
+        changed(file, "prediction_after", 1, value)
+    with pytest.raises(RunError, match="is about other images than certify-patch-5x5"):
+        _ = Results(tmp_path / "results").all()[0].challenges
+
+
+def test_more_rows_than_the_images_asked_for_are_refused(collected, mlp):
+    with pytest.raises(RunError, match="has 100 rows of the first 30 images"):
+        _ = collected(mlp, {Patch(5): (94, 62)}, limit=30).rows
+
+
 def test_verdicts_without_margins_are_counted_only_where_there_are_none(finished, mlp, tmp_path):
     run = finished(mlp, {Patch(5): (94, 62)})
     name = evidence_name(Patch(5), None)

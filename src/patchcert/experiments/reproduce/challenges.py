@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from patchcert.errors import RunError
-from patchcert.experiments.reproduce.evidence import ATTACK_COLUMNS, Rows, load_columns
+from patchcert.experiments.reproduce.evidence import ATTACK_COLUMNS, Rows, check_same_images, load_columns
 from patchcert.experiments.reproduce.rows import AnyThreat
 from patchcert.threats import threat_from_dict
 
@@ -63,6 +63,7 @@ class Challenge:
         """Every attacked image must be one of those that the run's own evidence calls proven."""
         for rows in proven:
             if rows.threat == self.threat and rows.is_of_test_images and rows.limit is None:
+                check_same_images(self.path, self.columns, rows)
                 if not rows.columns["verdict"][self.columns["index"]].all():
                     raise RunError(f"{self.path} attacks images that {rows.path.name} does not call proven")
                 return

@@ -114,6 +114,8 @@ class Rows:
         lengths = {len(self.columns[name]) for name in COLUMNS}
         if len(lengths) != 1 or not self.total:
             raise RunError(f"{self.path} has columns of {sorted(lengths)} rows; expected one number above 0")
+        if self.limit is not None and self.total > self.limit:
+            raise RunError(f"{self.path} has {self.total} rows of the first {self.limit} images")
         verdict = self.columns["verdict"].astype(bool)
         right = self.columns["prediction"] == self.columns["label"]
         margin = self.columns["margin"]
@@ -175,13 +177,28 @@ class AttackedRows:
         return int(np.count_nonzero(proven.columns["verdict"][self.columns["index"]]))
 
     def check_against(self, proven: Rows) -> None:
-        """No image that is proven for the same threat may have been broken without a defense in between."""
+        """The images are those of the certificates, and none that is proven for the same threat may have been broken
+        without a defense in between."""
+        check_same_images(self.path, self.columns, proven)
         if not self.concerns(proven):
             return
         index = self.columns["index"]
         refuted = index[proven.columns["verdict"][index] & self.columns["succeeded"]]
         if refuted.size:
             raise RunError(f"{proven.path}: image {refuted[0]} is certified, but {self.path.name} broke it")
+
+
+def check_same_images(path: Path, columns: Mapping[str, NDArray[Any]], proven: Rows) -> None:
+    """The rows of a file name each image once, and label it as the certificates of all test images do."""
+    if proven.limit is not None or not proven.is_of_test_images:
+        return
+    index, labels = columns["index"], proven.columns["label"]
+    is_one_each = len(np.unique(index)) == len(index) and (index >= 0).all() and (index < len(labels)).all()
+    if not is_one_each or not np.array_equal(labels[index], columns["label"]):
+        raise RunError(
+            f"{path} is about other images than {proven.path.name}",
+            hint="both must come from the same data set; gather the evidence again",
+        )
 
 
 def load_columns(path: Path, names: Sequence[str]) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:

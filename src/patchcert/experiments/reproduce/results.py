@@ -57,6 +57,13 @@ class Result:
         """All evidence, checked: gathered with one set of weights, and on the data that named the folder."""
         found = tuple(Rows.read(file) for file in sorted(self.path.glob("certify-*.npz")))
         self._check(found)
+        whole = [rows for rows in found if rows.is_of_test_images and rows.limit is None]
+        for rows in whole[1:]:
+            if not np.array_equal(rows.columns["label"], whole[0].columns["label"]):
+                raise RunError(
+                    f"{rows.path} is about other images than {whole[0].path.name}",
+                    hint="certify the run again",
+                )
         return found
 
     @cached_property
