@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from patchcert.errors import InvalidInput
+from patchcert.report.charts import training_curves
 from patchcert.report.html import write_page
 from patchcert.report.statistics import Proportion
 from patchcert.report.summary import RunSummary
@@ -128,6 +129,17 @@ def test_maps_attacks_and_what_is_needed_to_check_again_are_on_the_page(read, ru
     assert "ab" * 32 in text
     assert "Training loss" in text
     assert "20 images attacked: 2 wrong already, 4 broken, 14 not broken." in text
+
+
+def test_broken_images_that_were_not_kept_are_said_to_be_kept_by_an_option(read, run):
+    assert "--save-images" not in read(run).text
+    text = read(replace(run, attacked=())).text
+    assert "14 not broken. Pictures are kept by `patchcert attack` with --save-images." in text
+
+
+def test_a_single_check_is_a_dot():
+    (accuracy,) = training_curves([{"epoch": 0}, {"epoch": 1, "clean_accuracy": 0.5}])
+    assert [len(line.marks) for line in accuracy.lines] == [1]
 
 
 def test_patch_sizes_are_compared_once_two_were_certified(read, run):

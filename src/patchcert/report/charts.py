@@ -91,7 +91,7 @@ def _point(side: int, share: Proportion) -> Point:
 def _series(metrics: Metrics, key: str, label: str, style: str, factor: float = 1.0) -> Series:
     values = [(_value(row, "epoch"), _value(row, key)) for row in metrics]
     points = tuple(Point(epoch, factor * y) for epoch, y in values if epoch is not None and y is not None)
-    return Series(label, points, style)
+    return Series(label, points, style, markers=len(points) == 1)
 
 
 def _value(row: Mapping[str, object], key: str) -> float | None:

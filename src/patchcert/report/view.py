@@ -13,6 +13,7 @@ from patchcert.report.summary import RunSummary
 from patchcert.report.tables import NOT_MEASURED, percent
 from patchcert.report.words import describe_threat, lead_sentence
 
+KEEP_PICTURES = "Pictures are kept by `patchcert attack` with --save-images."
 NOT_STATED = "not stated"
 
 
@@ -136,7 +137,8 @@ def _attack_note(run: RunSummary) -> str:
         return f"Of {attacked}, {wrong:,} ended with a wrong prediction."
     already = run.bracket.clean.total - run.bracket.clean.successes
     held = run.empirical.successes
-    return f"{attacked}: {already:,} wrong already, {wrong - already:,} broken, {held:,} not broken."
+    counts = f"{attacked}: {already:,} wrong already, {wrong - already:,} broken, {held:,} not broken."
+    return counts if run.attacked or wrong == already else f"{counts} {KEEP_PICTURES}"
 
 
 def _commands(run: RunSummary) -> tuple[tuple[str, str], ...]:
