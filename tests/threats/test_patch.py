@@ -262,3 +262,12 @@ def test_images_of_another_kind_are_refused(images):
 def test_batches_of_unequal_shape_are_refused():
     with pytest.raises(InvalidInput, match="same shape"):
         Patch(2).contains(torch.rand(2, 1, 4, 4), torch.rand(1, 1, 4, 4))
+
+
+def test_a_patch_stays_as_it_is_whatever_is_done_to_its_stamp_and_corners():
+    patch = Patch([[True, True], [True, False]])
+    patch.stamp.fill_(False)
+    patch.placements(4, 4).corners.clamp_(min=1)
+    assert torch.equal(patch.stamp, torch.tensor([[True, True], [True, False]]))
+    assert patch.placements(4, 4) == Patch([[True, True], [True, False]]).placements(4, 4)
+    assert patch.placements(4, 4).corners[0].tolist() == [0, 0]

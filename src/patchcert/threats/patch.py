@@ -1,7 +1,7 @@
 """Adversarial patches: any stamp of pixels, moved as a whole to one allowed placement."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import final
 
@@ -48,10 +48,10 @@ class Patch:
     def __repr__(self) -> str:
         return f"Patch({shapes.describe(self.stamp)}, {self.rule})"
 
-    @cached_property
+    @property
     def stamp(self) -> Tensor:
-        """True (height, width) on the pixels that the patch covers."""
-        return from_rows(self.rows)
+        """True (height, width) on the pixels that the patch covers; a copy, which may be changed."""
+        return self._stamp.clone()
 
     @property
     def height(self) -> int:
@@ -74,7 +74,10 @@ class Patch:
         return self.pixels == self.height * self.width
 
     def placements(self, height: int, width: int) -> Placements:
-        """The allowed placements in images of this size, in row-major order; an empty set is an error."""
+        """The allowed placements in images of this size, in row-major order; an empty set is an error.
+
+        The corners are a copy: nothing that is done to them changes the patch.
+        """
         if (height, width) not in self._placements:
             rows, columns = height - self.height + 1, width - self.width + 1
             if rows < 1 or columns < 1:
@@ -84,7 +87,8 @@ class Patch:
                 )
             corners = self.rule.corners(rows, columns, (height, width))
             self._placements[height, width] = Placements(corners, self.height, self.width, height, width)
-        return self._placements[height, width]
+        found = self._placements[height, width]
+        return replace(found, corners=found.corners.clone())
 
     def boxes(self, images: Tensor, corners: Tensor, epsilon: float | Tensor = 1.0) -> Interval:
         """The box (n, p, c, H, W) of every image at every corner: x +- epsilon within [0, 1] on the stamp.
@@ -158,6 +162,10 @@ class Patch:
     @cached_property
     def _placements(self) -> dict[tuple[int, int], Placements]:
         return {}
+
+    @cached_property
+    def _stamp(self) -> Tensor:
+        return from_rows(self.rows)
 
     @cached_property
     def _stamps(self) -> dict[torch.device, Tensor]:
