@@ -58,7 +58,8 @@ def _table(kind: Any, value: Any, place: Place) -> Any:  # noqa: ANN401
     hints = get_type_hints(kind)
     missing = [name for name, field in fields.items() if name not in table and _is_required(field)]
     if missing:
-        raise place.below(missing[0]).error("is missing", hint=f"add {missing[0]} = ...")
+        wanted = f"{missing[0]} = ..." if place.key else f"a section [{missing[0]}]"
+        raise place.below(missing[0]).error("is missing", hint=f"add {wanted}")
     values = {name: _decode(hints[name], table[name], place.below(name)) for name in table}
     return _checked(kind, values, place)
 
