@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as arrays
 
 from patchcert.errors import ModelError
 from patchcert.zoo import Card
-from patchcert.zoo.card import Proof, pack_marks, unpack_marks
+from patchcert.zoo.card import AttackCount, Proof, pack_marks, unpack_marks
 
 
 @given(arrays.arrays(bool, st.integers(0, 70)))
@@ -55,3 +55,9 @@ def test_unknown_and_missing_keys_are_named(zoo, part):
     table["stars"] = 5
     with pytest.raises(ModelError, match=r"unknown keys \['stars'\] and lacks \['"):
         Card.from_dict(plain)
+
+
+@pytest.mark.parametrize(("images", "withstood", "certified"), [(0, 0, 0), (5, 6, 2), (5, 4, 6), (5, -1, 0)])
+def test_more_images_than_were_attacked_cannot_have_withstood_or_be_certified(images, withstood, certified):
+    with pytest.raises(ModelError, match=f"counts {withstood} and {certified} of {images} attacked images"):
+        AttackCount(images, withstood, certified, False, "patchcert attack", {}, "cpu")

@@ -60,6 +60,8 @@ def test_damaged_and_missing_weights_are_refused(zoo):
         ("name", "mnist-5x5-mlp", "is of 'mnist-5x5-mlp'"),
         ("threat", {"kind": "sticker"}, "unknown kind of threat 'sticker'"),
         ("proof", {}, "the proof of a card has unknown keys"),
+        ("threat", "5x5", "cannot be read"),
+        ("model", [1], "cannot be read"),
     ],
 )
 def test_cards_that_do_not_hold_together_are_refused(zoo, key, value, message):

@@ -77,6 +77,12 @@ class AttackCount:
     settings: Mapping[str, Any]
     device: str
 
+    def __post_init__(self) -> None:
+        if self.images < 1 or not {self.withstood, self.certified} <= {*range(self.images + 1)}:
+            raise ModelError(
+                f"the card counts {self.withstood} and {self.certified} of {self.images} attacked images"
+            )
+
 
 @final
 @dataclass(frozen=True, slots=True)

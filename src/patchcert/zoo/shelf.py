@@ -38,7 +38,7 @@ class Zoo:
         file = self._known(name)
         try:
             card = Card.from_dict(json.loads(file.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, TypeError, PatchcertError) as error:
+        except (AttributeError, TypeError, ValueError, PatchcertError) as error:
             reason = error.message if isinstance(error, PatchcertError) else str(error)
             raise ModelError(f"the card {file} cannot be read: {reason}") from error
         if card.name != name:
