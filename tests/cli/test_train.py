@@ -74,6 +74,13 @@ def test_mistakes_give_one_message_a_hint_and_exit_code_2(
     assert "Traceback" not in captured.err
 
 
+def test_a_schedule_that_ends_before_epsilon_is_1_is_pointed_out(capsys, tmp_path):
+    assert train("paper-mnist", "--out", tmp_path / "short", changes=(*TINY, "schedule.epochs=2")) == 0
+    assert "epsilon grows to 0.02 of 1 in 2 epochs; --scale shortens all" in capsys.readouterr().err
+    assert train("paper-mnist", "--scale", 0.03, "--out", tmp_path / "scaled") == 0
+    assert "epsilon grows to" not in capsys.readouterr().err
+
+
 def test_an_unfinished_folder_asks_for_resume(capsys, tmp_path):
     assert train("paper-mnist", "--scale", 0.01, "--out", tmp_path / "run") == 0
     (tmp_path / "run" / "weights.safetensors").unlink()

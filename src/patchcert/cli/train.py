@@ -46,6 +46,7 @@ def train(
     from patchcert.train.distributed import local_device
 
     wanted, folder = _request(spec, changes or [], scale, out)
+    _warn_of_half_a_threat(wanted)
     if threads is not None:
         torch.set_num_threads(threads)
     try:
@@ -77,6 +78,14 @@ def _carry_out(
         if tensorboard:
             listeners.append(stack.enter_context(tensorboard_view(folder)))
         return summarise(train_run(spec, folder, place, resume, Several(listeners)))
+
+
+def _warn_of_half_a_threat(spec: "Spec") -> None:
+    """Fewer epochs than epsilon needs to grow are allowed, but hardly meant."""
+    epochs = spec.schedule.epochs
+    reached = spec.schedule.epsilon.end(epochs - 1)
+    if reached < 1 and spec.strategy.kind not in ("natural", "ablated"):
+        say(f"epsilon grows to {reached:.2f} of 1 in {epochs} epochs; --scale shortens all of the schedule")
 
 
 def _request(source: str, changes: list[str], scale: float, out: Path | None) -> tuple["Spec", Path]:
