@@ -3,12 +3,14 @@
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from patchcert.errors import InvalidInput
 from patchcert.experiments.read import read_spec
 from patchcert.experiments.reproduce.counts import Count, Outcome, RunOutcome
+from patchcert.experiments.reproduce.outcome import outcomes
 from patchcert.experiments.reproduce.tables import find_table, table_names
 from patchcert.report.reproduction_charts import charts
 from patchcert.report.reproduction_page import write_reproduction_page
@@ -16,6 +18,7 @@ from patchcert.report.reproduction_view import duration, table_view
 from patchcert.report.statistics import clopper_pearson
 from patchcert.threats import Patch
 
+ROOT = Path(__file__).parents[2]
 TABLE = find_table("strategy-detail-5x5")
 MLP, CNN2, GUIDED = (
     TABLE.chosen([words])[0] for words in ("mnist all mlp", "mnist all cnn2", "mnist guided mlp")
@@ -245,6 +248,19 @@ def test_the_table_sorts_filters_and_opens_in_a_browser(page, evaluate):
 def test_nothing_sticks_out_of_the_window(page, evaluate, width):
     size = evaluate(page, "return [document.documentElement.scrollWidth, window.innerWidth];", width)
     assert size[0] <= size[1] == width
+
+
+@pytest.mark.parametrize("name", ["training-strategies", "shape-transfer", "compare-defenses"])
+def test_no_table_is_wider_than_a_desktop_window(name, tmp_path, evaluate):
+    table = find_table(name)
+    rows = outcomes(table.entries, ROOT / "results", None)
+    page = write_reproduction_page([(table, rows)], tmp_path / "page.html", "results")
+    script = """
+        const frame = document.querySelector(".results .scroll");
+        return [frame.scrollWidth, frame.clientWidth];
+        """
+    needed, there = evaluate(page, script, 1200)
+    assert needed <= there
 
 
 def test_dots_stand_where_their_numbers_are(page, evaluate):
