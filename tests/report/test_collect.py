@@ -129,6 +129,23 @@ def test_evidence_of_other_weights_is_refused(copied):
         summarise_run(copied)
 
 
+@pytest.mark.parametrize("kept", [0, 10, 300])
+def test_a_damaged_file_of_evidence_is_refused_by_name(copied, kept):
+    file = copied.path / "evidence" / "certify-2x2.npz"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(RunError, match=r"certify-2x2.npz is no readable file of evidence"):
+        summarise_run(copied)
+
+
+@pytest.mark.parametrize("value", [np.array(3), np.zeros((2, 2)), np.array(["yes"])])
+def test_a_column_that_is_no_row_of_numbers_is_refused(copied, value):
+    rows = copied.evidence("certify-2x2")
+    stored = json.loads(str(rows.pop("meta")))
+    copied.write_evidence("certify-2x2", rows | {"margin": value}, stored)
+    with pytest.raises(RunError, match="the column 'margin' must hold one number per row"):
+        summarise_run(copied)
+
+
 def test_evidence_that_does_not_name_its_weights_is_refused(copied):
     rows = copied.evidence("certify-2x2")
     stored = json.loads(str(rows.pop("meta")))

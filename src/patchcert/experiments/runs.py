@@ -2,6 +2,8 @@
 
 import json
 import re
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,13 +121,11 @@ class Run:
         if not file.is_file():
             known = ", ".join(self.evidence_names()) or "none"
             raise RunError(f"{self.path} has no evidence named {name!r}; it has: {known}")
-        with np.load(file, allow_pickle=False) as stored:
-            return {key: stored[key] for key in stored.files}
+        return read_arrays(file)
 
     def evidence_meta(self, name: str) -> dict[str, Any]:
         """The settings under which evidence was gathered."""
-        stored = self.evidence(name)
-        return json.loads(str(stored["meta"])) if "meta" in stored else {}
+        return read_meta(self._evidence_file(name), self.evidence(name))
 
     def evidence_names(self) -> tuple[str, ...]:
         """All evidence in the folder, sorted."""
@@ -145,6 +145,30 @@ class Run:
                 hint=f"go on with: patchcert train {self.path} --resume",
             )
         return load(self.weights)
+
+
+def read_arrays(file: Path) -> dict[str, NDArray[Any]]:
+    """The arrays in a file of evidence; a damaged file is refused by name."""
+    try:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
+            return {key: stored[key] for key in stored.files}
+    except (EOFError, OSError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise RunError(
+            f"{file} is no readable file of evidence: {error}",
+            hint="it may be cut short; delete it and gather the evidence again",
+        ) from error
+
+
+def read_meta(file: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    """How the evidence of a file came about: the table in its array of that name, empty where there is none."""
+    try:
+        meta = json.loads(str(arrays["meta"])) if "meta" in arrays else {}
+    except json.JSONDecodeError as error:
+        raise RunError(f"{file} does not say how it came about: {error}") from error
+    parts = (meta, *(meta.get(key, {}) for key in ("data", "threat"))) if isinstance(meta, dict) else (meta,)
+    if not all(isinstance(part, dict) for part in parts):
+        raise RunError(f"{file} does not say in tables how it came about", hint="gather the evidence again")
+    return meta
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,6 +1,5 @@
 """Evidence files as typed rows; a file that lacks something, or is about other weights, says so."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from patchcert.errors import PatchcertError, RunError
-from patchcert.experiments.runs import EVIDENCE, Run
+from patchcert.experiments.runs import EVIDENCE, Run, read_arrays, read_meta
 from patchcert.files import sha256
 from patchcert.report.summary import AnyThreat, AttackRows, CertificateRows
 from patchcert.threats import threat_from_dict
@@ -49,11 +48,9 @@ class _File:
 
     @classmethod
     def read(cls, path: Path) -> "_File":
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = {key: stored[key] for key in stored.files}
-        meta = json.loads(str(arrays["meta"])) if "meta" in arrays else {}
+        arrays = read_arrays(path)
         owner = path.parent.parent if path.parent.name == EVIDENCE else path.parent
-        return cls(f"evidence {path.stem!r} of {owner}", arrays, meta)
+        return cls(f"evidence {path.stem!r} of {owner}", arrays, read_meta(path, arrays))
 
     @property
     def kind(self) -> str:
@@ -77,8 +74,7 @@ class _File:
 
     def certificates(self) -> CertificateRows:
         label = self.column("label")
-        self.check_margins()
-        return CertificateRows(
+        rows = CertificateRows(
             threat=self.threat(),
             index=self.index(len(label)),
             label=label.astype(np.int64),
@@ -89,18 +85,19 @@ class _File:
             left=self.column("worst_left").astype(np.int64),
             meta=self.meta,
         )
+        self.check_margins(rows)
+        return rows
 
-    def check_margins(self) -> None:
+    def check_margins(self, rows: CertificateRows) -> None:
         """A certified image has a positive margin, or none where only verdicts were asked for."""
-        margin, settings = self.column("margin"), self.meta.get("settings")
+        settings = self.meta.get("settings")
         is_bare = isinstance(settings, Mapping) and bool(settings.get("verdicts_only", False))
-        broken = np.flatnonzero(
-            self.column("verdict").astype(bool) & ~(np.isnan(margin) if is_bare else margin > 0)
-        )
+        has_proof = np.isnan(rows.margin) if is_bare else rows.margin > 0
+        broken = np.flatnonzero(rows.certified & ~has_proof)
         if broken.size:
             raise RunError(
                 f"{self.where} contradicts itself: row {broken[0]} is certified with a margin of "
-                f"{margin[broken[0]]}",
+                f"{rows.margin[broken[0]]}",
                 hint="delete that file and certify the run again",
             )
 
@@ -142,4 +139,10 @@ class _File:
         if name not in self.arrays:
             known = ", ".join(sorted(set(self.arrays) - {"meta"}))
             raise RunError(f"{self.where} lacks the column {name!r}; it has: {known}")
-        return self.arrays[name]
+        values = self.arrays[name]
+        if values.ndim != 1 or values.dtype.kind not in "biuf":
+            raise RunError(
+                f"{self.where}: the column {name!r} must hold one number per row, got {values.dtype} "
+                f"{values.shape}"
+            )
+        return values

@@ -143,6 +143,26 @@ def test_more_rows_than_the_images_asked_for_are_refused(collected, mlp):
         _ = collected(mlp, {Patch(5): (94, 62)}, limit=30).rows
 
 
+def test_a_damaged_file_of_results_is_refused_by_name(collected, mlp):
+    result = collected(mlp, {Patch(5): (94, 62)})
+    (file,) = result.path.glob("*.npz")
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(RunError, match=r"everywhere.npz is no readable file of evidence"):
+        Rows.read(file)
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"), [("{", "does not say how"), ("[]", "in tables"), ("{}", "its data")]
+)
+def test_results_that_do_not_say_how_they_came_about_are_refused(collected, mlp, meta, message):
+    (file,) = collected(mlp, {Patch(5): (94, 62)}).path.glob("*.npz")
+    with np.load(file) as stored:
+        arrays = dict(stored) | {"meta": np.array(meta)}
+    np.savez_compressed(file, **arrays)
+    with pytest.raises(RunError, match=message):
+        Rows.read(file)
+
+
 def test_verdicts_without_margins_are_counted_only_where_there_are_none(finished, mlp, tmp_path):
     run = finished(mlp, {Patch(5): (94, 62)})
     name = evidence_name(Patch(5), None)

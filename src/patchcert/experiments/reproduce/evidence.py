@@ -16,6 +16,7 @@ from patchcert.certificates import Certificates
 from patchcert.errors import RunError
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.rows import AnyThreat
+from patchcert.experiments.runs import read_arrays, read_meta
 from patchcert.threats import Patch, threat_from_dict
 from patchcert.threats.shapes import named
 
@@ -111,9 +112,11 @@ class Rows:
 
     def check(self) -> None:
         """A proven image is predicted rightly, and its margin is positive, or none has a margin."""
-        lengths = {len(self.columns[name]) for name in COLUMNS}
-        if len(lengths) != 1 or not self.total:
-            raise RunError(f"{self.path} has columns of {sorted(lengths)} rows; expected one number above 0")
+        shapes = {self.columns[name].shape for name in COLUMNS}
+        if len(shapes) != 1 or shapes <= {(), (0,)} or self.columns["label"].ndim != 1:
+            raise RunError(
+                f"{self.path} has columns of {sorted(shapes)} rows; expected one number above 0 for all"
+            )
         if self.limit is not None and self.total > self.limit:
             raise RunError(f"{self.path} has {self.total} rows of the first {self.limit} images")
         verdict = self.columns["verdict"].astype(bool)
@@ -203,9 +206,13 @@ def check_same_images(path: Path, columns: Mapping[str, NDArray[Any]], proven: R
 
 def load_columns(path: Path, names: Sequence[str]) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """The columns in a file of evidence, among them those of the names, and how they came about."""
-    with np.load(path, allow_pickle=False) as stored:
-        columns = {key: stored[key] for key in stored.files}
+    columns = read_arrays(path)
     missing = [name for name in (*names, "meta") if name not in columns]
     if missing:
         raise RunError(f"{path} lacks the column {missing[0]!r}", hint="gather the evidence again")
-    return columns, json.loads(str(columns.pop("meta")))
+    meta = read_meta(path, columns)
+    unsaid = [key for key in ("data", "weights_sha256") if key not in meta]
+    if unsaid:
+        raise RunError(f"{path} does not name its {unsaid[0]}", hint="gather the evidence again")
+    del columns["meta"]
+    return columns, meta

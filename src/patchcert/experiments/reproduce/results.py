@@ -24,7 +24,7 @@ from patchcert.experiments.reproduce.plan import FIRST_SEED, Task
 from patchcert.experiments.reproduce.rows import AnyThreat
 from patchcert.experiments.reproduce.summaries import LOSS, SUMMARY, add_loss, write_summary
 from patchcert.experiments.reproduce.trials import Trials
-from patchcert.experiments.runs import ENVIRONMENT, EVIDENCE, SPEC, Run, write_text
+from patchcert.experiments.runs import ENVIRONMENT, EVIDENCE, SPEC, Run, read_arrays, read_meta, write_text
 from patchcert.experiments.spec import RunSettings, Spec
 from patchcert.files import atomic_write, sha256
 from patchcert.train.schedules import Schedule
@@ -246,8 +246,7 @@ def _countable(run: Run) -> dict[str, Path]:
 
 
 def _weights_of(file: Path) -> str:
-    with np.load(file, allow_pickle=False) as stored:
-        return json.loads(str(stored["meta"]))["weights_sha256"]
+    return read_meta(file, read_arrays(file)).get("weights_sha256", "")
 
 
 def _copy(source: Path, target: Path) -> None:
