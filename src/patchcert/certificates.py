@@ -8,7 +8,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, nn
 
-from patchcert.bounds import Network, Rounding, precise_arithmetic, trace
+from patchcert.bounds import Network, Rounding, precise_arithmetic, subnormals_kept, trace
 from patchcert.engine.clean import exact_clean_pass
 from patchcert.engine.dense import dense_margins
 from patchcert.engine.inputs import (
@@ -98,7 +98,7 @@ class IntervalCertifier:
         self, model: nn.Module, images: Tensor, labels: Tensor, threat: Patch | SparsePixels
     ) -> Certificates:
         """Certificates for the images under the threat."""
-        with torch.no_grad(), precise_arithmetic():
+        with torch.no_grad(), precise_arithmetic(), subnormals_kept():
             task = _Task.of(self, model, images, labels, threat)
             if task.verdicts is not None:
                 return task.bare_verdicts(torch.cat([task.proven(chunk) for chunk in task.chunks()]))
@@ -110,7 +110,7 @@ class IntervalCertifier:
             raise InvalidInput(
                 f"{threat} has no placements", hint="use certify for threats without placements"
             )
-        with torch.no_grad(), precise_arithmetic():
+        with torch.no_grad(), precise_arithmetic(), subnormals_kept():
             task = _Task.of(self, model, images, labels, threat)
             pieces = [task.margins(chunk) for chunk in task.chunks()]
             shape = (0, len(threat.placements(*images.shape[-2:])), task.classes)

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patchcert.bounds import NEAREST, Rounding, precise_arithmetic
+from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, subnormals_kept
+from patchcert.bounds import rounding as rounding_module
 from patchcert.bounds.rounding import blocked_product, fast_arithmetic, summed_roundings
+from patchcert.errors import InvalidInput
 
 LENGTHS = (1, 127, 128, 129, 300, 512, 513, 1000, 1152, 1153, 3072)
 
@@ -159,3 +161,22 @@ def test_fast_arithmetic_lets_only_cuda_take_shortcuts():
         assert torch.backends.mkldnn.matmul.fp32_precision != "tf32"
     with precise_arithmetic(), fast_arithmetic(), precise_arithmetic():
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+
+
+def test_subnormal_numbers_are_kept_inside_and_flushed_again_after():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        with subnormals_kept():
+            assert float(torch.tensor([1e-39]) * 1e38) > 0.09
+        assert float(torch.tensor([1e-39]) * 1e38) == 0
+    finally:
+        torch.set_flush_denormal(False)
+    with subnormals_kept():
+        assert float(torch.tensor([1e-39]) * 1e38) > 0.09
+
+
+def test_threads_that_flush_nevertheless_are_refused(monkeypatch):
+    monkeypatch.setattr(rounding_module, "_flushes", lambda count: count > 1)
+    with pytest.raises(InvalidInput, match="threads of this process flush"), subnormals_kept():
+        pass

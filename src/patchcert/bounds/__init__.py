@@ -7,4 +7,5 @@ from patchcert.bounds.network import Network as Network
 from patchcert.bounds.rounding import NEAREST as NEAREST
 from patchcert.bounds.rounding import Rounding as Rounding
 from patchcert.bounds.rounding import precise_arithmetic as precise_arithmetic
+from patchcert.bounds.rounding import subnormals_kept as subnormals_kept
 from patchcert.bounds.tracing import trace as trace

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from patchcert.errors import InvalidInput
+
 
 class _Switch(Protocol):
     """Where torch keeps the precision of some float32 operations: "ieee", "tf32", "bf16" or, unset, "none"."""
@@ -120,6 +122,34 @@ def precise_arithmetic() -> Iterator[None]:
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(_precision("ieee", _CUDA + _CPU))
         yield
+
+
+@contextmanager
+def subnormals_kept() -> Iterator[None]:
+    """Inside, `torch.set_flush_denormal` is off; restored after. Threads that have inherited it cannot be told, and
+    are refused."""
+    was_flushed = _flushes(1)
+    if was_flushed:
+        torch.set_flush_denormal(False)
+    try:
+        if _flushes(_SHARE_OF_A_THREAD * torch.get_num_threads()):
+            raise InvalidInput(
+                "threads of this process flush subnormal numbers to zero, so that bounds would not hold",
+                hint="start the process without torch.set_flush_denormal(True)",
+            )
+        yield
+    finally:
+        if was_flushed:
+            torch.set_flush_denormal(True)
+
+
+_SHARE_OF_A_THREAD = 2**15
+"""So many numbers, times the threads, are computed on all of them."""
+
+
+def _flushes(count: int) -> bool:
+    halves = torch.full((count,), torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu") * 0.5
+    return bool((halves == 0).any())
 
 
 @contextmanager
