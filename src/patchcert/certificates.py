@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 """Told how many images of how many are done."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Certificates:
     """One row per image. `certified` is proven: no member of the threat changes the prediction away from the
     label.
@@ -47,6 +47,12 @@ class Certificates:
     worst_placement: Tensor
     predictions: Tensor
     labels: Tensor
+
+    def __repr__(self) -> str:
+        right = int((self.predictions == self.labels).sum())
+        return (
+            f"Certificates({len(self.labels)} images, {right} right, {int(self.certified.sum())} certified)"
+        )
 
     @property
     def clean_accuracy(self) -> float:
@@ -128,7 +134,11 @@ def certify(
     progress: Progress | None = None,
     verdicts_only: bool = False,
 ) -> Certificates:
-    """Proves, image by image, that no member of the threat changes the prediction away from the label."""
+    """Proves, image by image, that no member of the threat changes the prediction away from the label.
+
+    The model takes images (n, c, h, w) in [0, 1] to logits. The keywords are those of `IntervalCertifier`; `progress`
+    is called with how many images are done, and how many there are.
+    """
     certifier = IntervalCertifier(dtype, memory_budget, progress, verdicts_only)
     return certifier.certify(model, images, labels, threat)
 

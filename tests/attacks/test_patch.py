@@ -260,6 +260,7 @@ def test_images_that_are_wrong_by_themselves_are_returned_unchanged():
     assert (result.placement == -1).all()
     assert (result.steps == 0).all()
     assert result.accuracy == result.clean_accuracy == 0.0
+    assert repr(result) == "AttackResult(4 images, 0 right, 0 withstood)"
 
 
 def test_the_last_iterate_is_evaluated():

@@ -40,6 +40,7 @@ def test_certificates_say_what_is_proven():
     assert torch.equal(certificates.labels, labels)
     assert certificates.clean_accuracy == certificates.certified_accuracy == 1.0
     assert torch.equal(certificates.least_margin, certificates.margins[:, 1:].amin(dim=1))
+    assert repr(certificates) == "Certificates(4 images, 4 right, 4 certified)"
     placements = pc.Patch(2).placements(*SHAPE[1:]).corners.tolist()
     assert all(corner in placements for corner in certificates.worst_placement.tolist())
 

@@ -74,7 +74,7 @@ class Findings:
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AttackResult:
     """The outcome of an attack, image by image, as the framework found it by asking the model itself."""
 
@@ -92,6 +92,10 @@ class AttackResult:
     """By how much the best wrong class leads the label on `adversarial`."""
     steps: Tensor
     """Gradient steps spent on the image, over all restarts."""
+
+    def __repr__(self) -> str:
+        right = int((self.clean_predictions == self.labels).sum())
+        return f"AttackResult({len(self.labels)} images, {right} right, {int((~self.succeeded).sum())} withstood)"
 
     @property
     def accuracy(self) -> float:
