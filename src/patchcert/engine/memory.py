@@ -10,15 +10,10 @@ from patchcert.threats import Patch, SparsePixels
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes for intermediate results: what stays near the caches of a CPU, a twelfth of a GPU's memory."""
+    """Bytes for intermediate results: a twelfth of a GPU's memory; on a CPU as many as make products large."""
     if device.type != "cuda":
-        return 2**24
+        return 2**26
     return torch.cuda.get_device_properties(device).total_memory // 12
-
-
-def default_image_budget(device: torch.device) -> int:
-    """Bytes for the clean pass of all images that are swept together: a few dozen images even on a CPU."""
-    return default_budget(device) if device.type == "cuda" else 2**28
 
 
 def image_numbers(network: Network, images: Tensor, unfolded: bool) -> int:
@@ -45,7 +40,7 @@ def images_within(
     """How many images are certified together: so many that their clean pass and margins fit; at least one."""
     numbers = image_numbers(network, images, unfolded=True)
     if isinstance(threat, SparsePixels):
-        numbers += 6 * sparse_numbers(network, images)
+        numbers += 2 * sparse_numbers(network, images)
     else:
         numbers += 4 * classes * len(threat.placements(images.shape[-2], images.shape[-1]))
     return max(1, budget // (16 * numbers))
