@@ -21,7 +21,7 @@ from patchcert.engine.inputs import (
     logits_of,
     model_of_type,
 )
-from patchcert.engine.memory import default_budget, images_within, rows_within
+from patchcert.engine.memory import default_budget, default_image_budget, images_within, rows_within
 from patchcert.engine.sweep import PlacementSweep, covering_sweep
 from patchcert.engine.verdicts import VerdictSweep
 from patchcert.errors import InvalidInput
@@ -176,6 +176,7 @@ class _Task:
     is_finite: Tensor
     classes: int
     budget: int
+    image_budget: int
     progress: Progress | None
 
     @staticmethod
@@ -214,6 +215,7 @@ class _Task:
             is_finite=logits.isfinite().all(dim=1) & has_finite_weights(model),
             classes=logits.shape[1],
             budget=budget,
+            image_budget=certifier.memory_budget or default_image_budget(images.device),
             progress=certifier.progress,
         )
 
@@ -225,7 +227,9 @@ class _Task:
         """Slices of images that fit the budget; progress is told after each."""
         count = len(self.images)
         size = (
-            images_within(self.network, self.images, self.threat, self.classes, self.budget) if count else 1
+            images_within(self.network, self.images, self.threat, self.classes, self.image_budget)
+            if count
+            else 1
         )
         for start in range(0, count, size):
             stop = min(start + size, count)

@@ -16,6 +16,15 @@ def default_budget(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory // 12
 
 
+def default_image_budget(device: torch.device) -> int:
+    """Bytes for the clean pass of all images that are swept together."""
+    return default_budget(device) if device.type == "cuda" else 2**28
+
+
+_ENOUGH_IMAGES = 32
+"""So many rows make a product on a CPU efficient; more images would leave room for fewer placements."""
+
+
 def image_numbers(network: Network, images: Tensor, unfolded: bool) -> int:
     """Numbers alive per image in a dense interval pass; `unfolded` where convolutions are written as products."""
     with torch.no_grad():
@@ -43,7 +52,8 @@ def images_within(
         numbers += 2 * sparse_numbers(network, images)
     else:
         numbers += 4 * classes * len(threat.placements(images.shape[-2], images.shape[-1]))
-    return max(1, budget // (16 * numbers))
+    most = max(1, budget // (16 * numbers))
+    return min(most, _ENOUGH_IMAGES) if isinstance(threat, Patch) and not images.is_cuda else most
 
 
 def rows_within(network: Network, images: Tensor, budget: int, batch: int, unfolded: bool = False) -> int:
