@@ -28,6 +28,14 @@ def test_examples_run(code, tmp_path, monkeypatch):
     exec(compile(code, "example", "exec"), {"__name__": "example"})
 
 
+def test_the_first_example_prints_what_the_readme_says(capsys):
+    text = (ROOT / "README.md").read_text()
+    code = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)[0]
+    exec(compile(code, "example", "exec"), {"__name__": "example"})
+    right, proven = re.findall(r"\d+\.\d%", capsys.readouterr().out)
+    assert f"{right} are right and {proven} proven" in text
+
+
 def test_links_lead_somewhere():
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target, place in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", path.read_text()):
