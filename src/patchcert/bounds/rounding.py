@@ -53,7 +53,10 @@ class Rounding:
         """The relative error of a term that is rounded so many times."""
         relative = roundings * self.unit
         if relative >= 0.1:
-            raise OverflowError(f"{roundings} roundings cannot be bounded with unit roundoff {self.unit}")
+            raise InvalidInput(
+                f"a term of a layer's sum is rounded up to {roundings} times, too often for units of {self.unit}",
+                hint="ask for bounds with dtype=torch.float64",
+            )
         return relative / (1 - relative)
 
 
