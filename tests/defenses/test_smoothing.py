@@ -141,3 +141,12 @@ def test_defended_model_is_the_model_after_the_defense():
 def test_impossible_settings_are_refused(window, overlap, threshold, smoothing, message):
     with pytest.raises(InvalidInput, match=message):
         LocalGradientSmoothing(window, overlap, threshold, smoothing)
+
+
+def test_a_loud_patch_keeps_the_rest_of_the_image_from_being_smoothed():
+    images = 0.5 + 0.15 * torch.rand(4, 3, 32, 32, generator=seeded(0))
+    patched = images.clone()
+    patched[:, :, :8, :8] = torch.randint(2, (4, 3, 8, 8), generator=seeded(1)).float()
+    defense = LocalGradientSmoothing(window=8, overlap=4, threshold=0.1, smoothing=2.3)
+    quiet, loud = ((defense(each) - each).abs()[:, :, 12:, 12:].mean() for each in (images, patched))
+    assert loud < 0.5 * quiet

@@ -84,12 +84,12 @@ def test_rendered_stamps_read_back_as_the_same_pixels(rows):
 @pytest.mark.parametrize("pixels", [4, 16, 25])
 def test_every_transfer_shape_has_words_that_name_it(pixels):
     stamps = [stamp for variants in shapes.transfer_shapes(pixels).values() for stamp in variants]
-    assert all(torch.equal(shapes.parse(shapes.named(stamp)), stamp) for stamp in stamps)
-    assert shapes.named(shapes.parallelogram(16, mirrored=True)) == "parallelogram:16:mirrored"
+    assert all(torch.equal(shapes.parse(shapes.name_of(stamp)), stamp) for stamp in stamps)
+    assert shapes.name_of(shapes.parallelogram(16, mirrored=True)) == "parallelogram:16:mirrored"
 
 
 def test_other_stamps_have_no_words():
-    assert shapes.named(shapes.from_text("##.\n.##\n#..")) is None
+    assert shapes.name_of(shapes.from_text("##.\n.##\n#..")) is None
 
 
 def test_stamps_are_read_from_text_files(tmp_path):

@@ -18,7 +18,7 @@ from patchcert.errors import ModelError, PatchcertError, UnsupportedLayer
 
 def trace(model: nn.Module) -> Network:
     """The operations of the model; a layer or function without a bound is refused by its name and place."""
-    _refuse_hooks(model)
+    _refuse_changed_calls(model)
     try:
         graph = _Tracer().trace(model)
     except PatchcertError:
@@ -31,7 +31,7 @@ def trace(model: nn.Module) -> Network:
     return _Lowering(model).network(graph)
 
 
-def _refuse_hooks(model: nn.Module) -> None:
+def _refuse_changed_calls(model: nn.Module) -> None:
     if module_globals._global_forward_hooks or module_globals._global_forward_pre_hooks:
         raise UnsupportedLayer(
             "forward hooks are registered for all modules, which could change results unseen",

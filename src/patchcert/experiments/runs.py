@@ -171,6 +171,13 @@ def read_meta(file: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     return meta
 
 
+def can_be_proven(margins: NDArray[Any], meta: Mapping[str, Any]) -> NDArray[np.bool_]:
+    """Where a margin goes with a proof: positive, or NaN everywhere if only verdicts were asked for."""
+    settings = meta.get("settings")
+    is_bare = isinstance(settings, Mapping) and bool(settings.get("verdicts_only", False))
+    return np.isnan(margins) if is_bare else margins > 0
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a text file whole."""
     with atomic_write(path) as stream:

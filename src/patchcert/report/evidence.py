@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from patchcert.errors import PatchcertError, RunError
-from patchcert.experiments.runs import EVIDENCE, Run, read_arrays, read_meta
+from patchcert.experiments.runs import EVIDENCE, Run, can_be_proven, read_arrays, read_meta
 from patchcert.files import sha256
 from patchcert.report.summary import AnyThreat, AttackRows, CertificateRows
 from patchcert.threats import threat_from_dict
@@ -90,10 +90,7 @@ class _File:
 
     def check_margins(self, rows: CertificateRows) -> None:
         """A certified image has a positive margin, or none where only verdicts were asked for."""
-        settings = self.meta.get("settings")
-        is_bare = isinstance(settings, Mapping) and bool(settings.get("verdicts_only", False))
-        has_proof = np.isnan(rows.margin) if is_bare else rows.margin > 0
-        broken = np.flatnonzero(rows.certified & ~has_proof)
+        broken = np.flatnonzero(rows.certified & ~can_be_proven(rows.margin, self.meta))
         if broken.size:
             raise RunError(
                 f"{self.where} contradicts itself: row {broken[0]} is certified with a margin of "

@@ -119,7 +119,7 @@ def parse(text: str) -> Tensor:
     return from_file(text)
 
 
-def named(stamp: Tensor) -> str | None:
+def name_of(stamp: Tensor) -> str | None:
     """The words that `parse` reads this stamp from; None for one that only a file can hold."""
     height, width, pixels = *stamp.shape, int(stamp.sum())
     if pixels == height * width:
@@ -146,10 +146,10 @@ def describe(stamp: Tensor) -> str:
     if pixels == height * width:
         kind = "square" if height == width else "line" if 1 in (height, width) else "rectangle"
         return f"{height}x{width} {kind}"
-    for kind in ("diamond", "parallelogram"):
-        if _has(kind, pixels) and any(torch.equal(stamp, known) for known in _variants(kind, pixels)):
-            return f"{kind} of {pixels} pixels"
-    return f"stamp of {pixels} pixels in {height}x{width}"
+    name = name_of(stamp)
+    if name is None:
+        return f"stamp of {pixels} pixels in {height}x{width}"
+    return f"{name.partition(':')[0]} of {pixels} pixels"
 
 
 NAMED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
@@ -195,13 +195,6 @@ def _has(kind: str, pixels: int) -> bool:
     except InvalidThreat:
         return False
     return True
-
-
-def _variants(kind: str, pixels: int) -> tuple[Tensor, ...]:
-    if kind == "diamond":
-        return (diamond(pixels),)
-    flags = (False, True)
-    return _distinct(parallelogram(pixels, mirror, turn) for turn in flags for mirror in flags)
 
 
 def _distinct(stamps: Iterable[Tensor]) -> tuple[Tensor, ...]:

@@ -16,9 +16,9 @@ from patchcert.certificates import Certificates
 from patchcert.errors import RunError
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.rows import AnyThreat
-from patchcert.experiments.runs import read_arrays, read_meta
+from patchcert.experiments.runs import can_be_proven, read_arrays, read_meta
 from patchcert.threats import Patch, threat_from_dict
-from patchcert.threats.shapes import named
+from patchcert.threats.shapes import name_of
 
 ATTACK_COLUMNS = ("index", "label", "prediction", "prediction_after", "succeeded")
 COLUMNS = ("label", "prediction", "verdict", "margin", "worst_top", "worst_left")
@@ -36,7 +36,7 @@ def evidence_name(threat: AnyThreat, limit: int | None) -> str:
 def certify_command(run: str, threat: AnyThreat, limit: int | None) -> str:
     """What certifies the model in a run's folder anew, wherever that lies."""
     if isinstance(threat, Patch):
-        options = ["--shape", named(threat.stamp) or "STAMP.txt"]
+        options = ["--shape", name_of(threat.stamp) or "STAMP.txt"]
     else:
         options = ["--sparse", str(threat.pixels), "--bound", threat.bound]
     return shlex.join(
@@ -121,10 +121,7 @@ class Rows:
             raise RunError(f"{self.path} has {self.total} rows of the first {self.limit} images")
         verdict = self.columns["verdict"].astype(bool)
         right = self.columns["prediction"] == self.columns["label"]
-        margin = self.columns["margin"]
-        is_bare = self.meta.get("settings", {}).get("verdicts_only", False)
-        has_proof = np.isnan(margin) if is_bare else margin > 0
-        broken = np.flatnonzero(verdict & ~(right & has_proof))
+        broken = np.flatnonzero(verdict & ~(right & can_be_proven(self.columns["margin"], self.meta)))
         if broken.size:
             raise RunError(
                 f"{self.path} contradicts itself: image {broken[0]} is certified, but its prediction is "
