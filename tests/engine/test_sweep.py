@@ -101,6 +101,14 @@ COVERED = {
         nn.Flatten(),
         nn.Linear(4, 3),
     ],
+    "a skip past the normalisation": [
+        ResidualBlock(
+            nn.Sequential(Normalize([0.4, 0.5], [0.2, 0.3]), nn.Conv2d(2, 2, 3, padding=1)), nn.Identity()
+        ),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.LazyLinear(3),
+    ],
     "dilation and groups": [
         nn.Conv2d(2, 4, 3, 1, 2, (2, 1), groups=2),
         nn.Hardtanh(-0.2, 0.7),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from patchcert.bounds.geometry import Geometry, convolve
@@ -23,14 +24,16 @@ def slide(
         moved = _slide_by_matrix(local, weight, groups, state, sweep, position)
         roundings = summed_roundings(taps, inputs)
     else:
-        moved, roundings = _slide_by_convolution(local, weight, groups, state, sweep), summed_roundings(taps)
+        moved = _slide_by_convolution(local, weight, groups, state, sweep, position)
+        roundings = summed_roundings(taps)
     return replace(moved.widened(roundings + 2, sweep.rounding), is_ragged=True)
 
 
 def _slide_by_convolution(
-    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass
+    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass, position: int
 ) -> Windows:
-    precise, weight = sweep.rounding.is_outward, weight.to(state.deviation.dtype)
+    precise = sweep.rounding.is_outward
+    weight, absolute = _shared_weights(weight, state.deviation.dtype, sweep, position)
 
     def moved(part: Tensor, taps: Tensor) -> Tensor:
         if precise and sweep.is_fused and groups == 1:
@@ -41,7 +44,20 @@ def _slide_by_convolution(
         slid = convolve(maps.permute(0, 3, 1, 2), taps, local, groups, precise)
         return slid.permute(0, 2, 3, 1).contiguous().unflatten(0, part.shape[:2])
 
-    return Windows(moved(state.deviation, weight), moved(state.radius, weight.abs()))
+    return Windows(moved(state.deviation, weight), moved(state.radius, absolute))
+
+
+def _shared_weights(
+    weight: Tensor, dtype: torch.dtype, sweep: WindowPass, position: int
+) -> tuple[Tensor, Tensor]:
+    """The weights and their absolute values, made once for all groups; laid out as windows are for the library."""
+    key = (position,)
+    if key not in sweep.shared.weights:
+        is_for_library = sweep.is_fused and not sweep.rounding.is_outward
+        layout = torch.channels_last if is_for_library else torch.preserve_format
+        weight = weight.to(dtype, memory_format=layout)
+        sweep.shared.weights[key] = (weight, weight.abs())
+    return sweep.shared.weights[key]
 
 
 def _padded(maps: Tensor, geometry: Geometry) -> tuple[Tensor, Geometry]:

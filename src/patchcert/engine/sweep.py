@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from patchcert.engine.fused import is_fused
 from patchcert.engine.geometry import Group, Layout, NotCovered, groups
 from patchcert.engine.head import Head, Moves
 from patchcert.engine.merging import Merging, RepeatedPass, masked
+from patchcert.engine.rules import propagate
 from patchcert.engine.windows import GroupPass, Shared, Windows
 from patchcert.threats import Patch
 
@@ -70,9 +72,7 @@ class PlacementSweep:
         """
         shared, head = Shared(self.layout, clean, rounding), Head.of(self.layout.network, clean, labels)
         moves = [
-            self._moves(shared, head, group, start, stop, epsilon, dtype)
-            for group in self.groups
-            for start, stop in self._slices(group, len(labels), rounding)
+            move for group in self.groups for move in self._group_moves(shared, head, group, epsilon, dtype)
         ]
         margins = head.margins(Moves.joined(moves), rounding)
         if len(self.groups) > 1:
@@ -83,33 +83,50 @@ class PlacementSweep:
         """Margins (n, classes), each the least over the placements of one group; 1 at the label."""
         shared, head = Shared(self.layout, clean, rounding), Head.of(self.layout.network, clean, labels)
         parts = [
-            head.margins(self._moves(shared, head, group, start, stop, 1.0), rounding).amin(dim=1)
-            for start, stop in self._slices(group, len(labels), rounding)
+            head.margins(move, rounding).amin(dim=1)
+            for move in self._group_moves(shared, head, group, 1.0, None)
         ]
         return torch.stack(parts).amin(dim=0).scatter(1, labels.unsqueeze(1), 1.0)
 
-    def _moves(
-        self,
-        shared: Shared,
-        head: Head,
-        group: Group,
-        start: int,
-        stop: int,
-        epsilon: float | Tensor,
-        dtype: torch.dtype | None = None,
-    ) -> Moves:
-        sweep, merging = GroupPass(shared, group, start, stop), self.merging
+    def _group_moves(
+        self, shared: Shared, head: Head, group: Group, epsilon: float | Tensor, dtype: torch.dtype | None
+    ) -> Iterator[Moves]:
+        """The moves of one slice of the group after another; the patches themselves are made for many slices."""
+        size = self.chunk(group, len(head.labels), shared.rounding)
+        at_once = size * max(1, self._most_patches(group, len(head.labels)) // size)
+        for first in range(0, len(group), at_once):
+            last = min(first + at_once, len(group))
+            patches = self._patches(GroupPass(shared, group, first, last), epsilon, dtype)
+            for start in range(first, last, size):
+                sweep = GroupPass(shared, group, start, min(start + size, last))
+                yield self._moves(sweep, head, patches.slice(start - first, sweep.stop - first))
+
+    def _most_patches(self, group: Group, images: int) -> int:
+        """How many placements' patches take a sixteenth of the memory that windows may take."""
+        numbers = _size(self.layout, group, 0) * max(images, 1) * self.stamp.element_size()
+        return self.memory_budget // (16 * _LIVE_COPIES * numbers)
+
+    def _patches(self, sweep: GroupPass, epsilon: float | Tensor, dtype: torch.dtype | None) -> Windows:
+        """What the windows begin with, on value `_first`."""
         state = self._start(sweep, epsilon).map(lambda part: part if dtype is None else part.to(dtype))
+        return propagate(sweep, state, self._first()).map(Tensor.contiguous)
+
+    def _first(self) -> int:
+        """The value behind the scales of channels that a network may begin with; the image where more than they take
+        it, and with a merging."""
+        steps = () if self.merging else self.layout.network.steps[:-1]
+        scales = takewhile(lambda step: isinstance(step.operation, ChannelScale), steps)
+        first = sum(1 for _ in scales)
+        looks_back = any(index < first for step in steps[first:] for index in step.inputs)
+        return 0 if looks_back or any(steps[i].inputs != (i,) for i in range(first)) else first
+
+    def _moves(self, sweep: GroupPass, head: Head, state: Windows) -> Moves:
+        merging = self.merging
         if merging is None:
-            return head.moves(sweep, state)
-        masks = merging.stamps[group.members[start:stop]].unsqueeze(2)
+            return head.moves(sweep, state, self._first())
+        masks = merging.stamps[sweep.group.members[sweep.start : sweep.stop]].unsqueeze(2)
         state = merging.merged(masked(state, masks), lambda count: RepeatedPass(sweep, count))
         return head.moves(sweep, state, merging.first)
-
-    def _slices(self, group: Group, images: int, rounding: Rounding) -> Iterator[tuple[int, int]]:
-        size = self.chunk(group, images, rounding)
-        for start in range(0, len(group), size):
-            yield start, min(start + size, len(group))
 
     def worst(
         self, clean: Clean, labels: Tensor, epsilon: float | Tensor = 1.0, dtype: torch.dtype | None = None

@@ -51,6 +51,10 @@ class Windows:
         """Both parts, each changed by the same function."""
         return replace(self, deviation=function(self.deviation), radius=function(self.radius))
 
+    def slice(self, start: int, stop: int) -> "Windows":
+        """Those of some of the placements."""
+        return self.map(lambda part: part if len(part) == 1 else part[start:stop])
+
     def settled(self, outside: Tensor | None) -> "Windows":
         """The same windows with nothing left to apply."""
         deviation, radius = self.deviation, self.radius
