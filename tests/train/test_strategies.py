@@ -122,6 +122,19 @@ def test_a_plain_number_for_epsilon_means_the_same_as_a_tensor():
     torch.testing.assert_close(by_number, by_tensor)
 
 
+@pytest.mark.parametrize("make", [AllPlacements, PooledPlacements])
+def test_the_search_and_the_pass_with_a_gradient_share_one_clean_pass(make, monkeypatch):
+    model, batch, passes = make_model("cnn"), make_batch(), []
+    network, strategy = trace(model), make(Patch(3))
+    strategy.worst_case(network, batch, 1.0, seeded())
+    values = type(network).values
+    monkeypatch.setattr(
+        type(network), "values", lambda network, images: passes.append(len(images)) or values(network, images)
+    )
+    strategy.worst_case(network, batch, 1.0, seeded())
+    assert passes == [len(batch)]
+
+
 def test_natural_training_is_plain_cross_entropy():
     model, batch = make_model("cnn"), make_batch()
     worst = Natural().worst_case(trace(model), batch, torch.tensor(1.0), seeded())

@@ -2,6 +2,7 @@
 
 from patchcert.engine.chosen import ChosenPlacements as ChosenPlacements
 from patchcert.engine.chosen import covering_placements as covering_placements
+from patchcert.engine.clean import Clean as Clean
 from patchcert.engine.clean import audit_network as audit_network
 from patchcert.engine.clean import clean_pass as clean_pass
 from patchcert.engine.clean import exact_clean_pass as exact_clean_pass

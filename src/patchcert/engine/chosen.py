@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import NEAREST, Network
-from patchcert.engine.clean import clean_pass
+from patchcert.engine.clean import Clean, clean_pass
 from patchcert.engine.fused import is_fused, placed
 from patchcert.engine.geometry import FeatureMap, Layout, NotCovered, Window, cells, seen_by_pool
 from patchcert.engine.merging import Merging, covered_pixels, masked, repeated
@@ -70,15 +70,14 @@ class ChosenPlacements:
         epsilon: float | Tensor,
         classes: Tensor | None = None,
         dtype: torch.dtype | None = None,
+        clean: Clean | None = None,
     ) -> Tensor:
         """Margins (n, k, classes) at the corners (n, k, 2); with `classes` (n, k) only against that class, (n, k).
 
-        `dtype` is that of the windows, by default the images'; the margins are the images' in any case. Windows
-        of fewer digits are for wide networks, whose clean pass is faster with the channels last, as windows are.
+        `dtype` is that of the windows, by default the images'; the margins are the images' in any case. `clean` is
+        the clean pass where the caller has it already.
         """
-        if dtype is not None:
-            images = images.contiguous(memory_format=torch.channels_last)
-        clean = clean_pass(self.layout.network, images, labels)
+        clean = self.clean(images, labels, dtype) if clean is None else clean
         rows, columns = (corners[..., axis].T for axis in (0, 1))
         in_row = -(-images.shape[3] // self.step[1])
         base = rows // self.step[0] * in_row + columns // self.step[1]
@@ -87,6 +86,16 @@ class ChosenPlacements:
         if dtype is not None:
             state = state.map(lambda part: part.to(dtype))
         return _margins(chosen, before_head(chosen, state, first), labels, classes)
+
+    def clean(self, images: Tensor, labels: Tensor, dtype: torch.dtype | None = None) -> Clean:
+        """The clean pass that windows of this type stand on.
+
+        Windows of fewer digits are for wide networks, whose clean pass is faster with the channels last, as
+        windows are.
+        """
+        if dtype is not None:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return clean_pass(self.layout.network, images, labels)
 
     def _start(
         self, chosen: "_ChosenPass", rows: Tensor, columns: Tensor, epsilon: float | Tensor

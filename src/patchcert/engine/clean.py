@@ -35,6 +35,12 @@ class Clean:
         values = [value.index_select(0, images) for value in self.values]
         return Clean(values, self.margins.index_select(0, images), chosen(self.slack), chosen(self.largest))
 
+    def detached(self) -> "Clean":
+        """The same values, without their way back to the weights."""
+        return Clean(
+            [value.detach() for value in self.values], self.margins.detach(), self.slack, self.largest
+        )
+
     def places(self, index: int, layout: Layout) -> Tensor:
         """Value `index` as (n, places, channels), laid out for windows to be read from it."""
         if index not in self._places:

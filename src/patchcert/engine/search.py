@@ -5,7 +5,7 @@ from torch import Tensor
 
 from patchcert.bounds import Network
 from patchcert.bounds.rounding import fast_arithmetic
-from patchcert.engine.clean import clean_pass
+from patchcert.engine.clean import Clean, clean_pass
 from patchcert.engine.dense import dense_margins
 from patchcert.engine.memory import default_budget, rows_within
 from patchcert.engine.sweep import PlacementSweep, covering_sweep
@@ -24,15 +24,22 @@ class WeakestPlacements:
         self._sweeps: dict[tuple, PlacementSweep | None] = {}
 
     @torch.no_grad()
-    def find(self, network: Network, images: Tensor, labels: Tensor, epsilon: float | Tensor) -> Tensor:
-        """Indices (n, classes) into the threat's placements.
+    def find(
+        self,
+        network: Network,
+        images: Tensor,
+        labels: Tensor,
+        epsilon: float | Tensor,
+        clean: Clean | None = None,
+    ) -> Tensor:
+        """Indices (n, classes) into the threat's placements; `clean` is the clean pass where the caller has it.
 
         Products may run in TF32 and windows in half precision: both only rank placements.
         """
         budget = self.memory_budget or search_budget(images.device)
         sweep = self._sweep(network, images, budget)
         if sweep is not None:
-            return weakest(sweep, images, labels, epsilon)
+            return weakest(sweep, images, labels, epsilon, clean)
         with fast_arithmetic():
             return dense_worst(network, images, labels, self.threat, epsilon, budget)
 
@@ -49,11 +56,19 @@ def search_budget(device: torch.device) -> int:
 
 
 @torch.no_grad()
-def weakest(sweep: PlacementSweep, images: Tensor, labels: Tensor, epsilon: float | Tensor) -> Tensor:
+def weakest(
+    sweep: PlacementSweep,
+    images: Tensor,
+    labels: Tensor,
+    epsilon: float | Tensor,
+    clean: Clean | None = None,
+) -> Tensor:
     """The placement (n, classes) of least margin, by products in TF32 and windows in half precision where they go."""
     with fast_arithmetic():
         dtype = torch.float16 if sweep.takes_half(images) else None
-        return sweep.worst(clean_pass(sweep.layout.network, images, labels), labels, epsilon, dtype)
+        if clean is None:
+            clean = clean_pass(sweep.layout.network, images, labels)
+        return sweep.worst(clean.detached(), labels, epsilon, dtype)
 
 
 def dense_worst(

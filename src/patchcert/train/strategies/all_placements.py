@@ -33,12 +33,13 @@ class AllPlacements:
     ) -> WorstCase:
         """The least margin per class over all placements."""
         images, labels = batch.own_images, batch.own_labels
-        worst = self.search.find(network, images, labels, epsilon)
+        clean = self.patch.clean(network, images, labels)
+        worst = self.search.find(network, images, labels, epsilon, clean)
         return worst_of_classes(
             labels,
             worst,
             lambda chosen, classes: self.patch.margins_against(
-                network, images, labels, chosen, classes, epsilon
+                network, images, labels, chosen, classes, epsilon, clean
             ),
         )
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import Interval, Network
-from patchcert.engine import ChosenPlacements, covering_placements
+from patchcert.engine import ChosenPlacements, Clean, covering_placements
 from patchcert.threats import Patch
 
 
@@ -29,6 +29,11 @@ class PlacedPatch:
             self._corners[key] = placements.corners.to(images.device)
         return self._corners[key]
 
+    def clean(self, network: Network, images: Tensor, labels: Tensor) -> Clean | None:
+        """The clean pass, with a gradient, for all that windows are asked in one step; None where there are none."""
+        windows = self._cover(network, images)
+        return None if windows is None else windows.clean(images, labels, self.dtype)
+
     def margins(
         self, network: Network, images: Tensor, labels: Tensor, chosen: Tensor, epsilon: float | Tensor
     ) -> Tensor:
@@ -46,11 +51,12 @@ class PlacedPatch:
         chosen: Tensor,
         classes: Tensor,
         epsilon: float | Tensor,
+        clean: Clean | None = None,
     ) -> Tensor:
         """Margins (n, k), each at its own placement and against its own class."""
-        windows = self._cover(network, images)
+        windows, corners = self._cover(network, images), self.corners(images)[chosen]
         if windows is not None:
-            return windows.margins(images, labels, self.corners(images)[chosen], epsilon, classes, self.dtype)
+            return windows.margins(images, labels, corners, epsilon, classes, self.dtype, clean)
         margins = self.dense_margins(network, images, labels, chosen, epsilon)
         return margins.gather(2, classes.unsqueeze(2)).squeeze(2)
 

@@ -56,12 +56,13 @@ class PooledPlacements:
         if windows is None:
             return self.dense_worst_case(network, batch, epsilon)
         images, labels = batch.own_images, batch.own_labels
-        worst = weakest(windows.sweep, images, labels, epsilon)
+        clean = windows.chosen.clean(images, labels)
+        worst = weakest(windows.sweep, images, labels, epsilon, clean)
         return worst_of_classes(
             labels,
             worst,
             lambda blocks, classes: windows.chosen.margins(
-                images, labels, windows.corners[blocks], epsilon, classes
+                images, labels, windows.corners[blocks], epsilon, classes, clean=clean
             ),
         )
 
