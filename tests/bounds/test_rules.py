@@ -251,3 +251,15 @@ def test_bounds_go_on_from_any_layer(case, data):
     if name != network.affine_layers[-1]:
         torch.testing.assert_close(continued, whole)
     assert (continued <= whole + 1e-9).all()
+
+
+def test_a_convolution_has_the_same_values_and_gradients_with_channels_last():
+    layer = nn.Conv2d(3, 5, 3, padding=1).double()
+    images = torch.rand(4, 3, 6, 7, generator=seeded(0), dtype=torch.float64)
+    network, found = trace(layer), []
+    for memory in (torch.contiguous_format, torch.channels_last):
+        output = network.values(images.contiguous(memory_format=memory))[-1]
+        assert output.is_contiguous(memory_format=memory)
+        found.append((output, *torch.autograd.grad(output.square().sum(), list(layer.parameters()))))
+    for plain, last in zip(*found, strict=True):
+        torch.testing.assert_close(last, plain)

@@ -133,7 +133,12 @@ class Convolution(Affine):
         return convolve(value, self.weight().abs(), self.geometry, self.groups, precise)
 
     def offset(self, like: Tensor) -> Tensor | None:
-        return None if self.bias is None else self.bias()[:, None, None]
+        """With channels last one for each image: CUDA sums its gradient faster by image first than all at once."""
+        if self.bias is None:
+            return None
+        is_last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
+        bias = self.bias().expand(len(like), -1) if like.requires_grad and is_last else self.bias()
+        return bias[..., None, None]
 
     def roundings(self, value: Tensor) -> int:
         return summed_roundings(math.prod(self.weight().shape[1:]))
