@@ -21,7 +21,7 @@ from patchcert.engine import (
     windows,
 )
 from patchcert.engine.fused import differentiable_relu, fused_head, fused_relu, fused_rows, is_fused, placed
-from patchcert.engine.geometry import Cells
+from patchcert.engine.groups import Cells
 from patchcert.testing.blocks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
 
@@ -82,7 +82,7 @@ def random_windows(places, radius_shape, generator):
     radius = torch.rand(radius_shape, generator=generator).cuda()
     deviation = (torch.rand(places, generator=generator).cuda() * 2 - 1) * radius
     slack = tuple(torch.rand(images, generator=generator).cuda() * 1e-5 for _ in range(2))
-    return clean, Cells(signed.clamp(min=0).long(), signed, outside.cuda()), deviation, radius, slack
+    return clean, Cells(signed.clamp(min=0).long(), signed, outside.cuda(), signed), deviation, radius, slack
 
 
 def plain_relu(deviation, radius, before, outside, factor, widen, slack):

@@ -9,7 +9,8 @@ from torch import nn
 
 from patchcert.bounds import trace
 from patchcert.bounds.geometry import Geometry
-from patchcert.engine.geometry import Layout, NotCovered, Window, groups
+from patchcert.engine.geometry import Layout, NotCovered, Window
+from patchcert.engine.groups import groups
 from patchcert.engine.sweep import PlacementSweep
 from patchcert.testing.blocks import ResidualBlock
 from patchcert.threats import Patch

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from patchcert.bench.timing import Ceilings
 from patchcert.bounds.operations import Convolution, Linear
 from patchcert.engine import PlacementSweep
-from patchcert.engine.geometry import Group
+from patchcert.engine.groups import Group
 
 
 @dataclass(frozen=True, slots=True)

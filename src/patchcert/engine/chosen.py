@@ -16,7 +16,8 @@ from torch import Tensor
 from patchcert.bounds import NEAREST, Network
 from patchcert.engine.clean import Clean, clean_pass
 from patchcert.engine.fused import is_fused, placed
-from patchcert.engine.geometry import FeatureMap, Layout, NotCovered, Window, cells, seen_by_pool
+from patchcert.engine.geometry import FeatureMap, Layout, NotCovered, Window, seen_by_pool
+from patchcert.engine.groups import cells
 from patchcert.engine.merging import Merging, covered_pixels, masked, repeated
 from patchcert.engine.rules import before_head
 from patchcert.engine.windows import Shared, WindowPass, Windows, product

@@ -21,6 +21,7 @@ from patchcert.bounds.operations import (
 from patchcert.bounds.rounding import lifted, summed_roundings
 from patchcert.engine.fused import differentiable_relu, fused_relu
 from patchcert.engine.geometry import FeatureMap, Window, is_global
+from patchcert.engine.joint import convolution_with_relu, product_of_windows
 from patchcert.engine.sliding import slide
 from patchcert.engine.windows import WindowPass, Windows, product
 
@@ -30,16 +31,21 @@ def propagate(sweep: WindowPass, start: Windows, last: int, first: int = 0) -> W
     states: dict[int, Windows] = {first: start}
     last_use = {index: position for position, step in enumerate(sweep.steps) for index in step.inputs}
     for position, step in enumerate(sweep.steps[first:last], first):
+        if position + 1 in states:
+            continue
         inputs = [states[index] for index in step.inputs]
         if not isinstance(step.operation, Monotone | Reshape):
             inputs = [
                 state.settled(sweep.outside(index)) for state, index in zip(inputs, step.inputs, strict=True)
             ]
-        state = RULES[type(step.operation)](step.operation, inputs, sweep, position)
+        joint = None if position + 2 > last else convolution_with_relu(inputs[0], sweep, position)
+        if joint is None:
+            states[position + 1] = RULES[type(step.operation)](step.operation, inputs, sweep, position)
+        else:
+            states[position + 2] = joint
         for index in set(step.inputs):
             if last_use[index] <= position:
                 del states[index]
-        states[position + 1] = state
     return states[last]
 
 
@@ -90,6 +96,9 @@ def _linear(operation: Linear, inputs: Sequence[Windows], sweep: WindowPass, pos
             _feature_product(state.deviation, columns, sweep), _feature_product(state.radius, absolute, sweep)
         )
         return moved.widened(summed_roundings(columns.shape[0]) + 1, sweep.rounding)
+    joint = product_of_windows(state, columns, absolute, sweep, index)
+    if joint is not None:
+        return joint
     moved = Windows(
         sweep.flat_product(state.deviation, columns, index), sweep.flat_product(state.radius, absolute, index)
     )

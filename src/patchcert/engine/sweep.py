@@ -13,8 +13,10 @@ from patchcert.bounds.network import zero_at_label
 from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape, is_relu
 from patchcert.engine.clean import Clean
 from patchcert.engine.fused import is_fused
-from patchcert.engine.geometry import Group, Layout, NotCovered, groups
+from patchcert.engine.geometry import Layout, NotCovered
+from patchcert.engine.groups import Group, groups
 from patchcert.engine.head import Head, Moves
+from patchcert.engine.joint import is_read_in_place
 from patchcert.engine.merging import Merging, RepeatedPass, masked
 from patchcert.engine.rules import propagate
 from patchcert.engine.windows import GroupPass, Shared, Windows
@@ -92,7 +94,7 @@ class PlacementSweep:
         self, shared: Shared, head: Head, group: Group, epsilon: float | Tensor, dtype: torch.dtype | None
     ) -> Iterator[Moves]:
         """The moves of one slice of the group after another; the patches themselves are made for many slices."""
-        size = self.chunk(group, len(head.labels), shared.rounding)
+        size = self.chunk(group, len(head.labels), shared.rounding, dtype)
         at_once = size * max(1, self._most_patches(group, len(head.labels)) // size)
         for first in range(0, len(group), at_once):
             last = min(first + at_once, len(group))
@@ -145,13 +147,14 @@ class PlacementSweep:
             and all(isinstance(step.operation, known) or is_relu(step.operation) for step in before)
         )
 
-    def chunk(self, group: Group, images: int, rounding: Rounding) -> int:
-        """How many placements of the group are swept at once."""
-        numbers, columns = _footprint(self.layout, group, rounding, self.merging)
-        item = self.stamp.element_size()
+    def chunk(self, group: Group, images: int, rounding: Rounding, dtype: torch.dtype | None = None) -> int:
+        """How many placements of the group are swept at once; of a type of windows' own, in slices about even."""
+        numbers, columns = _footprint(self.layout, group, rounding, self.merging, dtype)
+        item = (dtype or self.stamp.dtype).itemsize
         by_state = self.memory_budget // (item * numbers * max(images, 1))
         by_columns = self.memory_budget // (4 * item * max(columns, 1))
-        return max(1, min(by_state, by_columns, len(group)))
+        most = max(1, min(by_state, by_columns, len(group)))
+        return most if dtype is None else -(-len(group) // -(-len(group) // most))
 
     def _start(self, sweep: GroupPass, epsilon: float | Tensor) -> Windows:
         """The patch itself: at epsilon 1 the box is [0, 1] whatever the image, so all share one radius."""
@@ -174,7 +177,9 @@ _LIVE_COPIES_FUSED = 6
 """So many tensors of the size of the largest window are alive at once in a monotone layer."""
 
 
-def _footprint(layout: Layout, group: Group, rounding: Rounding, merging: Merging | None) -> tuple[int, int]:
+def _footprint(
+    layout: Layout, group: Group, rounding: Rounding, merging: Merging | None, dtype: torch.dtype | None
+) -> tuple[int, int]:
     """Numbers held per placement and image, and numbers of gathered weights per placement."""
     sizes, columns, unfolded = [1], 1, 0
     for position, step in enumerate(layout.network.steps):
@@ -182,7 +187,8 @@ def _footprint(layout: Layout, group: Group, rounding: Rounding, merging: Mergin
         operation = step.operation
         if isinstance(operation, Linear):
             outputs = operation.weight().shape[0]
-            columns = max(columns, inputs * outputs)
+            if not is_read_in_place(operation.weight(), layout.maps[step.inputs[0]], dtype):
+                columns = max(columns, inputs * outputs)
             if inputs and position == len(layout.network.steps) - 1:
                 unfolded = max(unfolded, 2 * inputs * outputs)
         if isinstance(operation, Convolution) and rounding.is_outward:

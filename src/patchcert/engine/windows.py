@@ -26,7 +26,8 @@ from patchcert.bounds.network import Step
 from patchcert.bounds.rounding import blocked_product
 from patchcert.engine.clean import Clean
 from patchcert.engine.fused import is_fused
-from patchcert.engine.geometry import Cells, Group, Layout, Window
+from patchcert.engine.geometry import Layout, Window
+from patchcert.engine.groups import Cells, Group
 
 _LARGE_WINDOW = 2**20
 """From so many weights under a window on, a CPU reads them where they lie instead of gathering them."""
@@ -130,6 +131,11 @@ class WindowPass(ABC):
     def signed_cells(self, index: int) -> Tensor | None:
         """The cells (p, cells) or (p, n, cells) of the windows on value `index`, -1 outside; None without places."""
 
+    def spans(self, index: int) -> Tensor | None:
+        """Which part of the windows on value `index` lies in the map, and where, as `Cells` say it; where all images
+        have windows alike, else None."""
+        return None
+
     is_fused: bool
     has_gradient: bool = False
 
@@ -173,6 +179,10 @@ class GroupPass(WindowPass):
     def signed_cells(self, index: int) -> Tensor | None:
         cells = self.cells(index)
         return None if cells is None else cells.signed
+
+    def spans(self, index: int) -> Tensor | None:
+        cells = self.cells(index)
+        return None if cells is None else cells.spans
 
     def outside(self, index: int) -> Tensor | None:
         cells = self.cells(index)
