@@ -31,8 +31,9 @@ patchcert reproduce all --from results --write docs/results.md
 ```
 
 and a test holds this page to them. The last epoch counts; of several seeds that with the least training loss
-([why](decisions/0006-which-seed-counts.md)); nothing was chosen on test images. Certificates cover every
-placement, and all test images unless a row says how many. Accuracies are in per cent, differences in points.
+([why](decisions/0006-which-seed-counts.md)). No epoch, seed or setting is chosen on test images; which rows have
+several seeds may be. Certificates cover every placement, and all test images unless a row says how many.
+Accuracies are in per cent, differences in points.
 [How to reproduce them](guides/reproduce.md).
 """
 
