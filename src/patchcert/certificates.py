@@ -100,6 +100,13 @@ class IntervalCertifier:
     progress: Progress | None = None
     verdicts_only: bool = False
 
+    def __post_init__(self) -> None:
+        budget = self.memory_budget
+        if budget is not None and (not isinstance(budget, int) or budget < 1):
+            raise InvalidInput(
+                f"memory_budget is {budget!r}; expected a positive number of bytes", hint="2 GiB are 2**31"
+            )
+
     def certify(
         self, model: nn.Module, images: Tensor, labels: Tensor, threat: Patch | SparsePixels
     ) -> Certificates:

@@ -219,3 +219,10 @@ def test_every_mistake_comes_with_a_hint():
     with pytest.raises(InvalidInput) as caught:
         pc.certify(network(), images * 255, labels, pc.Patch(1))
     assert "put normalisation into the model" in caught.value.hint
+
+
+@pytest.mark.parametrize("budget", ["2GiB", 0, -1, 2.5])
+def test_a_memory_budget_is_a_positive_number_of_bytes(budget):
+    images, labels = batch()
+    with pytest.raises(InvalidInput, match=r"memory_budget is .* expected a positive number of bytes"):
+        pc.certify(network(), images, labels, pc.Patch(2), memory_budget=budget)

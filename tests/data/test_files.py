@@ -9,10 +9,12 @@ from patchcert.data.loading import load_dataset, load_source
 from patchcert.errors import DataError
 
 
-def test_folders_are_searched_in_order(monkeypatch, tmp_path):
+def test_a_given_folder_is_searched_alone_and_others_in_order(monkeypatch, tmp_path):
     monkeypatch.setenv("PATCHCERT_DATA", str(tmp_path / "shared"))
-    assert data_folders(tmp_path / "own") == (tmp_path / "own", tmp_path / "shared", cache_folder())
+    assert data_folders(tmp_path / "own") == (tmp_path / "own",)
     assert data_folders() == (tmp_path / "shared", cache_folder())
+    monkeypatch.delenv("PATCHCERT_DATA")
+    assert data_folders() == (cache_folder(),)
 
 
 def test_the_cache_is_where_the_desktop_says(monkeypatch, tmp_path):
@@ -30,11 +32,21 @@ def test_usual_folders_are_found(tmp_path, write_mnist, mnist_source, place):
 
 
 def test_the_first_complete_folder_wins(monkeypatch, tmp_path, write_mnist, mnist_source):
-    incomplete = write_mnist(tmp_path / "own" / "mnist")
+    incomplete = write_mnist(tmp_path / "shared" / "mnist")
     (incomplete / "t10k-labels-idx1-ubyte.gz").unlink()
-    complete = write_mnist(tmp_path / "shared" / "mnist")
+    complete = write_mnist(tmp_path / "cache" / "patchcert" / "mnist")
     monkeypatch.setenv("PATCHCERT_DATA", str(tmp_path / "shared"))
-    assert locate(mnist_source, tmp_path / "own").folder == complete
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert locate(mnist_source).folder == complete
+
+
+def test_a_given_folder_without_the_files_is_an_error_though_others_have_them(
+    monkeypatch, tmp_path, write_mnist, mnist_source
+):
+    write_mnist(tmp_path / "shared" / "mnist")
+    monkeypatch.setenv("PATCHCERT_DATA", str(tmp_path / "shared"))
+    with pytest.raises(DataError, match=f"looked in {tmp_path / 'shraed'}"):
+        locate(mnist_source, tmp_path / "shraed")
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -172,7 +172,7 @@ def imagenet_defense(name: DefenseName, model: nn.Module, patch: int) -> Defense
 
 
 def find_imagenet(data_dir: Path | None = None) -> Path:
-    """The first folder with ImageNet's labels.csv: in `data_dir`, $PATCHCERT_DATA or the user's cache."""
+    """The first folder with ImageNet's labels.csv, among those where data are looked for."""
     folders = [root / inner for root in data_folders(data_dir) for inner in ("imagenet", ".")]
     for folder in folders:
         if (folder / "labels.csv").is_file():

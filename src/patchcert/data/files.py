@@ -40,9 +40,11 @@ def cache_folder() -> Path:
 
 
 def data_folders(data_dir: str | Path | None = None) -> tuple[Path, ...]:
-    """The places that are searched, in order: the given folder, $PATCHCERT_DATA, the user's cache."""
-    given = [data_dir, os.environ.get("PATCHCERT_DATA")]
-    return (*(Path(folder).expanduser() for folder in given if folder), cache_folder())
+    """The places that are searched, in order: the given folder alone, else $PATCHCERT_DATA and the user's cache."""
+    if data_dir:
+        return (Path(data_dir).expanduser(),)
+    shared = os.environ.get("PATCHCERT_DATA")
+    return (Path(shared).expanduser(), cache_folder()) if shared else (cache_folder(),)
 
 
 def locate(source: Source, data_dir: str | Path | None = None) -> Located:

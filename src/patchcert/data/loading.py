@@ -17,9 +17,9 @@ def load_dataset(
 ) -> Dataset:
     """A data set whose files have the sums they should have.
 
-    `mnist`, `fashion-mnist`, `cifar10` and `cifar100` are searched in `data_dir`, $PATCHCERT_DATA and the
-    user's cache. `mnist-mini` ships with the package. `folder:PATH` is an image folder, whose images are
-    brought to `image_shape`.
+    `mnist`, `fashion-mnist`, `cifar10` and `cifar100` are searched in `data_dir` alone if it is given, else in
+    $PATCHCERT_DATA and the user's cache. `mnist-mini` ships with the package. `folder:PATH` is an image folder,
+    whose images are brought to `image_shape`.
     """
     if name == embedded.NAME:
         return embedded.load()
