@@ -241,8 +241,7 @@ class _Builder:
         assert source is not None
         assert target is not None
         assert area is not None
-        left, right, top, bottom = source.input_padding(geometry, target)
-        local = Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
+        local = source.local(geometry, target)
         weight = self._scaled(operation.weight().detach(), groups)
         shape = (source.height, source.width, area.channels)
         if is_worth_a_matrix(math.prod(shape), weight[0].numel()):

@@ -54,7 +54,7 @@ def train(
             wanted, folder, local_device(parse_device(device)), data_dir, resume, tensorboard
         )
     except Interrupted as interruption:
-        say(f"nothing is lost; go on with: patchcert train {interruption.folder} --resume")
+        say(str(interruption))
         raise typer.Exit(INTERRUPTED) from interruption
     if summary:
         print_json(summary)

@@ -65,6 +65,11 @@ class Window:
         left, right = _overhang(self.left, self.width, output.left, output.width, geometry, axis=1)
         return (left, right, top, bottom)
 
+    def local(self, geometry: Geometry, output: "Window") -> Geometry:
+        """The kernel padded so that it takes this window to just the output window."""
+        left, right, top, bottom = self.input_padding(geometry, output)
+        return Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
+
 
 def _touched(origin: int, extent: int, geometry: Geometry, axis: int) -> tuple[int, int]:
     stride, padding = geometry.stride[axis], geometry.padding[2 * axis]

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from patchcert.bounds.geometry import Geometry
 from patchcert.bounds.operations import Convolution, is_relu
 from patchcert.engine.geometry import FeatureMap
 from patchcert.engine.half import fills_cores, slid_relu, window_products
@@ -22,9 +21,7 @@ def convolution_with_relu(state: Windows, sweep: WindowPass, position: int) -> W
     fits = is_plain and fills_cores(weight.shape[1], weight.shape[0], weight.device)
     if spans is None or cells is None or not fits:
         return None
-    left, right, top, bottom = source.input_padding(geometry, target)
-    local = Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
-    clean = sweep.clean.places(position + 1, sweep.layout)
+    clean, local = sweep.clean.places(position + 1, sweep.layout), source.local(geometry, target)
     parts = (state.deviation, state.radius)
     return Windows(*slid_relu(parts, _taps(weight, sweep, position), local, clean, cells, spans))
 

@@ -17,8 +17,7 @@ def slide(
 ) -> Windows:
     """The windows after a kernel with these weights has slid over them, in the step at this position."""
     source, target = sweep.window(sweep.steps[position].inputs[0]), sweep.window(position + 1)
-    left, right, top, bottom = source.input_padding(geometry, target)
-    local = Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
+    local = source.local(geometry, target)
     inputs, taps = weight.shape[1] * groups * source.height * source.width, weight[0].numel()
     if is_worth_a_matrix(inputs, taps):
         moved = _slide_by_matrix(local, weight, groups, state, sweep, position)

@@ -25,7 +25,7 @@ class Interrupted(KeyboardInterrupt):
     """Training was asked to stop; its state is saved in the folder."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(f"interrupted; go on with: patchcert train {folder} --resume")
+        super().__init__(f"nothing is lost; go on with: patchcert train {folder} --resume")
         self.folder = folder
 
 

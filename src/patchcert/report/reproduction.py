@@ -31,9 +31,9 @@ patchcert reproduce all --from results --write docs/results.md
 ```
 
 and a test holds this page to them. The last epoch counts; of several seeds that with the least training loss
-([why](decisions/0006-which-seed-counts.md)). No epoch, seed or setting is chosen on test images; which rows have
-several seeds may be. Certificates cover every placement, and all test images unless a row says how many.
-Accuracies are in per cent, differences in points.
+([why](decisions/0006-which-seed-counts.md)). Neither an epoch nor a seed is chosen on test images; which rows have
+several seeds may be, and notes say what else was decided after a look at them. Certificates cover every placement,
+and all test images unless a row says how many. Accuracies are in per cent, differences in points.
 [How to reproduce them](guides/reproduce.md).
 """
 
