@@ -100,6 +100,18 @@ def test_sparse_networks_with_convolutions_ramp_epsilon_slowly_on_mnist(model, e
     assert [spec.schedule.epsilon.ramp_epochs for spec in made.specs] == [epochs]
 
 
+@pytest.mark.parametrize(
+    ("row", "natural"),
+    [("5x5 random(20) cnn5w", 1), ("2x2 all cnn5w", 1), ("2x2 random(20) cnn5w", 10), ("5x5 all cnn4", 10)],
+)
+def test_the_wide_network_sees_plain_images_for_one_epoch_where_more_would_shut_it(row, natural):
+    made = recipe(find("large-models", row))
+    assert made is not None
+    (spec,) = made.specs
+    assert (spec.schedule.epsilon.natural_epochs, spec.schedule.decay_from) == (natural, 131)
+    assert spec.schedule.scaled(0.5).epsilon.natural_epochs == max(1, natural // 2)
+
+
 def test_ten_sparse_pixels_on_mnist_have_the_authors_width():
     made = recipe(find("sparse-detail", "mnist 10 pixels"))
     assert made is not None
