@@ -92,7 +92,8 @@ def plain_relu(deviation, radius, before, outside, factor, widen, slack):
     first, second = (0.0, 0.0) if slack is None else (part.double().reshape(shape) for part in slack)
     radius = radius * factor + first
     lower, upper = torch.relu(before + deviation - radius), torch.relu(before + deviation + radius)
-    moved, spread = (lower + upper) / 2 - torch.relu(before), (upper - lower) / 2 * widen + second
+    is_open = (upper > 0) | (before > 0)
+    moved, spread = (lower + upper) / 2 - torch.relu(before), (upper - lower) / 2 * widen + second * is_open
     if outside is not None:
         moved, spread = moved.masked_fill(outside, 0.0), spread.masked_fill(outside, 0.0)
     return moved, spread

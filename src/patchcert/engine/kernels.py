@@ -99,7 +99,8 @@ def relu_windows(
     shift = (lower + upper) * 0.5 - _relu(value)
     spread = (upper - lower) * 0.5 * widen
     if HAS_SLACK:
-        spread += tl.load(slack_after + image, mask=is_row, other=0.0)
+        is_shut = (upper <= 0) & (value <= 0)
+        spread += tl.where(is_shut, 0.0, tl.load(slack_after + image, mask=is_row, other=0.0))
     shift, spread = (
         _finite(tl.where(is_inside, shift, 0.0), IS_HALF),
         _finite(tl.where(is_inside, spread, 0.0), IS_HALF),
@@ -275,7 +276,8 @@ def head_windows(
         wide = tl.load(radius + at, mask=is_here, other=0.0) * factor + before
         lower, upper = _relu(value + moved - wide), _relu(value + moved + wide)
         moved = (lower + upper) * 0.5 - _relu(value)
-        wide = (upper - lower) * 0.5 * widen + after
+        is_shut = (upper <= 0) & (value <= 0)
+        wide = (upper - lower) * 0.5 * widen + tl.where(is_shut, 0.0, after)
         own = tl.load(weight + label * FEATURES + feature, mask=is_feature, other=0.0)[None, :]
         is_weight = (column < CLASSES)[:, None] & is_feature[None, :]
         other = tl.load(weight + column[:, None] * FEATURES + feature[None, :], mask=is_weight, other=0.0)

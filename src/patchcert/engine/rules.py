@@ -23,6 +23,7 @@ from patchcert.engine.fused import differentiable_relu, fused_relu
 from patchcert.engine.geometry import FeatureMap, Window, is_global
 from patchcert.engine.joint import convolution_with_relu, product_of_windows
 from patchcert.engine.sliding import slide
+from patchcert.engine.unmoved import moved_channels, only
 from patchcert.engine.windows import WindowPass, Windows, product
 
 
@@ -99,10 +100,14 @@ def _linear(operation: Linear, inputs: Sequence[Windows], sweep: WindowPass, pos
     joint = product_of_windows(state, columns, absolute, sweep, index)
     if joint is not None:
         return joint
+    height, width, channels = state.deviation.shape[2:]
+    moved_ones = moved_channels(state) if sweep.rounding.is_outward else None
+    if moved_ones is not None:
+        state = only(moved_ones, state)
+        columns, absolute = (part.index_select(1, moved_ones) for part in (columns, absolute))
     moved = Windows(
         sweep.flat_product(state.deviation, columns, index), sweep.flat_product(state.radius, absolute, index)
     )
-    height, width, channels = state.deviation.shape[2:]
     by_rows = summed_roundings(width * channels) + height
     roundings = max(summed_roundings(height * width * channels), by_rows)
     return moved.widened(roundings + 1, sweep.rounding)
@@ -159,7 +164,7 @@ def _monotone(operation: Monotone, inputs: Sequence[Windows], sweep: WindowPass,
         return _between(operation.function, operation.units, before, after, state, sweep, position)
     after = sweep.clean_windows(position + 1)
     function = _in_double(operation.function) if operation.units else operation.function
-    return _between(function, operation.units, before, after, state, sweep, position)
+    return _between(function, operation.units, before, after, state, sweep, position, operation.is_relu)
 
 
 def _in_double(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -191,14 +196,19 @@ def _between(
     state: Windows,
     sweep: WindowPass,
     position: int,
+    shuts: bool = False,
 ) -> Windows:
-    """The interval around the clean values pushed through a non-decreasing function, as a difference again."""
+    """The interval around the clean values pushed through a non-decreasing function, as a difference again.
+
+    A function that `shuts` is exactly 0 up to 0: where that is all there is, the difference is 0 without any slack.
+    """
     centre, radius, rounding = before + state.deviation, state.radius, sweep.rounding
     shape = (-1, *[1] * (state.deviation.dim() - 2))
     if rounding.is_outward:
         slack = sweep.shared.slack(sweep.steps[position].inputs[0], 3, state.extra).reshape(shape)
         radius = radius * (state.factor * (1 + 8 * rounding.unit)) + slack
     upper, lower = function(centre + radius), function(centre - radius)
+    is_open = (upper != 0) | (after != 0) if shuts else None
     if torch.is_grad_enabled():
         spread = (upper - lower) * 0.5
         deviation = lower + spread - after
@@ -207,6 +217,7 @@ def _between(
         deviation = lower.add_(spread).sub_(after)
     if rounding.is_outward:
         slack = sweep.shared.slack(position + 1, 4 + units, 0.0).reshape(shape)
+        slack = slack if is_open is None else slack * is_open
         spread = spread * (1 + (8 + 2 * units) * rounding.unit) + slack
     return Windows(deviation, spread, is_ragged=True).settled(sweep.outside(position + 1))
 

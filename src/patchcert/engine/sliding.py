@@ -9,6 +9,7 @@ from patchcert.bounds.geometry import Geometry, convolve
 from patchcert.bounds.rounding import blocked_product, summed_roundings
 from patchcert.engine.fused import fused_rows, placed
 from patchcert.engine.taps import is_worth_a_matrix
+from patchcert.engine.unmoved import moved_channels, only
 from patchcert.engine.windows import WindowPass, Windows, product
 
 
@@ -33,6 +34,10 @@ def _slide_by_convolution(
 ) -> Windows:
     precise = sweep.rounding.is_outward
     weight, absolute = _shared_weights(weight, state.deviation.dtype, sweep, position)
+    moved_ones = moved_channels(state) if precise and groups == 1 else None
+    if moved_ones is not None:
+        state = only(moved_ones, state)
+        weight, absolute = (taps.index_select(1, moved_ones) for taps in (weight, absolute))
 
     def moved(part: Tensor, taps: Tensor) -> Tensor:
         if precise and sweep.is_fused and groups == 1:

@@ -1,0 +1,36 @@
+"""Channels that no placement moves: the layer after them need not look at them.
+
+Training on bounds shuts many units of a wide network for good: whatever the patch, they are 0, as they are on the clean
+image. Differences are then exactly 0 in the whole channel, and so is what a sum has of it.
+"""
+
+import torch
+from torch import Tensor
+
+from patchcert.engine.windows import Windows
+
+_FEWEST_CHANNELS = 16
+
+
+def moved_channels(state: Windows) -> Tensor | None:
+    """The channels in which some window differs from the clean image; None where nearly all do."""
+    if not _may_pay(state):
+        return None
+    channels = state.deviation.shape[-1]
+    is_moved = torch.zeros(channels, dtype=torch.bool, device=state.deviation.device)
+    for part in (state.deviation, state.radius):
+        is_moved |= (part != 0).flatten(0, -2).any(dim=0)
+    moved = is_moved.nonzero().flatten()
+    if 4 * len(moved) > 3 * channels:
+        return None
+    return moved if len(moved) else moved.new_zeros(1)
+
+
+def only(channels: Tensor, state: Windows) -> Windows:
+    """The windows with these channels alone."""
+    return state.map(lambda part: part.index_select(-1, channels))
+
+
+def _may_pay(state: Windows) -> bool:
+    """On a CPU sums keep their terms, so that the bounds of an image do not depend on the others computed with it."""
+    return state.deviation.is_cuda and state.deviation.shape[-1] >= _FEWEST_CHANNELS
