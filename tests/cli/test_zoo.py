@@ -120,6 +120,21 @@ def test_a_card_that_says_otherwise_gives_exit_code_1(capsys, zoo):
     assert json.loads(shown.out)["card"]["matches"] is False
 
 
+def test_a_trimmed_run_is_smaller_and_can_be_certified(capsys, folder, tmp_path):
+    out = tmp_path / "trimmed"
+    capsys.readouterr()
+    assert run(["trim", str(folder), "--out", str(out), "--half", "--device", "cpu"]) == 0
+    shown = answer(capsys)
+    (width,) = shown["widths"]
+    assert shown["parameters"] == width * (28 * 28 + 1) + 10 * (width + 1) <= shown["parameters_before"]
+    assert shown["weights_sha256"] == sha256(out / "weights.safetensors")
+    assert shown["bytes"] < 0.6 * (folder / "weights.safetensors").stat().st_size
+    assert run(["certify", str(out), "--limit", "20", "--device", "cpu"]) == 0
+    assert answer(capsys)["images"] == 20
+    assert run(["trim", str(folder), "--out", str(out), "--device", "cpu"]) == 2
+    assert f"{out} is not empty" in capsys.readouterr().err
+
+
 def test_another_threat_is_proven_but_not_compared(capsys, zoo):
     capsys.readouterr()
     assert run(["certify", f"zoo:{NAME}", "--patch", "1", "--limit", "5", "--device", "cpu"]) == 0

@@ -36,6 +36,14 @@ def test_hidden_sets_the_width_of_every_fully_connected_layer():
     assert [model.linear1.out_features, model.linear2.out_features, model.logits.in_features] == [7, 7, 7]
 
 
+def test_widths_set_every_layer_but_the_last():
+    model = build(ModelSpec("cnn4", **MNIST, widths=(3, 2, 5, 7, 11, 13)))
+    sizes = [tuple(value.shape[:2]) for name, value in model.named_parameters() if name.endswith("weight")]
+    assert sizes == [(3, 1), (2, 3), (5, 2), (7, 5), (11, 7 * 49), (13, 11), (10, 13)]
+    with pytest.raises(ModelError, match=r"cnn4 has 6 layers before the last, .* has 2 numbers: \(3, 2\)"):
+        build(ModelSpec("cnn4", **MNIST, widths=(3, 2)))
+
+
 def test_layers_have_readable_names_in_order():
     model = build(ModelSpec("cnn2", **CIFAR_NORMALISED))
     assert list(dict(model.named_children())) == [

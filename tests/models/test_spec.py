@@ -14,15 +14,17 @@ counts = st.integers(1, 300)
 def specs(draw):
     channels = draw(st.integers(1, 4))
     normalised = draw(st.booleans())
+    widths = tuple(draw(st.lists(counts, max_size=3)))
     return ModelSpec(
         name=draw(st.sampled_from(["mlp", "cnn4"])),
         channels=channels,
         height=draw(counts),
         width=draw(counts),
         classes=draw(counts),
-        hidden=draw(st.none() | counts),
+        hidden=None if widths else draw(st.none() | counts),
         mean=(draw(st.floats(0, 1)),) * channels if normalised else (),
         std=(draw(st.floats(0.01, 1)),) * channels if normalised else (),
+        widths=widths,
     )
 
 
@@ -43,6 +45,8 @@ def test_only_a_real_normalisation_needs_a_layer():
         ({"channels": 0}, "ModelSpec.channels must be a whole number of at least 1, got 0"),
         ({"height": 2.0}, "ModelSpec.height must be a whole number"),
         ({"hidden": -1}, "ModelSpec.hidden must be"),
+        ({"widths": (3, 0)}, "ModelSpec.widths must be a whole number of at least 1, got 0"),
+        ({"widths": (3,), "hidden": 3}, "both say how wide"),
         ({"mean": (0.5,)}, "both be empty or hold one value for each of 1 channels, got 1 and 0"),
         ({"mean": (0.5,), "std": (0.0,)}, "std positive"),
     ],

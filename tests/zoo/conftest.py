@@ -45,6 +45,12 @@ def certify_run(run: Run) -> Run:
     return run
 
 
+@pytest.fixture
+def certified():
+    """What leaves evidence in a run's folder."""
+    return certify_run
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> Path:
     """A trained and certified run folder; tests that change it work on a copy."""

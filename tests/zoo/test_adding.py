@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import patchcert as pc
+from patchcert.data import load_dataset
 from patchcert.errors import RunError
 from patchcert.experiments.read import read_spec
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.results import collect
 from patchcert.experiments.runs import Run
+from patchcert.experiments.trimming import trim_run
 from patchcert.files import sha256
 from patchcert.zoo import Zoo
 from patchcert.zoo.adding import add_run, make_card
@@ -214,3 +217,32 @@ def test_a_model_can_be_copied_to_a_run_folder(zoo, run, tmp_path):
     assert made.evidence_names() == ()
     with pytest.raises(RunError, match="is not empty"):
         copy_to_run(zoo, NAME, tmp_path / "new")
+
+
+def test_the_card_of_a_trimmed_model_says_how_it_was_made(run, certified, tmp_path):
+    images = load_dataset("mnist-mini").train.take(600).floats()
+    trimmed = certified(trim_run(run, tmp_path / "trimmed", images, half=True))
+    card = make_card(trimmed)
+    assert card.name == NAME
+    assert card.model.widths == trimmed.model_spec().widths
+    assert card.training.command.endswith(f" && patchcert trim runs/{NAME} --half --out runs/{NAME}-trimmed")
+    assert "without channels and units that no training image opens, rounded to half precision" in card.note
+    assert card.training.run == make_card(run).training.run
+    assert card.weights_sha256 == sha256(trimmed.weights) != sha256(run.weights)
+    zoo = Zoo(tmp_path / "zoo")
+    assert add_run(zoo, trimmed).status == "added"
+    assert zoo.load(NAME).linear1.weight.dtype == torch.float32
+
+
+def test_a_trimmed_run_keeps_the_history_but_no_evidence(run, tmp_path):
+    images = load_dataset("mnist-mini").train.take(600).floats()
+    trimmed = trim_run(run, tmp_path / "trimmed", images, half=False)
+    assert (trimmed.spec, trimmed.metrics()) == (run.spec, run.metrics())
+    assert trimmed.environment() == run.environment()
+    assert trimmed.evidence_names() == ()
+    with pytest.raises(RunError, match="trimmed is not empty"):
+        trim_run(run, tmp_path / "trimmed", images, half=False)
+    run.weights.unlink()
+    with pytest.raises(RunError, match="has not finished training"):
+        trim_run(run, tmp_path / "other", images, half=False)
+    assert not (tmp_path / "other").exists()

@@ -44,6 +44,7 @@ COMMANDS = (
     Command("reproduce", "patchcert.cli.reproduce", "reproduce", "Recompute a table of the paper."),
     Command("report", "patchcert.cli.report", "report", "Put runs and their evidence into one HTML page."),
     Command("bench", "patchcert.cli.bench", "bench", "Measure how fast certificates are computed here."),
+    Command("trim", "patchcert.cli.trim", "trim", "Leave out of a trained model what never opens."),
     Command("zoo", "patchcert.cli.zoo", "app", "List, show and add trained models that come with patchcert."),
     Command("data", "patchcert.cli.data", "app", "List, fetch and verify data sets."),
 )

@@ -106,6 +106,7 @@ def _row(card: "Card") -> dict[str, Any]:
         "threat": str(card.threat),
         "model": card.model.name,
         "hidden": card.model.hidden,
+        "widths": list(card.model.widths),
         "parameters": card.parameters,
         "images": card.proof.images,
         "clean_accuracy": card.proof.right / card.proof.images,

@@ -1,7 +1,7 @@
 """The classifiers of Chiang et al., "Certified Defenses for Adversarial Patches" (ICLR 2020)."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -75,6 +75,8 @@ def _network(
     spec: ModelSpec, convolutions: tuple[_Convolution, ...], widths: tuple[int, ...]
 ) -> nn.Sequential:
     """Convolutions, then fully connected layers, a ReLU after each but the last, which is called `logits`."""
+    if spec.widths:
+        convolutions, widths = _with_widths(spec, convolutions, widths)
     layers = OrderedDict[str, nn.Module]()
     channels, height, width = spec.channels, spec.height, spec.width
     for index, shape in enumerate(convolutions, start=1):
@@ -95,3 +97,20 @@ def _network(
         features = units
     layers["logits"] = nn.Linear(features, spec.classes)
     return nn.Sequential(layers)
+
+
+def _with_widths(
+    spec: ModelSpec, convolutions: tuple[_Convolution, ...], widths: tuple[int, ...]
+) -> tuple[tuple[_Convolution, ...], tuple[int, ...]]:
+    """The same layers with the channels and units that the description asks for."""
+    many = len(convolutions)
+    if len(spec.widths) != many + len(widths):
+        raise ModelError(
+            f"{spec.name} has {many + len(widths)} layers before the last, but ModelSpec.widths has "
+            f"{len(spec.widths)} numbers: {spec.widths}"
+        )
+    narrowed = [
+        replace(shape, channels=channels)
+        for shape, channels in zip(convolutions, spec.widths[:many], strict=True)
+    ]
+    return tuple(narrowed), spec.widths[many:]

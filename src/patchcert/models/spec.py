@@ -11,7 +11,8 @@ from patchcert.errors import ModelError
 class ModelSpec:
     """An architecture by name, and the images and classes it is for.
 
-    `hidden` replaces the width of the fully connected layers. `mean` and `std` hold one value per channel, in
+    `hidden` replaces the width of the fully connected layers. `widths` replaces the channels or units of every
+    layer but the last, in their order; trimmed models have them. `mean` and `std` hold one value per channel, in
     pixel units of [0, 1]; empty, they mean no normalisation.
     """
 
@@ -23,10 +24,13 @@ class ModelSpec:
     hidden: int | None = None
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    widths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("channels", "height", "width", "classes", "hidden"):
             _check_count(field, getattr(self, field), optional=field == "hidden")
+        object.__setattr__(self, "widths", tuple(self.widths))
+        _check_widths(self.widths, self.hidden)
         object.__setattr__(self, "mean", tuple(float(value) for value in self.mean))
         object.__setattr__(self, "std", tuple(float(value) for value in self.std))
         _check_normalisation(self.mean, self.std, self.channels)
@@ -62,6 +66,16 @@ def _check_count(field: str, value: object, optional: bool) -> None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"ModelSpec.{field} must be a whole number of at least 1, got {value!r}")
+
+
+def _check_widths(widths: tuple[int, ...], hidden: int | None) -> None:
+    for width in widths:
+        _check_count("widths", width, optional=False)
+    if widths and hidden is not None:
+        raise ModelError(
+            f"ModelSpec.hidden={hidden} and widths={widths} both say how wide fully connected layers are",
+            hint="give only one of them",
+        )
 
 
 def _check_normalisation(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> None:

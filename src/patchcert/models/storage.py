@@ -17,24 +17,52 @@ _KEY = "patchcert.model"
 _SAVE_HINT = "Write model files with patchcert.models.save(model, spec, path)."
 
 
-def save(model: nn.Module, spec: ModelSpec, path: str | Path) -> None:
-    """Write the weights with their description. The file appears whole or not at all."""
+def save(model: nn.Module, spec: ModelSpec, path: str | Path, half: bool = False) -> None:
+    """Write the weights with their description. The file appears whole or not at all.
+
+    With `half` the parameters take two bytes each, and are refused unless that holds them exactly;
+    `trimming.round_to_half` makes them so.
+    """
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     _check_fit(weights, build(spec, torch.Generator()), "the model to be saved")
+    if half:
+        weights |= {name: _halved(name, weights[name]) for name, _ in model.named_parameters()}
     content = safetensors.torch.save(weights, metadata={_KEY: json.dumps(spec.to_dict())})
     with atomic_write(Path(path)) as stream:
         stream.write(content)
 
 
 def load(path: str | Path) -> tuple[nn.Sequential, ModelSpec]:
-    """The model of a file written by `save`, on the CPU in eval mode, and its description."""
+    """The model of a file written by `save`, on the CPU in eval mode, and its description.
+
+    Weights that are stored in half precision are read as the same numbers in float32.
+    """
     path = Path(path)
-    weights, metadata = _read(path)
+    stored, metadata = _read(path)
+    weights = {
+        name: value.float() if value.dtype == torch.float16 else value for name, value in stored.items()
+    }
     spec = _described(metadata, path)
     model = build(spec, torch.Generator())
     _check_fit(weights, model, str(path))
     model.load_state_dict(weights, assign=True)
     return model.eval(), spec
+
+
+def is_half(path: str | Path) -> bool:
+    """Whether a file written by `save` holds its parameters in half precision."""
+    weights, _ = _read(Path(path))
+    return any(value.dtype == torch.float16 for value in weights.values())
+
+
+def _halved(name: str, value: Tensor) -> Tensor:
+    half = value.half()
+    if not torch.equal(half.to(value.dtype), value):
+        raise ModelError(
+            f"{name} holds numbers that half precision cannot",
+            hint="round the model first with patchcert.models.trimming.round_to_half(model)",
+        )
+    return half
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -16,6 +16,7 @@ from patchcert.experiments.reproduce.summaries import SUMMARY
 from patchcert.experiments.runs import EVIDENCE, Run
 from patchcert.experiments.spec import Spec
 from patchcert.files import sha256
+from patchcert.models import is_half
 from patchcert.report.evidence import read_files
 from patchcert.report.summary import AttackRows, CertificateRows, RunSummary
 from patchcert.zoo.card import AttackCount, Card, Proof, Training
@@ -79,8 +80,8 @@ def _training(run: Run, name: str, results: Path | None) -> Training:
     fingerprint = run.spec.fingerprint(environment.get("data", {}).get("checksums", {}))
     return Training(
         run=fingerprint,
-        command=f"patchcert zoo spec {name} > {name}.toml && patchcert train {name}.toml --out runs/{name}",
-        weights_of=_weights_of(run.spec),
+        command=_command(run, name),
+        weights_of=_weights_of(run),
         seconds=round(run.training_seconds, 1),
         device=environment.get("device", ""),
         runs_at_once=_runs_at_once(run, None if results is None else results / fingerprint),
@@ -207,7 +208,18 @@ def _without_places(words: Sequence[str]) -> list[str]:
     return [word for word, before in pairs if not {before, word.partition("=")[0]} & PLACES]
 
 
-def _weights_of(spec: Spec) -> str:
-    if spec.select == "last":
-        return f"the weights of the last of {spec.schedule.epochs} epochs"
-    return f"the weights of the epoch that was best on {spec.data.validation:,} held-out training images"
+def _command(run: Run, name: str) -> str:
+    trained = f"patchcert zoo spec {name} > {name}.toml && patchcert train {name}.toml --out runs/{name}"
+    if not run.model_spec().widths:
+        return trained
+    half = " --half" if is_half(run.weights) else ""
+    return f"{trained} && patchcert trim runs/{name}{half} --out runs/{name}-trimmed"
+
+
+def _weights_of(run: Run) -> str:
+    spec = run.spec
+    words = f"the weights of the last of {spec.schedule.epochs} epochs"
+    if spec.select != "last":
+        words = f"the weights of the epoch that was best on {spec.data.validation:,} held-out training images"
+    trimmed = ", without channels and units that no training image opens" if run.model_spec().widths else ""
+    return words + trimmed + (", rounded to half precision" if is_half(run.weights) else "")

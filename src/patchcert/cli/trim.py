@@ -1,0 +1,61 @@
+"""`patchcert trim RUN`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from patchcert.cli.options import DataFolderOption
+from patchcert.cli.output import print_json, say
+from patchcert.cli.parsing import parse_device
+from patchcert.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from patchcert.experiments.runs import Run
+
+
+def trim(
+    run: Annotated[Path, typer.Argument(help="A finished run folder.")],
+    out: Annotated[Path, typer.Option(help="The run folder to be made.", file_okay=False)],
+    half: Annotated[
+        bool, typer.Option("--half", help="Round the weights to half precision: a file of half the size.")
+    ] = False,
+    data_dir: DataFolderOption = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")] = "auto",
+) -> None:
+    """Leave out channels and units that are zero on every image the run was trained on.
+
+    The trimmed model is one of its own, smaller and faster to certify. What was proven of the whole one does not
+    count for it: certify it next.
+    """
+    from patchcert.cli.target import choose_images, open_data, open_target
+    from patchcert.experiments.build import choose_data
+    from patchcert.experiments.runs import Run
+    from patchcert.experiments.trimming import trim_run
+    from patchcert.files import sha256
+
+    whole, place = Run.open(run), parse_device(device)
+    target = open_target(str(run))
+    dataset = open_data(target, None, data_dir)
+    choose_images(target, dataset, "train", 1)
+    images = choose_data(dataset, whole.spec.data)[0].to(place).floats()
+    with progress_bar("looking for what opens", "images") as report:
+        made = trim_run(whole, out, images, half, report)
+    before, after = (_parameters(each) for each in (whole, made))
+    say(f"{after:,} of {before:,} parameters are left; go on with: patchcert certify {made.path}")
+    print_json(
+        {
+            "run": str(whole.path),
+            "out": str(made.path),
+            "widths": list(made.model_spec().widths),
+            "parameters": after,
+            "parameters_before": before,
+            "bytes": made.weights.stat().st_size,
+            "half": half,
+            "weights_sha256": sha256(made.weights),
+        }
+    )
+
+
+def _parameters(run: "Run") -> int:
+    return sum(parameter.numel() for parameter in run.model().parameters())
