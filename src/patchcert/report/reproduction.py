@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from patchcert.experiments.reproduce.counts import Outcome, RunOutcome
+from patchcert.experiments.reproduce.counts import Outcome, RunOutcome, certified_gaps
 from patchcert.experiments.reproduce.results import Result
 from patchcert.experiments.reproduce.tables import DATA_NAMES, PaperTable
 from patchcert.report.reproduction_seeds import SEEDS, seeds_table
@@ -130,17 +131,23 @@ def _overview(tables: Sequence[tuple[PaperTable, Sequence[Outcome]]]) -> str:
         Column("rows"),
         Column("run"),
         Column("with the full schedule"),
+        Column("certified at or above the paper"),
+        *(Column(f"{which} difference", 2, signed=True) for which in ("lowest", "median", "highest")),
     )
-    rows = tuple(
-        (
-            table.name,
-            len(outcomes),
-            sum(outcome.status == "measured" for outcome in outcomes),
-            sum(outcome.status == "measured" and outcome.scale == 1.0 for outcome in outcomes),
-        )
-        for table, outcomes in tables
-    )
+    rows = tuple(_overview_row(table, outcomes) for table, outcomes in tables)
     return Table("What was run", columns, rows).to_markdown()
+
+
+def _overview_row(table: PaperTable, outcomes: Sequence[Outcome]) -> tuple[Cell, ...]:
+    gaps = certified_gaps(outcomes)
+    return (
+        table.name,
+        len(outcomes),
+        sum(outcome.status == "measured" for outcome in outcomes),
+        sum(outcome.status == "measured" and outcome.scale == 1.0 for outcome in outcomes),
+        f"{sum(gap >= 0 for gap in gaps)} of {len(gaps)}" if gaps else ABSENT,
+        *((min(gaps), median(gaps), max(gaps)) if gaps else (ABSENT,) * 3),
+    )
 
 
 def _title(table: PaperTable) -> str:

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from patchcert.experiments.reproduce.counts import Count, Outcome, RunOutcome
+from patchcert.experiments.reproduce.counts import Count, Outcome, RunOutcome, certified_gaps
 from patchcert.experiments.reproduce.imagenet_plan import corner_plan
 from patchcert.experiments.reproduce.rows import recipe
 from patchcert.experiments.reproduce.tables import DATA_NAMES, PaperTable
@@ -83,8 +83,7 @@ def table_view(table: PaperTable, outcomes: Sequence[Outcome], source: str, quic
         outcome.entry.certified is not None or outcome.certified is not None for outcome in outcomes
     )
     whole = [outcome for outcome in outcomes if outcome.status == "measured" and outcome.scale == 1.0]
-    proven = [] if quick else [outcome for outcome in whole if outcome.entry.certified is not None]
-    gaps = tuple(gap for outcome in proven if (gap := outcome.difference) is not None)
+    gaps = () if quick else certified_gaps(outcomes)
     anchors = [f"{table.name}-{position}" for position in range(1, len(outcomes) + 1)]
     rows = zip(anchors, outcomes, strict=True)
     return TableView(

@@ -1,6 +1,6 @@
 """What was counted for a row of a table: runs with their counts, those that count and those passed over."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
@@ -163,3 +163,10 @@ def _mean(values: Iterable[float | None]) -> float | None:
     listed = list(values)
     numbers = [value for value in listed if value is not None]
     return fmean(numbers) if listed and len(numbers) == len(listed) else None
+
+
+def certified_gaps(outcomes: Sequence[Outcome]) -> tuple[float, ...]:
+    """Our certified accuracies less the paper's, in points, of the rows that were run with the full schedule."""
+    whole = [outcome for outcome in outcomes if outcome.status == "measured" and outcome.scale == 1.0]
+    proven = [outcome for outcome in whole if outcome.entry.certified is not None]
+    return tuple(gap for outcome in proven if (gap := outcome.difference) is not None)
