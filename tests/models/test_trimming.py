@@ -96,6 +96,18 @@ def test_numbers_too_large_for_half_precision_are_refused(generator):
         round_to_half(model)
 
 
+def test_a_channel_that_is_not_a_number_stays(generator):
+    model = build(SPECS[0], generator)
+    with torch.no_grad():
+        model.linear1.bias[3] = torch.nan
+    assert find_open(model, torch.rand(2, 1, 6, 7))["linear1"][3]
+
+
+def test_without_images_nothing_is_trimmed(generator):
+    with pytest.raises(ModelError, match="cannot be trimmed without images"):
+        trim(build(SPECS[0], generator), SPECS[0], torch.zeros(0, 1, 6, 7))
+
+
 def test_a_layer_that_never_opens_is_named(generator):
     model = build(SPECS[0], generator)
     with torch.no_grad():

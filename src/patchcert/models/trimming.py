@@ -52,7 +52,9 @@ def trim(
 def find_open(
     model: nn.Sequential, images: Tensor, progress: Progress | None = None, batch: int = 500
 ) -> dict[str, Tensor]:
-    """By the name of each layer before a ReLU: which of its channels or units any image opens."""
+    """By the name of each layer before a ReLU: which of its channels or units any image opens, NaN among them."""
+    if len(images) == 0:
+        raise ModelError("a model cannot be trimmed without images", hint="give those it was trained on")
     largest: dict[str, Tensor] = {}
     for start in range(0, len(images), batch):
         values, last = images[start : start + batch], ""
@@ -64,12 +66,13 @@ def find_open(
             last = name
         if progress is not None:
             progress(min(start + batch, len(images)), len(images))
-    shut = [name for name, values in largest.items() if not (values > 0).any()]
+    opened = {name: ~(values <= 0) for name, values in largest.items()}
+    shut = [name for name, channels in opened.items() if not channels.any()]
     if shut:
         raise ModelError(
             f"nothing of {shut[0]} opens on any of {len(images):,} images: nothing would be left"
         )
-    return {name: values > 0 for name, values in largest.items()}
+    return opened
 
 
 def round_to_half(model: nn.Sequential) -> nn.Sequential:
