@@ -230,7 +230,9 @@ def test_the_card_of_a_trimmed_model_says_how_it_was_made(run, certified, tmp_pa
     assert card.training.run == make_card(run).training.run
     assert card.weights_sha256 == sha256(trimmed.weights) != sha256(run.weights)
     zoo = Zoo(tmp_path / "zoo")
-    assert add_run(zoo, trimmed).status == "added"
+    collected = tmp_path / "results" / card.training.run
+    shutil.copytree(run.path / "evidence", collected)
+    assert add_run(zoo, trimmed, collected.parent).card == card
     assert zoo.load(NAME).linear1.weight.dtype == torch.float32
 
 

@@ -124,9 +124,14 @@ def _finished(run: Run) -> Run:
 
 
 def _evidence_files(run: Run, results: Path | None, fingerprint: str) -> list[Path]:
-    """Every piece of evidence once: collected files may be copies of the run's own under other names."""
+    """Every piece of evidence once: collected files may be copies of the run's own under other names.
+
+    What was collected is about the network as it was trained, so that a trimmed one has only its own.
+    """
     own = sorted((run.path / EVIDENCE).glob("*.npz"))
-    collected = [] if results is None else sorted((results / fingerprint).glob("*.npz"))
+    collected: list[Path] = []
+    if results is not None and not run.model_spec().widths:
+        collected = sorted((results / fingerprint).glob("*.npz"))
     names, sums = {file.name for file in own}, {sha256(file) for file in own}
     return own + [file for file in collected if file.name not in names and sha256(file) not in sums]
 
