@@ -1,5 +1,6 @@
 """Whatever models come with the package: small enough, and what their cards say."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from patchcert.zoo.naming import entry_name
 from patchcert.zoo.recheck import differences
 
 RESULTS = Path(__file__).parents[2] / "results"
+DECISION = RESULTS.parent / "docs" / "decisions" / "0009-the-zoo-has-trimmed-models.md"
 IMAGES = 200
 NAMES = pc.zoo.names()
 
@@ -60,6 +62,22 @@ def test_a_card_says_what_the_results_say(name):
     rows = found[0].columns
     assert np.array_equal(card.proof.certified_marks, rows["verdict"])
     assert np.array_equal(card.proof.right_marks, rows["label"] == rows["prediction"])
+
+
+def test_the_decision_on_trimmed_models_counts_what_cards_and_results_say():
+    """Its table has every trimmed model: whole and trimmed counts, and on how many images the proofs differ."""
+    stated = dict(
+        re.findall(r"^\| ([a-z]\S+-\S+) (?:\|[^|]*){2}\|([^\n]*)\|$", DECISION.read_text(), re.MULTILINE)
+    )
+    assert set(stated) == {name for name in NAMES if pc.zoo.card(name).model.widths}
+    for name, counts in stated.items():
+        card = pc.zoo.card(name)
+        whole = [Rows.read(file) for file in sorted((RESULTS / card.training.run).glob("certify-*.npz"))]
+        (verdicts,) = [rows.columns["verdict"] for rows in whole if rows.threat == card.threat]
+        differ = np.count_nonzero(verdicts != card.proof.certified_marks)
+        assert counts.replace(",", "").split("|") == [
+            f" {count} " for count in (verdicts.sum(), card.proof.certified, differ)
+        ], name
 
 
 def test_a_model_proves_again_what_its_card_says(real_data):

@@ -147,6 +147,12 @@ class Run:
         return load(self.weights)
 
 
+def check_new(folder: Path) -> None:
+    """Refuse a folder for a whole run at once unless it is empty or not there yet."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder} is not empty", hint="name a new folder")
+
+
 def read_arrays(file: Path) -> dict[str, NDArray[Any]]:
     """The arrays in a file of evidence; a damaged file is refused by name."""
     try:

@@ -7,20 +7,20 @@ certified anew.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
+from patchcert.certificates import Progress
 from patchcert.errors import ModelError
 from patchcert.models.layers import Normalize
 from patchcert.models.registry import build
 from patchcert.models.spec import ModelSpec
 
 Affine = nn.Conv2d | nn.Linear
-Progress = Callable[[int, int], None]
 
 _KNOWN = (Normalize, nn.Conv2d, nn.Linear, nn.ReLU, nn.Flatten)
 

@@ -3,9 +3,8 @@
 import shutil
 from pathlib import Path
 
-from patchcert.errors import RunError
 from patchcert.experiments.read import read_spec
-from patchcert.experiments.runs import SPEC, WEIGHTS, Run, write_text
+from patchcert.experiments.runs import SPEC, WEIGHTS, Run, check_new, write_text
 from patchcert.files import atomic_write
 from patchcert.zoo.shelf import Zoo
 
@@ -14,8 +13,7 @@ def copy_to_run(zoo: Zoo, name: str, folder: Path) -> Run:
     """A finished run with the model's weights and specification; it has no metrics and no evidence yet."""
     card = zoo.card(name)
     zoo.load(name)
-    if folder.exists() and any(folder.iterdir()):
-        raise RunError(f"{folder} is not empty", hint="name a new folder")
+    check_new(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / SPEC, card.training.spec)
     run = Run(folder, read_spec(folder / SPEC))
