@@ -20,6 +20,7 @@ from patchcert.engine.geometry import FeatureMap, Layout, NotCovered, Window, se
 from patchcert.engine.groups import cells
 from patchcert.engine.merging import Merging, covered_pixels, masked, repeated
 from patchcert.engine.rules import before_head
+from patchcert.engine.sparse_rows import is_sparse, sparse_product
 from patchcert.engine.windows import Shared, WindowPass, Windows, product
 from patchcert.threats import Patch
 
@@ -167,6 +168,9 @@ class _ChosenPass(WindowPass):
         return self._gather(window, step.inputs[0]).masked_fill(outside, -torch.inf)
 
     def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
+        if is_sparse(part, columns):
+            part = part.expand(*self.base.shape, *part.shape[2:])
+            return sparse_product(part, columns, self._inside(self.window(index), index))
         return product(self.flattened(part, index).flatten(0, 1), columns.flatten(0, 1), NEAREST).unflatten(
             0, part.shape[:2]
         )
