@@ -13,7 +13,8 @@ from patchcert.data import load_dataset
 from patchcert.errors import RunError
 from patchcert.experiments.read import read_spec
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
-from patchcert.experiments.reproduce.results import collect
+from patchcert.experiments.reproduce.collecting import collect
+from patchcert.experiments.reproduce.results import TRIMMED
 from patchcert.experiments.runs import Run
 from patchcert.experiments.trimming import trim_run
 from patchcert.files import sha256
@@ -233,6 +234,8 @@ def test_the_card_of_a_trimmed_model_says_how_it_was_made(run, certified, tmp_pa
     collected = tmp_path / "results" / card.training.run
     shutil.copytree(run.path / "evidence", collected)
     assert add_run(zoo, trimmed, collected.parent).card == card
+    shutil.move(trimmed.path / "evidence", collected / TRIMMED)
+    assert make_card(trimmed, collected.parent) == card
     assert zoo.load(NAME).linear1.weight.dtype == torch.float32
 
 

@@ -206,7 +206,7 @@ def _list(output: str) -> None:
 
 
 def _collect(runs: Path, results: Path) -> None:
-    from patchcert.experiments.reproduce.results import collect_all
+    from patchcert.experiments.reproduce.collecting import collect_all
 
     _require_folder(runs, "name the folder that holds the run folders with --runs")
     names = collect_all(runs, results)

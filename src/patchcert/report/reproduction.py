@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from patchcert.experiments.reproduce.challenges import Challenge
 from patchcert.experiments.reproduce.counts import Outcome, RunOutcome, certified_gaps
 from patchcert.experiments.reproduce.results import Result
 from patchcert.experiments.reproduce.tables import DATA_NAMES, PaperTable
@@ -92,16 +93,23 @@ def challenge_table(results: Sequence[Result]) -> Table:
             DATA_NAMES.get(result.spec.data.name, result.spec.data.name),
             str(challenge.threat),
             f"{result.spec.strategy.kind}, {result.spec.schedule.epochs} epochs",
-            result.spec.model.name,
+            model,
             challenge.total,
             challenge.steps,
             challenge.broken,
             str(challenge.meta.get("device", ABSENT)),
         )
         for result in results
-        for challenge in result.challenges
+        for model, challenges in _challenged(result)
+        for challenge in challenges
     )
     return Table("Challenged proofs", tuple(columns), rows)
+
+
+def _challenged(result: Result) -> tuple[tuple[str, Sequence[Challenge]], ...]:
+    """The network as it was trained and its trimmed model, each with the attacks on its proofs."""
+    name = result.spec.model.name
+    return (name, result.challenges), (f"{name}, trimmed", result.trimmed_challenges)
 
 
 def reproduction_json(

@@ -41,7 +41,8 @@ def seeds_words(outcome: Outcome) -> str:
     counts = {run.model: len(outcome.seeds_of(run)) for run in outcome.runs}
     if len(set(counts.values())) == 1:
         return f"1 of {number_of_seeds(outcome)}"
-    return ", ".join(f"1 of {count} for {model}" for model, count in counts.items() if count > 1)
+    alike = {count: [model for model in counts if counts[model] == count] for count in counts.values()}
+    return "; ".join(f"1 of {count} for {', '.join(models)}" for count, models in alike.items() if count > 1)
 
 
 def number_of_seeds(outcome: Outcome) -> int:

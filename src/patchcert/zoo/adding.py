@@ -12,6 +12,7 @@ import numpy as np
 from patchcert.errors import RunError
 from patchcert.experiments.read import write_spec
 from patchcert.experiments.reproduce.orders import read_orders
+from patchcert.experiments.reproduce.results import TRIMMED
 from patchcert.experiments.reproduce.summaries import SUMMARY
 from patchcert.experiments.runs import EVIDENCE, Run
 from patchcert.experiments.spec import Spec
@@ -124,14 +125,12 @@ def _finished(run: Run) -> Run:
 
 
 def _evidence_files(run: Run, results: Path | None, fingerprint: str) -> list[Path]:
-    """Every piece of evidence once: collected files may be copies of the run's own under other names.
-
-    What was collected is about the network as it was trained, so that a trimmed one has only its own.
-    """
+    """Every piece of evidence once: collected files may be copies of the run's own under other names."""
     own = sorted((run.path / EVIDENCE).glob("*.npz"))
     collected: list[Path] = []
-    if results is not None and not run.model_spec().widths:
-        collected = sorted((results / fingerprint).glob("*.npz"))
+    if results is not None:
+        whole = results / fingerprint
+        collected = sorted((whole / TRIMMED if run.model_spec().widths else whole).glob("*.npz"))
     names, sums = {file.name for file in own}, {sha256(file) for file in own}
     return own + [file for file in collected if file.name not in names and sha256(file) not in sums]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from patchcert.experiments.read import read_spec
+from patchcert.experiments.reproduce.collecting import collect
 from patchcert.experiments.reproduce.evidence import evidence_name
-from patchcert.experiments.reproduce.results import collect
 from patchcert.experiments.runs import Run
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, save
@@ -38,12 +38,12 @@ def columns(correct, certified, total=100):
 
 @pytest.fixture
 def finished(tmp_path):
-    """Makes a finished run from a spec and {threat: (correct, certified)}."""
+    """Makes a finished run, or one of its trimmed model, from a spec and {threat: (correct, certified)}."""
 
-    def make(spec, counts, limit=None, seconds=10.0, weights_seed=0, loss=1.0):
+    def make(spec, counts, limit=None, seconds=10.0, weights_seed=0, loss=1.0, trimmed=False):
         name = spec.fingerprint(CHECKSUMS)
-        run = Run.create(tmp_path / "made" / name, spec)
-        tiny = ModelSpec("mlp", 1, 4, 4, hidden=2)
+        run = Run.create(tmp_path / ("trimmed" if trimmed else "made") / name, spec)
+        tiny = ModelSpec("mlp", 1, 4, 4, **({"widths": (1,)} if trimmed else {"hidden": 2}))
         save(build(tiny, torch.Generator().manual_seed(weights_seed)), tiny, run.weights)
         run.append_metrics({"epoch": spec.schedule.epochs - 1, "loss": loss, "seconds": seconds})
         run.write_environment({"device": "NVIDIA H200", "data": {"checksums": CHECKSUMS}, "commit": "abc"})

@@ -16,11 +16,12 @@ from patchcert.experiments.reproduce import ablation_voting
 from patchcert.experiments.reproduce.ablation_evidence import Rules, VotedRows, vote_columns
 from patchcert.experiments.reproduce.ablation_plan import VotePlan
 from patchcert.experiments.reproduce.ablation_voting import vote_run
+from patchcert.experiments.reproduce.collecting import collect
 from patchcert.experiments.reproduce.orders import read_orders, write_orders
 from patchcert.experiments.reproduce.outcome import outcomes
 from patchcert.experiments.reproduce.pack import pack, unpack
 from patchcert.experiments.reproduce.plan import Effort, Task, plan
-from patchcert.experiments.reproduce.results import Result, collect
+from patchcert.experiments.reproduce.results import Result
 from patchcert.experiments.reproduce.rows import recipe
 from patchcert.experiments.reproduce.runner import Runner, StopOrder, Workshop
 from patchcert.experiments.reproduce.scales import Scale

@@ -14,6 +14,7 @@ from patchcert.certificates import Certificates
 from patchcert.cli.parsing import parse_threat
 from patchcert.errors import RunError
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
+from patchcert.experiments.reproduce.collecting import collect, collect_all
 from patchcert.experiments.reproduce.evidence import (
     Rows,
     certificate_columns,
@@ -24,7 +25,7 @@ from patchcert.experiments.reproduce.evidence import (
 from patchcert.experiments.reproduce.orders import write_orders
 from patchcert.experiments.reproduce.outcome import outcomes
 from patchcert.experiments.reproduce.plan import Task
-from patchcert.experiments.reproduce.results import Results, collect, collect_all, experiment_key
+from patchcert.experiments.reproduce.results import Results, experiment_key
 from patchcert.experiments.reproduce.rows import recipe
 from patchcert.experiments.reproduce.scales import Scale
 from patchcert.experiments.reproduce.tables import find_table
@@ -430,6 +431,26 @@ def test_challenges_of_proofs_are_collected_and_counted(finished, mlp, tmp_path)
     assert challenge.path.name == "challenge-of-the-certified.npz"
     page = reproduction_document([], Results(tmp_path / "results").all())
     assert "| MNIST | Patch(5x5 square, everywhere) | all, 100 epochs | mlp | 3 | 21 | 0 |" in page
+
+
+def test_a_trimmed_model_leaves_the_evidence_of_the_whole_one_alone(collected, finished, mlp, tmp_path):
+    whole = collected(mlp, {Patch(5): (90, 62)})
+    before = {file.name: file.read_bytes() for file in whole.path.iterdir()}
+    run = finished(mlp, {Patch(5): (91, 63)}, trimmed=True)
+    challenged(run, [62])
+    meta = run.evidence_meta(evidence_name(Patch(5), None)) | {"kind": "attack"}
+    run.write_evidence("attack-by-hand", {"label": np.zeros(3)}, meta)
+    assert collect_all(run.path.parent, tmp_path / "results") == (f"{whole.path.name}/trimmed",)
+    assert {file.name: file.read_bytes() for file in whole.path.iterdir() if file.is_file()} == before
+    assert {file.name for file in (whole.path / "trimmed").iterdir()} == {
+        "certify-patch-5x5-square-everywhere.npz",
+        "challenge-of-the-certified.npz",
+        "attack-by-hand.npz",
+    }
+    (outcome,) = outcomes(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results", None)
+    assert outcome.certified == 62.0
+    page = reproduction_document([], Results(tmp_path / "results").all())
+    assert "| all, 100 epochs | mlp, trimmed | 1 | 7 | 0 |" in page
 
 
 def test_a_refuted_proof_is_shown(finished, mlp, tmp_path):

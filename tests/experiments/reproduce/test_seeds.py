@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from patchcert.experiments.reproduce.collecting import collect, collect_all
 from patchcert.experiments.reproduce.counts import Count, RunOutcome
 from patchcert.experiments.reproduce.outcome import outcomes
-from patchcert.experiments.reproduce.results import collect, collect_all
 from patchcert.experiments.reproduce.seeds import by_model, by_whole_seed
 from patchcert.experiments.reproduce.tables import find_table
 from patchcert.report.reproduction import reproduction_document, reproduction_json

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,17 +16,18 @@ from patchcert.experiments.reproduce.ablation_evidence import VotedRows
 from patchcert.experiments.reproduce.ablation_plan import VotePlan
 from patchcert.experiments.reproduce.attack_plan import AttackPlan, TuningPlan
 from patchcert.experiments.reproduce.challenges import PREFIX as CHALLENGE
-from patchcert.experiments.reproduce.challenges import Challenge, is_challenge
+from patchcert.experiments.reproduce.challenges import Challenge
 from patchcert.experiments.reproduce.evidence import AttackedRows, Rows
-from patchcert.experiments.reproduce.orders import read_orders
 from patchcert.experiments.reproduce.plan import FIRST_SEED, Task
 from patchcert.experiments.reproduce.rows import AnyThreat
-from patchcert.experiments.reproduce.summaries import LOSS, SUMMARY, add_loss, write_summary
+from patchcert.experiments.reproduce.summaries import LOSS, SUMMARY
 from patchcert.experiments.reproduce.trials import Trials
-from patchcert.experiments.runs import ENVIRONMENT, EVIDENCE, SPEC, Run, read_arrays, read_meta, write_text
+from patchcert.experiments.runs import SPEC
 from patchcert.experiments.spec import RunSettings, Spec
-from patchcert.files import atomic_write, sha256
 from patchcert.train.schedules import Schedule
+
+TRIMMED = "trimmed"
+"""In a run's folder of results: the evidence of its trimmed model, which no table counts."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,19 @@ class Result:
     @cached_property
     def challenges(self) -> tuple[Challenge, ...]:
         """Attacks on certified images alone, checked likewise."""
-        found = tuple(Challenge.read(file) for file in sorted(self.path.glob(f"{CHALLENGE}*.npz")))
-        self._check((*self.rows, *found))
+        return self._challenges(self.path, self.rows)
+
+    @cached_property
+    def trimmed_challenges(self) -> tuple[Challenge, ...]:
+        """Those of the trimmed model, held against its own certificates."""
+        folder = self.path / TRIMMED
+        return self._challenges(folder, [Rows.read(file) for file in sorted(folder.glob("certify-*.npz"))])
+
+    def _challenges(self, folder: Path, proven: Sequence[Rows]) -> tuple[Challenge, ...]:
+        found = tuple(Challenge.read(file) for file in sorted(folder.glob(f"{CHALLENGE}*.npz")))
+        self._check((*proven, *found))
         for challenge in found:
-            challenge.check_against(self.rows)
+            challenge.check_against(proven)
         return found
 
     def attack(self, plan: AttackPlan) -> AttackedRows | None:
@@ -195,60 +204,3 @@ def is_complete(folder: Path | None, task: Task) -> bool:
     return result is not None and result.covers(
         task.threats, task.test_images, task.due_attacks, task.votes, task.tunings
     )
-
-
-def collect(run: Run, name: str, folder: Path, scale: float = 1.0) -> Result:
-    """Copy what a finished run leaves into the folder of results; evidence of other weights is removed."""
-    target = folder / name
-    weights = sha256(run.weights)
-    for file in target.glob("*.npz"):
-        if _weights_of(file) != weights:
-            file.unlink()
-    for name_there, file in _countable(run).items():
-        if _weights_of(file) == weights:
-            _copy(file, target / name_there)
-    write_text(target / ENVIRONMENT, json.dumps(run.environment(), indent=2) + "\n")
-    write_summary(run, target, scale)
-    _copy(run.path / SPEC, target / SPEC)
-    return Result.open(target)
-
-
-def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
-    """Copy every finished and certified run below a folder to the results; the names they have there.
-
-    Of a run whose evidence is among the results alone, with these weights, the training loss is noted there.
-    """
-    names = []
-    for spec_file in sorted(runs.glob(f"*/{SPEC}")):
-        run = Run.open(spec_file.parent)
-        if not run.is_finished:
-            continue
-        name = run.spec.fingerprint(run.environment().get("data", {}).get("checksums", {}))
-        if _countable(run):
-            collect(run, name, folder, read_orders(run.path).scale)
-            names.append(name)
-        elif add_loss(run, folder / name):
-            names.append(name)
-    return tuple(names)
-
-
-def _countable(run: Run) -> dict[str, Path]:
-    """By their names among results: certificates, votes, trials, attacks that followed a plan, challenges."""
-    found = {}
-    for file in sorted((run.path / EVIDENCE).glob("*.npz")):
-        kind, _, rest = file.stem.partition("-")
-        meta = run.evidence_meta(file.stem)
-        if kind in ("certify", "votes", "tune") or (kind == "attack" and "plan" in meta):
-            found[file.name] = file
-        elif kind == "attack" and is_challenge(meta):
-            found[f"{CHALLENGE}{rest}.npz"] = file
-    return found
-
-
-def _weights_of(file: Path) -> str:
-    return read_meta(file, read_arrays(file)).get("weights_sha256", "")
-
-
-def _copy(source: Path, target: Path) -> None:
-    with source.open("rb") as read, atomic_write(target) as write:
-        shutil.copyfileobj(read, write)

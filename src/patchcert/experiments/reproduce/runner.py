@@ -12,10 +12,11 @@ from typing import Literal, Protocol
 
 import patchcert
 from patchcert.experiments.reproduce.ablation_evidence import VotedRows
+from patchcert.experiments.reproduce.collecting import collect
 from patchcert.experiments.reproduce.evidence import Rows
 from patchcert.experiments.reproduce.orders import write_orders
 from patchcert.experiments.reproduce.plan import Task
-from patchcert.experiments.reproduce.results import collect, find_result, is_complete
+from patchcert.experiments.reproduce.results import find_result, is_complete
 from patchcert.experiments.reproduce.siblings import Archive
 from patchcert.experiments.reproduce.worker import STOP_FILE, is_missing
 from patchcert.experiments.runs import EVIDENCE, METRICS, SPEC, WEIGHTS, Run
