@@ -55,7 +55,8 @@ def voted_accuracies(rows: VotedRows) -> dict[str, float]:
 
 
 def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
-    """How many runs shared the device is as noted when this training was first collected: orders change later."""
+    """How many runs shared the device, and the sum of the code, are as noted when this training was first collected:
+    orders and code change later."""
     rows = [Rows.read(file) for file in sorted(target.glob("certify-*.npz"))]
     attacks = [AttackedRows.read(file) for file in sorted(target.glob("attack-*.npz"))]
     votes = [VotedRows.read(file) for file in sorted(target.glob("votes-*.npz"))]
@@ -76,7 +77,7 @@ def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
         "jobs": int(before.get("jobs", 1)) if is_collected else read_orders(run.path).jobs,
         "versions": environment.get("versions", {}),
         "commit": environment.get("commit", ""),
-        "source_sha256": source_sha256(),
+        "source_sha256": before.get("source_sha256") or source_sha256(),
         "weights_sha256": sha256(run.weights),
     }
 
