@@ -108,6 +108,18 @@ def test_moved_channels_are_those_that_differ_anywhere(channels, moved, monkeypa
     assert (None if found is None else found.tolist()) == moved
 
 
+def test_every_window_counts_unless_the_first_moves_nearly_all(monkeypatch):
+    monkeypatch.setattr(unmoved, "_may_pay", lambda state: True)
+    few, other, many = windows(0.0, 1.0, 0.0, 0.0), windows(0.0, 0.0, 0.0, 1.0), windows(1.0, 1.0, 1.0, 1.0)
+    assert moved_channels(joined(few, other)).tolist() == [1, 3]
+    assert moved_channels(joined(few, many)) is None
+    assert moved_channels(joined(many, few)) is None
+
+
+def joined(first, second):
+    return Windows(torch.cat([first.deviation, second.deviation]), torch.cat([first.radius, second.radius]))
+
+
 def test_on_a_cpu_every_channel_stays():
     assert moved_channels(windows(*[0.0] * 64)) is None
 

@@ -4,7 +4,6 @@ Training on bounds shuts many units of a wide network for good: whatever the pat
 image. Differences are then exactly 0 in the whole channel, and so is what a sum has of it.
 """
 
-import torch
 from torch import Tensor
 
 from patchcert.engine.windows import Windows
@@ -13,17 +12,27 @@ _FEWEST_CHANNELS = 16
 
 
 def moved_channels(state: Windows) -> Tensor | None:
-    """The channels in which some window differs from the clean image; None where nearly all do."""
-    if not _may_pay(state):
+    """The channels in which some window differs from the clean image; None where nearly all do.
+
+    Where a single window shows as much already, the others are not looked at.
+    """
+    if not _may_pay(state) or _are_nearly_all(_is_moved(state.map(lambda part: part[:1, :1]))):
         return None
-    channels = state.deviation.shape[-1]
-    is_moved = torch.zeros(channels, dtype=torch.bool, device=state.deviation.device)
-    for part in (state.deviation, state.radius):
-        is_moved |= (part != 0).flatten(0, -2).any(dim=0)
+    is_moved = _is_moved(state)
+    if _are_nearly_all(is_moved):
+        return None
     moved = is_moved.nonzero().flatten()
-    if 4 * len(moved) > 3 * channels:
-        return None
     return moved if len(moved) else moved.new_zeros(1)
+
+
+def _is_moved(state: Windows) -> Tensor:
+    """Which channels (channels,) some window moves or widens."""
+    first, second = ((part != 0).flatten(0, -2).any(dim=0) for part in (state.deviation, state.radius))
+    return first | second
+
+
+def _are_nearly_all(is_moved: Tensor) -> bool:
+    return 4 * int(is_moved.sum()) > 3 * len(is_moved)
 
 
 def only(channels: Tensor, state: Windows) -> Windows:
