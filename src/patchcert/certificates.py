@@ -1,7 +1,7 @@
 """Certificates: per image a proof that no member of a threat changes the prediction, or "not proven"."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -25,10 +25,8 @@ from patchcert.engine.memory import default_budget, default_image_budget, images
 from patchcert.engine.sweep import PlacementSweep, covering_sweep
 from patchcert.engine.verdicts import VerdictSweep
 from patchcert.errors import InvalidInput
+from patchcert.progress import Progress
 from patchcert.threats import Patch, SparsePixels
-
-Progress = Callable[[int, int], None]
-"""Told how many images of how many are done."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -1,7 +1,6 @@
 """What all attacks share: who is attacked, what comes back, and that the framework has the last word."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self, final
 
@@ -10,9 +9,8 @@ from torch import Generator, Tensor, nn
 
 from patchcert.attacks.judging import check_batch, evaluate, require_contained
 from patchcert.bounds import precise_arithmetic
+from patchcert.progress import Progress
 from patchcert.threats import Threat
-
-Progress = Callable[[int, int], None]
 
 
 @final

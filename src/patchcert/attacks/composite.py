@@ -7,11 +7,12 @@ from typing import Self, final
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks.base import Attack, AttackResult, Findings, Progress, Task, judge
+from patchcert.attacks.base import Attack, AttackResult, Findings, Task, judge
 from patchcert.attacks.judging import check_batch, evaluate
 from patchcert.bounds import precise_arithmetic
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
+from patchcert.progress import Progress
 from patchcert.threats import Threat
 
 

@@ -7,12 +7,13 @@ from typing import final
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks.base import Attack, AttackResult, Progress
+from patchcert.attacks.base import Attack, AttackResult
 from patchcert.attacks.climbing import Loss
 from patchcert.attacks.composite import AttackSeries, AttackWithin
 from patchcert.attacks.patch import PatchAttack
 from patchcert.attacks.sparse import SparseAttack
 from patchcert.errors import InvalidInput
+from patchcert.progress import Progress
 from patchcert.threats import Patch, SparsePixels
 
 

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks.base import Attack, Progress, Task
+from patchcert.attacks.base import Attack, Task
 from patchcert.attacks.judging import check_batch, require_contained
 from patchcert.bounds import precise_arithmetic
 from patchcert.defenses import Defense, SearchResult, search_defense
+from patchcert.progress import Progress
 from patchcert.threats import Threat
 
 

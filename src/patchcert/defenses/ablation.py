@@ -1,6 +1,6 @@
 """Random Ablation (Levine and Feizi 2020): vote over copies of which only a few random pixels are kept."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, final, get_args
@@ -11,8 +11,8 @@ from torch import Generator, Tensor, nn
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
 from patchcert.defenses.ablation_statistics import certified_radius, decided_class, probability_lower_bound
 from patchcert.errors import InvalidInput
+from patchcert.progress import Progress
 
-Progress = Callable[[int, int], None]
 Precision = Literal["float32", "tf32", "bfloat16"]
 _KEYS = 2**31 - 1
 

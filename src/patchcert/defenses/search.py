@@ -1,7 +1,7 @@
 """The settings of a defense, chosen on validation images by what it makes of a weak attack."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,7 @@ from patchcert.defenses.saliency import SaliencyKind
 from patchcert.defenses.smoothing import LocalGradientSmoothing
 from patchcert.defenses.watermarking import DigitalWatermarking, Fill
 from patchcert.errors import InvalidInput
-
-Progress = Callable[[int, int], None]
+from patchcert.progress import Progress
 
 
 @dataclass(frozen=True)

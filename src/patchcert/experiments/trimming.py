@@ -4,9 +4,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from patchcert.certificates import Progress
 from patchcert.experiments.runs import ENVIRONMENT, METRICS, WEIGHTS, Run, check_new, write_text
 from patchcert.models import round_to_half, save, trim
+from patchcert.progress import Progress
 
 
 def trim_run(run: Run, folder: Path, images: Tensor, half: bool, progress: Progress | None = None) -> Run:

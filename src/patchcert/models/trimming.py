@@ -14,11 +14,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from patchcert.certificates import Progress
 from patchcert.errors import ModelError
 from patchcert.models.layers import Normalize
 from patchcert.models.registry import build
 from patchcert.models.spec import ModelSpec
+from patchcert.progress import Progress
 
 Affine = nn.Conv2d | nn.Linear
 

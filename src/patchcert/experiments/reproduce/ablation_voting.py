@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,13 @@ from patchcert.experiments.reproduce.attacking import drawn_images
 from patchcert.experiments.runs import EVIDENCE, Run
 from patchcert.experiments.spec import AblatedTraining
 from patchcert.files import atomic_write, sha256
+from patchcert.progress import Progress
 from patchcert.train.loop import derived_seed
 
 BLOCK = 40
 KEEP_SECONDS = 5.0
 CPU_BATCH = 1_100
 CUDA_IMAGES = {"cnn2_ablation": 4}
-
-Progress = Callable[[int, int], None]
 
 
 def vote_run(
