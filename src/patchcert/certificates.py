@@ -1,6 +1,5 @@
 """Certificates: per image a proof that no member of a threat changes the prediction, or "not proven"."""
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, final
@@ -17,6 +16,7 @@ from patchcert.engine.inputs import (
     check_inputs,
     check_logits,
     check_trace,
+    copy_of_type,
     has_finite_weights,
     logits_of,
     model_of_type,
@@ -195,12 +195,12 @@ class _Task:
         check_inputs(model, images, labels)
         check_fit(threat, images)
         dtype = bound_dtype(model, images, certifier.dtype)
-        network, twin = trace(model_of_type(model, dtype)), copy.deepcopy(model).double()
+        network, twin = trace(model_of_type(model, dtype)), copy_of_type(model, torch.float64)
         audit = trace(twin)
         budget = certifier.memory_budget or default_budget(images.device)
         logits = logits_of(model, images)
         check_logits(logits, images, labels)
-        check_trace(twin, audit, images)
+        check_trace(twin, audit, images, threat)
         converted = images.to(dtype)
         sweep, verdicts = None, None
         if isinstance(threat, Patch) and len(images):

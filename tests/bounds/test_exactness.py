@@ -84,6 +84,17 @@ def test_limits_that_are_no_numbers_of_the_type_are_paid_for(low, high):
     assert float(bounds.upper[0, 1]) >= high
 
 
+@pytest.mark.parametrize("layer", [nn.LeakyReLU(6e-46), nn.ELU(6e-46)])
+def test_constants_below_the_numbers_of_the_type_are_kept(layer):
+    """A slope of 6e-46 is 0 in float32, but times -1e38 it is not."""
+    bounds = trace(layer).bounds(
+        Interval.point(torch.tensor([[-1e38]])), rounding=Rounding.outward(torch.float32)
+    )
+    exact = float(layer(torch.tensor([[-1e38]], dtype=torch.float64)))
+    assert exact < 0
+    assert float(bounds.lower) <= exact <= float(bounds.upper)
+
+
 def test_numbers_too_small_to_multiply_are_paid_for():
     """A pixel of 1e-39 times a weight of 1e38 is rounded although its error bound underflows."""
     layer = nn.Linear(3, 1, bias=False)

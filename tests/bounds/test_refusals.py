@@ -274,6 +274,44 @@ def test_a_class_with_a_call_of_its_own_is_refused():
         trace(Turned(nn.Flatten(), linear()))
 
 
+def test_a_replaced_forward_pass_of_a_graph_is_refused():
+    model = fx.symbolic_trace(nn.Sequential(nn.Flatten(), linear()))
+    model.forward = torch.sin
+    with pytest.raises(UnsupportedLayer, match="whose call or forward pass has been replaced"):
+        trace(model)
+
+
+def rounded(self, x):
+    return F.linear(x.flatten(1), torch.round(self.matrix))
+
+
+def made(self, x):
+    return F.linear(x.flatten(1), torch.ones(3, 60, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (rounded, "layer 'round_1' is a round, for which no bound is known"),
+        (made, r"the forward pass makes a tensor of shape \(3, 60\), which tracing cannot follow"),
+    ],
+)
+def test_weights_that_the_forward_pass_computes_are_refused(forward, message):
+    """They may come out otherwise in another type, of which a trace would know nothing."""
+    model = model_of(forward)
+    model.register_buffer("matrix", torch.rand(3, 60, dtype=torch.float64))
+    before = set(vars(model))
+    with pytest.raises(UnsupportedLayer, match=message):
+        trace(model)
+    assert set(vars(model)) == before
+
+
+def test_buffers_are_weights():
+    model = model_of(lambda s, x: F.linear(x.flatten(1), s.matrix))
+    model.register_buffer("matrix", torch.rand(3, 60, dtype=torch.float64))
+    torch.testing.assert_close(trace(model).values(images())[-1], model(images()))
+
+
 def test_a_graph_that_torch_has_traced_is_taken():
     model = nn.Sequential(nn.Flatten(), linear())
     assert trace(fx.symbolic_trace(model)).affine_layers == ("1",)

@@ -38,6 +38,32 @@ class Watched(nn.Module):
         return features if isinstance(images, torch.fx.Proxy) else -features
 
 
+class Averaged(nn.Module):
+    """Copies of it have other weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(20, 3)
+
+    def __deepcopy__(self, memo):
+        return type(self)()
+
+    def forward(self, images):
+        return self.head(torch.flatten(images, 1))
+
+
+class Branched(nn.Module):
+    """Goes another way for images with a black pixel, which tracing does not see."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(20, 3)
+
+    def forward(self, images):
+        logits = self.head(torch.flatten(images, 1))
+        return -logits if torch.is_tensor(images) and bool((images == 0).any()) else logits
+
+
 class Fixed(nn.Module):
     """Holds a weight that is neither parameter nor buffer."""
 
@@ -164,6 +190,16 @@ MISTAKES = {
         ModelError,
         r"the model gives \[.*\], its traced operations",
         {"model": lambda m: Watched()},
+    ),
+    "a model that differs from its trace on members of the threat": (
+        ModelError,
+        r"the model gives \[.*\], its traced operations",
+        {"model": lambda m: Branched()},
+    ),
+    "a model whose copies differ": (
+        ModelError,
+        "a copy of the model Averaged has other weights: head.bias, head.weight",
+        {"model": lambda m: Averaged()},
     ),
     "a weight that cannot be converted": (
         ModelError,

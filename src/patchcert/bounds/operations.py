@@ -225,12 +225,17 @@ class Monotone(Operation):
 
     def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
         (box,) = inputs
-        lower, upper = self.function(box.lower), self.function(box.upper)
         slack = self.units * rounding.unit
-        if slack:
-            lower = lower - (lower.abs() * slack + rounding.tiny)
-            upper = upper + (upper.abs() * slack + rounding.tiny)
-        return Interval(lower, upper)
+        if not slack:
+            return Interval(self.function(box.lower), self.function(box.upper))
+        lower, upper = self.precisely(box.lower), self.precisely(box.upper)
+        lower = lower - (lower.abs() * slack + rounding.tiny)
+        return Interval(lower, upper + (upper.abs() * slack + rounding.tiny))
+
+    def precisely(self, value: Tensor) -> Tensor:
+        """The function rounded from float64: a float32 may not hold its constants, such as a tiny slope, and libraries
+        compute it differently in the last bits for other sizes."""
+        return self.function(value.double()).to(value.dtype)
 
 
 def is_relu(operation: Operation) -> bool:

@@ -5,8 +5,10 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 from torch.nn.modules import module as module_globals
 
 from patchcert.bounds import rules as rules
@@ -53,17 +55,31 @@ def _refuse_changed_calls(model: nn.Module) -> None:
 
 
 def _is_called_otherwise(layer: nn.Module) -> bool:
-    """Whether a call of the layer is more, or other, than the forward method of its class."""
-    if isinstance(layer, fx.GraphModule):
-        return False
-    own = vars(layer).keys() & {"forward", "_call_impl"}
-    inherited = (
-        getattr(type(layer), name) is getattr(nn.Module, name) for name in ("__call__", "_call_impl")
-    )
-    return bool(own) or not all(inherited)
+    """Whether a call of the layer is more, or other, than the forward method of its class.
+
+    The class of a GraphModule is made for it alone, with a call that only adds to error messages.
+    """
+    if vars(layer).keys() & {"forward", "_call_impl"}:
+        return True
+    kept = ("_call_impl",) if isinstance(layer, fx.GraphModule) else ("__call__", "_call_impl")
+    return any(getattr(type(layer), name) is not getattr(nn.Module, name) for name in kept)
 
 
 class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True  # what is computed of them becomes part of the graph, as with parameters
+
+    def create_arg(self, a: Any) -> Argument:  # noqa: ANN401
+        """Tensors that the forward pass makes, of others or of numbers, would be frozen into the trace unseen."""
+        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and not self._is_kept(a):
+            raise UnsupportedLayer(
+                f"the forward pass makes a tensor of shape {tuple(a.shape)}, which tracing cannot follow",
+                hint="keep it as a parameter or buffer, computed before",
+            )
+        return super().create_arg(a)
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        return tensor in self.tensor_attrs or any(tensor is buffer for buffer in self.root.buffers())
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return type(m) in LAYER_RULES or super().is_leaf_module(m, module_qualified_name)
 

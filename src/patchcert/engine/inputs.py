@@ -54,6 +54,11 @@ def check_inputs(model: nn.Module, images: Tensor, labels: Tensor) -> None:
             hint="convert them with .float()",
         )
     _check_images(images, labels)
+    own = next(iter(float_weights(model)), images)
+    if own.device != images.device:
+        raise InvalidInput(
+            f"the model is on {own.device}, images on {images.device}", hint="put both on one device"
+        )
 
 
 def _check_images(images: Tensor, labels: Tensor) -> None:
@@ -97,16 +102,43 @@ def model_of_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The model itself where all its weights have this type, else a copy of this type."""
     if all(value.dtype == dtype for value in float_weights(model)):
         return model
-    return copy.deepcopy(model).to(dtype)
+    return copy_of_type(model, dtype)
 
 
-def check_trace(twin: nn.Module, audit: Network, images: Tensor) -> None:
-    """The traced operations must give what the model's float64 twin gives, on an image and on its negative.
+def copy_of_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of this type, which must have the weights of the model: classes may say themselves how they are copied."""
+    copied = copy.deepcopy(model).to(dtype)
+    before, after = ({**dict(one.named_parameters()), **dict(one.named_buffers())} for one in (model, copied))
+    changed = [
+        name for name in before.keys() | after.keys() if not _is_same(before.get(name), after.get(name))
+    ]
+    if changed:
+        raise ModelError(
+            f"a copy of the model {type(model).__name__} has other weights: {', '.join(sorted(changed))}",
+            hint="let copy.deepcopy copy it as it is",
+        )
+    return copied
 
-    They differ where the forward pass looks at more than its input: at a counter, or at whether it is traced.
+
+def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
+    if before is None or after is None or before.shape != after.shape:
+        return False
+    return bool(((before == after) | (before.isnan() & after.isnan())).all())
+
+
+_PROBED = 4
+
+
+def check_trace(twin: nn.Module, audit: Network, images: Tensor, threat: Patch | SparsePixels) -> None:
+    """The traced operations must give what the model's float64 twin gives: on a few images, their negatives, and
+    random members of the threat.
+
+    They differ where the forward pass looks at more than its input, at a counter or at whether it is traced, or
+    goes another way for some inputs.
     """
-    image = images[:1].double() if len(images) else images.new_full((1, *images.shape[1:]), 0.25).double()
-    probes = torch.cat([image, 1 - image])
+    few = images[:_PROBED].double()
+    few = few if len(few) else images.new_full((1, *images.shape[1:]), 0.25).double()
+    probes = torch.cat([few, 1 - few, threat.sample(few, torch.Generator().manual_seed(0))])
     try:
         bounds = audit.bounds(Interval.point(probes), rounding=Rounding.outward(torch.float64))
         logits = torch.cat([twin(probe) for probe in probes.split(1)])
@@ -128,10 +160,6 @@ def check_trace(twin: nn.Module, audit: Network, images: Tensor) -> None:
 def logits_of(model: nn.Module, images: Tensor) -> Tensor:
     """What the model says as it is, in its own type."""
     own = next(iter(float_weights(model)), images)
-    if own.device != images.device:
-        raise InvalidInput(
-            f"the model is on {own.device}, images on {images.device}", hint="put both on one device"
-        )
     at_once = 2048 if images.is_cuda else 256
     batches = images.to(own.dtype).split(at_once) if len(images) else [images.to(own.dtype)]
     try:

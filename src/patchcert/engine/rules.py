@@ -163,13 +163,8 @@ def _monotone(operation: Monotone, inputs: Sequence[Windows], sweep: WindowPass,
         after = operation.function(before)
         return _between(operation.function, operation.units, before, after, state, sweep, position)
     after = sweep.clean_windows(position + 1)
-    function = _in_double(operation.function) if operation.units else operation.function
+    function = operation.precisely if operation.units else operation.function
     return _between(function, operation.units, before, after, state, sweep, position, operation.is_relu)
-
-
-def _in_double(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function rounded from float64: libraries compute it differently in the last bits for other sizes."""
-    return lambda value: function(value.double()).to(value.dtype)
 
 
 def _max_pool(operation: MaxPool, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
