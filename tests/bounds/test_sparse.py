@@ -146,6 +146,20 @@ def test_batch_norm_of_single_features_scales_each_pixel():
     torch.testing.assert_close(box.upper[0], highest)
 
 
+def test_scales_of_neither_channels_nor_features_are_refused():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(8, 3)
+
+        def forward(self, images):
+            return self.head(self.norm(images.view(-1, 4, 2)).flatten(1))
+
+    model = randomise(Halves(), seeded(0)).double().eval()
+    with pytest.raises(UnsupportedLayer, match="needs scales of the 2 channels or of single features, got 4"):
+        first_layer_box(model, torch.rand(1, 2, 2, 2).double(), 1, "tight")
+
+
 def test_the_sum_of_the_largest_takes_what_there_is():
     values = torch.tensor([3.0, 1.0, 2.0])
     assert [float(top_sum(values, count)) for count in (1, 2, 3, 9)] == [3, 5, 6, 6]

@@ -72,6 +72,10 @@ class FirstLayer:
             scale = operation.scale().to(weight.dtype).flatten()
             scale = lifted(scale) if rounding.is_outward else scale
             by_feature = len(scale) == weight.shape[1] and isinstance(self.operation, Linear)
+            if not by_feature and len(scale) not in (1, channels):
+                raise UnsupportedLayer(
+                    f"a sparse bound needs scales of the {channels} channels or of single features, got {len(scale)}"
+                )
             shaped = shaped * scale.reshape(1, *(shaped.shape[1:] if by_feature else (-1, 1)))
             shaped = lifted(shaped) if rounding.is_outward else shaped
         return shaped

@@ -209,6 +209,16 @@ def test_rows_that_do_not_follow_from_their_votes_are_refused(trained, small_blo
         VotedRows.read(found.path)
 
 
+def test_an_image_is_voted_on_once(trained, small_blocks):
+    found = vote_run(trained, load_dataset("mnist-mini"), VOTES, CPU.device)
+    with np.load(found.path) as stored:
+        arrays = dict(stored)
+    arrays["index"][4] = arrays["index"][3]
+    np.savez_compressed(found.path, **arrays)
+    with pytest.raises(RunError, match="counts an image twice"):
+        VotedRows.read(found.path)
+
+
 def test_votes_for_another_number_of_retained_pixels_are_refused(trained, small_blocks, tmp_path):
     found = vote_run(trained, load_dataset("mnist-mini"), VOTES, CPU.device)
     name = trained.spec.fingerprint(load_dataset("mnist-mini").checksums)

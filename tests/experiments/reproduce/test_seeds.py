@@ -61,6 +61,11 @@ def test_equal_losses_leave_the_first_seed(seeded, tmp_path):
     assert counted(DETAIL, tmp_path).certified == 60.0
 
 
+def test_a_loss_that_is_no_number_is_never_the_least(seeded, tmp_path):
+    seeded({2019: (70, float("nan")), 2020: (60, 0.7)})
+    assert counted(DETAIL, tmp_path).certified == 60.0
+
+
 def test_a_single_seed_needs_no_loss(seeded, tmp_path):
     seeded({2020: (60, None)})
     outcome = counted(DETAIL, tmp_path)

@@ -120,6 +120,8 @@ class VotedRows:
         lengths = {len(self.columns[name]) for name in VOTE_COLUMNS}
         if len(lengths) != 1 or not self.total:
             raise RunError(f"{self.path} has columns of {sorted(lengths)} rows; expected one number above 0")
+        if len(np.unique(self.columns["index"])) != self.total:
+            raise RunError(f"{self.path} counts an image twice", hint="count the votes of the run again")
         rules, votes = self.rules, self.columns["votes"]
         radii = rules.radii(votes, self.columns["selected"], self.columns["label"])
         broken = np.flatnonzero(

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from patchcert.certificates import Certificates
+from patchcert.data import count_test_images
 from patchcert.errors import RunError
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.rows import AnyThreat
@@ -119,6 +120,7 @@ class Rows:
             )
         if self.limit is not None and self.total > self.limit:
             raise RunError(f"{self.path} has {self.total} rows of the first {self.limit} images")
+        self._check_count()
         verdict = self.columns["verdict"].astype(bool)
         right = self.columns["prediction"] == self.columns["label"]
         broken = np.flatnonzero(verdict & ~(right & can_be_proven(self.columns["margin"], self.meta)))
@@ -126,6 +128,19 @@ class Rows:
             raise RunError(
                 f"{self.path} contradicts itself: image {broken[0]} is certified, but its prediction is "
                 "wrong or its margin not positive",
+                hint="certify the run again",
+            )
+
+    def _check_count(self) -> None:
+        """Rows about all test images of published data are as many as those."""
+        data = self.meta["data"]
+        expected = count_test_images(data.get("name", ""), data.get("sha256", {}))
+        if expected is None or not self.is_of_test_images:
+            return
+        expected = expected if self.limit is None else min(self.limit, expected)
+        if self.total != expected:
+            raise RunError(
+                f"{self.path} has {self.total} rows; expected {expected}, one for each image",
                 hint="certify the run again",
             )
 

@@ -5,7 +5,7 @@ No test image has a part in it. The decision and its reasons are in docs/decisio
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, isnan
 from statistics import fmean
 
 from patchcert.experiments.reproduce.counts import RunOutcome
@@ -50,4 +50,6 @@ def _choice(contests: Sequence[Sequence[tuple[RunOutcome, ...]]]) -> Choice:
 
 
 def _loss(runs: Sequence[RunOutcome]) -> float:
-    return fmean(inf if run.training_loss is None else run.training_loss for run in runs)
+    """Infinite where a loss is not on record, or is no number."""
+    mean = fmean(inf if run.training_loss is None else run.training_loss for run in runs)
+    return inf if isnan(mean) else mean
