@@ -112,6 +112,24 @@ def test_a_run_knows_its_data_and_threat_and_keeps_its_evidence(capsys, run_fold
     assert sorted(kinds) == ["attack", "attack", "attack-defended"]
 
 
+def test_another_question_keeps_the_evidence_of_the_first(run_folder):
+    questions = [
+        [],
+        ["--split", "train"],
+        ["--seed", "1"],
+        ["--step-size", "0.2"],
+        ["--data", "mnist-mini", "--limit", "3", "--seed", "1"],
+        ["--limit", "3"],
+        ["--certified-only"],
+        ["--certified-only", "--restarts", "1"],
+        ["--certified-only", "--split", "train"],
+    ]
+    for options in questions:
+        assert attack(run_folder.path, *QUICK, *options) == 0
+        assert attack(run_folder.path, *QUICK, *options) == 0
+    assert len([name for name in run_folder.evidence_names() if name.startswith("attack")]) == len(questions)
+
+
 def test_the_first_images_can_be_asked_for(capsys, trained_file, tmp_path):
     out = tmp_path / "rows.npz"
     assert (

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchcert.cli.options import (
+    USUAL_STEPS,
     DataFolderOption,
     DataOption,
     PatchOption,
@@ -38,7 +39,7 @@ def attack(
     images: Annotated[int, typer.Option(min=1, help="So many images, drawn at random by --seed.")] = 400,
     limit: Annotated[int | None, typer.Option(min=1, help="The first N images instead of a draw.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draw of images and of the attack.")] = 0,
-    steps: Annotated[int, typer.Option(help="Gradient steps per restart.")] = 150,
+    steps: Annotated[int, typer.Option(help="Gradient steps per restart.")] = USUAL_STEPS,
     step_size: Annotated[float | None, typer.Option(help="Length of a step; 0.05, sparse 0.1.")] = None,
     restarts: Annotated[
         int | None, typer.Option(help="Starts per image; 80, sparse and --certified-only 20, ImageNet 4.")

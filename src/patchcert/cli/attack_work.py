@@ -27,6 +27,7 @@ from patchcert.cli.attack_steps import (
     tuned,
     write_arrays,
 )
+from patchcert.cli.options import USUAL_STEPS
 from patchcert.cli.output import say
 from patchcert.cli.parsing import parse_threat
 from patchcert.cli.progress import progress_bar
@@ -89,7 +90,7 @@ def carry_out(order: Order, target: str, subject: Subject, others: Collection[st
         "seconds": round(time.perf_counter() - started, 3),
         **provenance,
     }
-    name = evidence_name(order.choice.kind, [threat, *_name_words(order)])
+    name = evidence_name(order.choice.kind, [threat, *_name_words(order, subject)])
     arrays = evidence_arrays(result, index, order.save_images)
     evidence = write_arrays(order.out, subject.run, name, arrays, meta)
     kept = {"target": target, "evidence": None if evidence is None else str(evidence)}
@@ -164,23 +165,30 @@ def _defended(
     return Defended(defense, subject.model).to(place), extra
 
 
-def _name_words(order: Order) -> list[object]:
-    choice = order.choice
-    drawn = f"{order.images}-seed-{order.seed}" if order.limit is None else f"first-{order.limit}"
+def _name_words(order: Order, subject: Subject) -> list[object]:
+    """All that makes the question another one; what is as usual is left out."""
+    choice, own = order.choice, None if subject.run is None else subject.run.spec.data.name
+    other_data = "" if subject.dataset.name == own else subject.dataset.name
+    other_split = "" if order.split == "test" else order.split
+    images = [other_data, other_split, _drawn(order)]
+    step_size = "" if choice.step_size is None else f"step-{choice.step_size}"
+    restarts = "" if choice.restarts is None else choice.restarts
     if choice.certified_only:
-        return ["certified-only", drawn]
-    knowing = "adaptive" if choice.adaptive else ""
-    tuned = "" if choice.tune is None else f"tuned-{choice.tune}"
-    given = (choice.loss, choice.search, choice.restarts, choice.steps)
-    defense = "" if choice.defense == "none" else choice.defense
+        return ["certified-only", *images, restarts, "" if choice.steps == USUAL_STEPS else choice.steps]
     return [
-        defense,
+        "" if choice.defense == "none" else choice.defense,
         *choice.settings,
-        tuned,
-        knowing,
-        drawn,
-        *("" if word is None else word for word in given),
+        "" if choice.tune is None else f"tuned-{choice.tune}-{choice.largest_drop}",
+        "adaptive" if choice.adaptive else "",
+        *images,
+        *(choice.loss or "", choice.search or "", restarts, choice.steps, step_size),
     ]
+
+
+def _drawn(order: Order) -> str:
+    if order.limit is None:
+        return f"{order.images}-seed-{order.seed}"
+    return f"first-{order.limit}" + (f"-seed-{order.seed}" if order.seed else "")
 
 
 def _provenance(order: Order, subject: Subject) -> dict[str, Any]:

@@ -16,3 +16,6 @@ PlacementsOption = Annotated[
 DataOption = Annotated[str | None, typer.Option(help="Data set; a run folder knows its own.")]
 DataFolderOption = Annotated[Path | None, typer.Option(help="Folder of the data.")]
 SplitOption = Annotated[str, typer.Option(help="test or train.")]
+
+USUAL_STEPS = 150
+"""Gradient steps per restart of an attack."""
