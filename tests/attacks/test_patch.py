@@ -379,6 +379,8 @@ def test_models_in_training_mode_are_refused(layer):
         (torch.full((2, 1, 3, 3), math.nan), torch.zeros(2, dtype=torch.long), "without NaN"),
         (torch.zeros(2, 1, 3, 3), torch.zeros(3, dtype=torch.long), r"int64 of shape \(2,\) on cpu"),
         (torch.zeros(2, 1, 3, 3), torch.zeros(2), "got torch.float32"),
+        (torch.zeros(2, 1, 3, 3), torch.tensor([0, 2]), r"labels must lie in 0..1, got 0 to 2"),
+        (torch.zeros(2, 1, 3, 3), torch.tensor([-1, 0]), r"labels must lie in 0..1, got -1 to 0"),
     ],
 )
 def test_images_and_labels_that_do_not_fit_are_refused(images, labels, message):
@@ -390,6 +392,16 @@ def test_a_model_without_a_row_of_logits_per_image_is_refused():
     with pytest.raises(ModelError, match=r"logits of shape \(2, classes\) .* got \(18,\)"):
         PatchAttack(1, 0.1, 1).run(
             nn.Flatten(0), torch.zeros(2, 1, 3, 3), torch.zeros(2, dtype=torch.long), Patch(1)
+        )
+
+
+def test_images_that_the_model_does_not_take_are_refused():
+    with pytest.raises(ModelError, match=r"the model does not take images of \(3, 3, 3\)"):
+        PatchAttack(1, 0.1, 1).run(
+            nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()),
+            torch.zeros(2, 3, 3, 3),
+            torch.zeros(2, dtype=torch.long),
+            Patch(1),
         )
 
 

@@ -201,6 +201,11 @@ MISTAKES = {
         "a copy of the model Averaged has other weights: head.bias, head.weight",
         {"model": lambda m: Averaged()},
     ),
+    "grey images for a model of colours": (
+        ModelError,
+        "a scale of 3 channels cannot take images or results of 1",
+        {"model": lambda m: nn.Sequential(pc.Normalize((0.5,) * 3, (0.2,) * 3), network(3))},
+    ),
     "a weight that cannot be converted": (
         ModelError,
         "the model does not run in float64",

@@ -148,6 +148,14 @@ def test_a_missing_target_is_named(capsys, tmp_path, name):
     assert f"there is no {tmp_path / name}" in capsys.readouterr().err
 
 
+def test_a_model_of_the_zoo_is_pointed_to(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(["certify", "mnist-5x5-cnn2"]) == 2
+    assert "the model of the zoo is zoo:mnist-5x5-cnn2" in capsys.readouterr().err
+    assert run(["trim", "zoo:mnist-5x5-cnn2", "--out", str(tmp_path / "trimmed")]) == 2
+    assert "patchcert zoo copy mnist-5x5-cnn2 --out runs/mnist-5x5-cnn2" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_no_run_is_refused(capsys, tmp_path):
     assert certify(tmp_path, "--patch", "2") == 2
     assert f"{tmp_path} holds no run" in capsys.readouterr().err

@@ -76,9 +76,24 @@ def test_mistakes_give_one_message_a_hint_and_exit_code_2(
 
 def test_a_schedule_that_ends_before_epsilon_is_1_is_pointed_out(capsys, tmp_path):
     assert train("paper-mnist", "--out", tmp_path / "short", changes=(*TINY, "schedule.epochs=2")) == 0
-    assert "epsilon grows to 0.02 of 1 in 2 epochs; --scale shortens all" in capsys.readouterr().err
+    assert (
+        "epsilon grows to 0.02 of 1 in 2 epochs; --scale shortens the ramp with the rest"
+        in capsys.readouterr().err
+    )
     assert train("paper-mnist", "--scale", 0.03, "--out", tmp_path / "scaled") == 0
     assert "epsilon grows to" not in capsys.readouterr().err
+
+
+def test_a_threat_that_does_not_fit_leaves_no_folder(capsys, tmp_path):
+    assert train("paper-mnist", "--out", tmp_path / "run", changes=(*TINY, "threat.stamp=40x40")) == 2
+    assert "the patch of 40x40 does not fit into images of 28x28" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_is_no_text_is_no_specification(capsys, tmp_path):
+    (tmp_path / "weights.safetensors").write_bytes(b"\xff\xfe\x00")
+    assert train(tmp_path / "weights.safetensors") == 2
+    assert "weights.safetensors is no text, so no specification" in capsys.readouterr().err
 
 
 def test_an_unfinished_folder_asks_for_resume(capsys, tmp_path):

@@ -16,7 +16,7 @@ from torch import Tensor
 from patchcert.bounds.geometry import Geometry, convolve
 from patchcert.bounds.interval import Interval
 from patchcert.bounds.rounding import Rounding, blocked_product, lifted, summed_roundings
-from patchcert.errors import UnsupportedLayer
+from patchcert.errors import ModelError, UnsupportedLayer
 
 Source = Callable[[], Tensor]
 """Reads a weight where it lives, so that a trained layer is seen as it is now."""
@@ -209,6 +209,12 @@ class ChannelScale(Affine):
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    """Broadcast over all but the channels; more values than those would make channels of nothing."""
+    if values.numel() not in (1, like.shape[1]):
+        raise ModelError(
+            f"a scale of {values.numel()} channels cannot take images or results of {like.shape[1]}",
+            hint="give images with as many channels as the model was made for",
+        )
     return values.to(like.dtype).reshape(-1, *[1] * (like.dim() - 2))
 
 

@@ -142,7 +142,7 @@ class Measurements:
                 "--save-images",
             ],
             settings=describe_attack(attack),
-            named=tuple(values.values()),
+            named=(*values.values(), f"step-{attack.step_size}"),
         )
         self._once(task, self._attacked)
 

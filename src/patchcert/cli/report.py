@@ -9,6 +9,7 @@ from patchcert.cli.output import print_error, print_json, say
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from patchcert.experiments.runs import Run
     from patchcert.report import RunSummary
     from patchcert.report.statistics import Proportion
 
@@ -37,6 +38,7 @@ def report(
     opened = [Run.open(folder) for folder in runs]
     pictures = Pictures(maps=maps, data_dir=data_dir)
     summaries = [summarise_run(run, pictures) for run in opened]
+    _tell_of_missing_images(opened, summaries)
     page = write_report(summaries, path)
     say(f"the page is {path.resolve()}")
     results = [_result(folder, summary) for folder, summary in zip(runs, summaries, strict=True)]
@@ -44,6 +46,14 @@ def report(
     if not page.consistent:
         print_error("the evidence contradicts itself", f"see the red box at the top of {path}")
         raise typer.Exit(INCONSISTENT)
+
+
+def _tell_of_missing_images(runs: "list[Run]", summaries: "list[RunSummary]") -> None:
+    for run, summary in zip(runs, summaries, strict=True):
+        if run.is_finished and not summary.classes:
+            say(
+                f"no pictures of {run.path}: {summary.dataset} was not found; give its folder with --data-dir"
+            )
 
 
 def _refuse_zoo(runs: list[Path]) -> None:

@@ -211,6 +211,8 @@ def _collect(runs: Path, results: Path) -> None:
     _require_folder(runs, "name the folder that holds the run folders with --runs")
     names = collect_all(runs, results)
     say(f"collected {len(names)} finished runs into {results}")
+    if not names:
+        say(f"{runs} holds no run folder that is finished and certified; give the folder above such folders")
 
 
 def _pack(path: Path, results: Path, runs: Path | None, unfinished: bool, weights: bool, limit: str) -> None:

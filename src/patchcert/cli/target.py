@@ -56,12 +56,17 @@ def open_target(target: str) -> Target:
         run = Run.open(path)
         return Target(run.model(), run.model_spec(), run.weights, run)
     if not path.exists():
-        raise InvalidInput(
-            f"there is no {path}",
-            hint="give a run folder of `patchcert train`, a .safetensors model file, or zoo:NAME.",
-        )
+        raise InvalidInput(f"there is no {path}", hint=_instead_of(target))
     model, spec = load(path)
     return Target(model, spec, path)
+
+
+def _instead_of(target: str) -> str:
+    from patchcert.zoo import shipped
+
+    if target in shipped().names():
+        return f"the model of the zoo is zoo:{target}."
+    return "give a run folder of `patchcert train`, a .safetensors model file, or zoo:NAME."
 
 
 def _open_zoo(name: str) -> Target:

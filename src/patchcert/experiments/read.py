@@ -40,13 +40,22 @@ def write_spec(spec: Spec) -> str:
 def _load(source: str | Path) -> dict[str, Any]:
     path = Path(source)
     if path.is_file():
-        return _parse(path.read_text(encoding="utf-8"), str(path))
+        return _parse(_text(path), str(path))
     if str(source) in preset_names():
         preset = resources.files("patchcert.experiments") / "presets" / f"{source}.toml"
         return _parse(preset.read_text(encoding="utf-8"), str(source))
     presets = preset_names()
     message = f"{source} is neither a file nor a preset, nor a folder with a run"
     raise SpecError(message, hint=nearest(str(source), presets, "presets are"))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"{path} is no text, so no specification", hint="give a SPEC.toml, a preset or a run folder"
+        ) from error
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:

@@ -37,10 +37,7 @@ class Run:
         """The run in a folder that `patchcert train` wrote, finished or not."""
         folder = Path(path)
         if not (folder / SPEC).is_file():
-            what = "holds no run" if folder.is_dir() else "is not there"
-            raise RunError(
-                f"the run folder {folder} {what}", hint=f"train one with: patchcert train ... --out {folder}"
-            )
+            raise _no_run(folder)
         return cls(folder, read_spec(folder / SPEC))
 
     @classmethod
@@ -147,9 +144,28 @@ class Run:
         return load(self.weights)
 
 
+def _no_run(folder: Path) -> RunError:
+    name = str(folder)
+    if name.startswith("zoo:"):
+        name = name.removeprefix("zoo:")
+        return RunError(
+            f"{folder} is a model of the zoo, no run folder",
+            hint=f"make one of it: patchcert zoo copy {name} --out runs/{name}",
+        )
+    if folder.is_file():
+        return RunError(
+            f"{folder} is a file, no run folder", hint="give the folder it lies in, if that is one"
+        )
+    what = "holds no run" if folder.is_dir() else "is not there"
+    return RunError(
+        f"the run folder {folder} {what}", hint=f"train one with: patchcert train ... --out {folder}"
+    )
+
+
 def check_new(folder: Path) -> None:
     """Refuse a folder for a whole run at once unless it is empty or not there yet."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    place = folder.resolve()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise RunError(f"{folder} is not empty", hint="name a new folder")
 
 

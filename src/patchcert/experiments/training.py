@@ -11,6 +11,7 @@ from torch import Generator, nn
 
 from patchcert.bounds import Network
 from patchcert.data import Dataset, Split, load_dataset
+from patchcert.engine.inputs import check_fit
 from patchcert.errors import PatchcertError, RunError
 from patchcert.experiments.build import (
     build_strategy,
@@ -54,6 +55,7 @@ def train_run(
 ) -> Run:
     """Train a specification into a folder, or go on with it there; a finished run is returned as it is."""
     dataset = load_dataset(spec.data.name, place.data_dir)
+    check_fit(spec.threat, dataset.test.take(1).floats())
     if not place.world.is_main:
         _agree(place, None)
         return _train(Run.open(folder), spec, dataset, place, None)
