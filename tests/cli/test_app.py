@@ -8,6 +8,7 @@ from patchcert import __version__
 from patchcert.cli import app
 from patchcert.cli.app import Command, run
 from patchcert.errors import InvalidInput
+from patchcert.models import registry
 
 
 @pytest.fixture
@@ -47,6 +48,33 @@ def test_every_command_can_be_loaded(capsys):
         if app.importlib.util.find_spec(entry.module):
             assert run([entry.name, "--help"]) == 0
             assert capsys.readouterr().out
+
+
+def test_a_module_of_ones_own_is_imported_first(capsys, tmp_path, monkeypatch):
+    (tmp_path / "own_models.py").write_text(
+        "from torch import nn\n"
+        "from patchcert.models import architecture\n"
+        "@architecture('own')\n"
+        "def own(spec):\n"
+        "    pixels = spec.channels * spec.height * spec.width\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, spec.classes))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_builders", dict(registry._builders))
+    changes = ("data.name=mnist-mini", "data.limit=32", "model.name=own", "schedule.epochs=1")
+    train = [
+        "train",
+        "paper-mnist",
+        *(word for change in changes for word in ("--set", change)),
+        "--out",
+        "run",
+    ]
+    assert run(train) == 2
+    assert "on the command line in a module that --import names" in capsys.readouterr().err
+    assert run(["--import", "own_models", *train]) == 0
+    assert run(["--import", "own_models", "certify", "run", "--limit", "3"]) == 0
+    assert run(["--import", "absent_models", *train]) == 2
+    assert "--import absent_models: No module named 'absent_models'" in capsys.readouterr().err
 
 
 def test_help_breaks_lines_where_the_window_ends_only(capsys, monkeypatch):

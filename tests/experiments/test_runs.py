@@ -48,6 +48,7 @@ def test_a_run_without_a_state_gives_way_to_another(tmp_path):
 def test_a_new_folder_is_made_and_an_unfinished_one_asks_for_resume(tmp_path):
     folder = tmp_path / "run"
     assert prepare_run(folder, SPEC, resume=False).spec == SPEC
+    prepare_run(folder, SPEC, resume=False).append_metrics({"epoch": 0})
     with pytest.raises(RunError, match="holds this run, unfinished") as caught:
         prepare_run(folder, SPEC, resume=False)
     assert caught.value.hint == "add --resume to go on with it"

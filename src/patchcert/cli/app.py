@@ -14,8 +14,9 @@ import typer
 
 from patchcert import __version__
 from patchcert.cli.output import print_error, say
-from patchcert.errors import PatchcertError
+from patchcert.errors import InvalidInput, PatchcertError
 
+IMPORT = "--import"
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
@@ -88,7 +89,7 @@ def create_app(arguments: Sequence[str] = ()) -> typer.Typer:
         rich_markup_mode="markdown",
     )
     app.callback(invoke_without_command=True)(_root)
-    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    wanted = _called(arguments)
     for command in COMMANDS:
         if importlib.util.find_spec(command.module) is None:
             continue
@@ -97,6 +98,12 @@ def create_app(arguments: Sequence[str] = ()) -> typer.Typer:
         else:
             app.command(command.name, help=command.help)(_elsewhere)
     return app
+
+
+def _called(arguments: Sequence[str]) -> str | None:
+    """The first word that is neither an option nor the module that --import names."""
+    words = zip(arguments, ["", *arguments], strict=False)
+    return next((word for word, before in words if word[:1] != "-" and before != IMPORT), None)
 
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -117,13 +124,35 @@ def _elsewhere() -> None:
 def _root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            IMPORT,
+            metavar="MODULE",
+            help="First import this module, which registers architectures or layers.",
+        ),
+    ] = None,
 ) -> None:
     """Prove that no adversarial patch changes what an image classifier says, and try to break it."""
     if version:
         typer.echo(f"patchcert {__version__}")
         raise typer.Exit
+    for module in modules or []:
+        _import(module)
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+
+
+def _import(module: str) -> None:
+    """As `python -m` would find it: in the working folder, then among what is installed."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise InvalidInput(
+            f"{IMPORT} {module}: {error}", hint="name a module like my_models, in this folder or installed."
+        ) from error
 
 
 def _is_usage_error(error: Exception) -> bool:

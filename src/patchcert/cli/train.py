@@ -85,7 +85,9 @@ def _warn_of_half_a_threat(spec: "Spec") -> None:
     epochs = spec.schedule.epochs
     reached = spec.schedule.epsilon.end(epochs - 1)
     if reached < 1 and spec.strategy.kind not in ("natural", "ablated"):
-        say(f"epsilon grows to {reached:.2f} of 1 in {epochs} epochs; --scale shortens the ramp with the rest")
+        say(
+            f"epsilon grows to {reached:.2f} of 1 in {epochs} epochs; --scale shortens the ramp with the rest"
+        )
 
 
 def _request(source: str, changes: list[str], scale: float, out: Path | None) -> tuple["Spec", Path]:

@@ -25,9 +25,9 @@ def prepare_run(folder: Path, spec: Spec, resume: bool) -> Run:
             raise RunError(f"{folder} is not empty and holds no run", hint="give another folder with --out")
         return Run.create(folder, spec)
     run = Run.open(folder)
+    if not (resume or run.is_finished or run.state.is_file() or run.metrics()):
+        return _begin_anew(run, spec)
     if run.spec.fingerprint() != spec.fingerprint():
-        if not (resume or run.is_finished or run.state.is_file() or run.metrics()):
-            return _begin_anew(run, spec)
         difference = _first_difference(to_plain(run.spec), to_plain(spec))
         raise RunError(f"{folder} holds a different run: {difference}", hint="give another folder with --out")
     if not resume:

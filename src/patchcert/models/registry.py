@@ -62,7 +62,8 @@ def _find(name: str) -> Builder:
     advice = f"did you mean {nearest[0]!r}? " if nearest else ""
     raise ModelError(
         f"there is no architecture named {name!r}; known: {', '.join(names())}",
-        hint=f"{advice}Your own are registered with @patchcert.models.architecture(name).",
+        hint=f"{advice}Your own are registered with @patchcert.models.architecture(name); "
+        "on the command line in a module that --import names.",
     )
 
 
