@@ -39,10 +39,11 @@ def trim(
     narrow = replace(spec, hidden=None, widths=widths)
     weights = {**model.state_dict(), **dict(_parts(model, opened))}
     trimmed = build(narrow, torch.Generator())
-    if any(value.shape != weights[name].shape for name, value in trimmed.state_dict().items()):
+    made = trimmed.state_dict()
+    if made.keys() != weights.keys() or any(made[name].shape != weights[name].shape for name in made):
         raise ModelError(
             f"the architecture {spec.name!r} cannot be built with the widths {widths}",
-            hint="let its builder read spec.widths, or choose one of the paper's networks",
+            hint="give the description of this very model, whose builder must read spec.widths",
         )
     trimmed.load_state_dict(weights, assign=True)
     return trimmed.to(images.device).eval(), narrow
