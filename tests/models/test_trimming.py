@@ -142,3 +142,5 @@ def test_what_cannot_be_trimmed_is_refused_by_name(generator):
     bare = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 2))
     with pytest.raises(ModelError, match=r"the layer 1 \(Linear\) is followed by Linear"):
         trim(bare, stiff, torch.rand(2, 1, 4, 1))
+    with pytest.raises(ModelError, match=r"'mlp' cannot be built with the widths \(7,\)"):
+        trim(model, ModelSpec("mlp", 1, 4, 1), torch.rand(2, 1, 4, 1))
