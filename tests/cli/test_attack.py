@@ -118,8 +118,6 @@ def test_another_question_keeps_the_evidence_of_the_first(run_folder):
         ["--split", "train"],
         ["--seed", "1"],
         ["--step-size", "0.2"],
-        ["--data", "mnist-mini", "--limit", "3", "--seed", "1"],
-        ["--limit", "3"],
         ["--certified-only"],
         ["--certified-only", "--restarts", "1"],
         ["--certified-only", "--split", "train"],
@@ -127,13 +125,17 @@ def test_another_question_keeps_the_evidence_of_the_first(run_folder):
     for options in questions:
         assert attack(run_folder.path, *QUICK, *options) == 0
         assert attack(run_folder.path, *QUICK, *options) == 0
-    assert len([name for name in run_folder.evidence_names() if name.startswith("attack")]) == len(questions)
+    for options in (["--limit", "3"], ["--limit", "3", "--seed", "1"]):
+        assert attack(run_folder.path, "--steps", "4", "--restarts", "2", *options) == 0
+    made = [name for name in run_folder.evidence_names() if name.startswith("attack")]
+    assert len(made) == len(questions) + 2
 
 
 def test_the_first_images_can_be_asked_for(capsys, trained_file, tmp_path):
     out = tmp_path / "rows.npz"
     assert (
-        attack(trained_file, "--data", "mnist-mini", "--sparse", 2, *QUICK, "--limit", 6, "--out", out) == 0
+        attack(trained_file, "--data", "mnist-mini", "--sparse", 2, *QUICK[:4], "--limit", 6, "--out", out)
+        == 0
     )
     assert answer(capsys)["settings"]["kind"] == "SparseAttack"
     with np.load(out, allow_pickle=False) as rows:
@@ -267,6 +269,7 @@ def test_nothing_certified_is_said(capsys, run_folder):
         (["--loss", "hinge"], "unknown loss 'hinge'"),
         (["--search", "grid"], "unknown search 'grid'"),
         (["--out", "rows.txt"], "--out rows.txt is no name of an evidence file"),
+        (["--limit", "3"], "--images draws at random, --limit takes the first"),
     ],
 )
 def test_mistakes_are_named(capsys, trained_file, options, message):

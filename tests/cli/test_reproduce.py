@@ -135,6 +135,8 @@ def test_without_a_table_all_are_listed(capsys):
         (["large-models", "--page", "x.htm"], "--page x.htm is no name of an HTML file"),
         (["large-models", "--device", "cpu"], "cifar10"),
         (["large-models", "--from", "nowhere"], "there is no folder nowhere"),
+        (["large-models", "--from", ".", "--tf32"], "--tf32 is about training, and --from trains nothing"),
+        (["large-models", "--pack-runs"], "--pack-runs says what --pack packs, which is not given"),
         (["collect", "--runs", "nowhere"], "there is no folder nowhere"),
     ],
 )

@@ -84,6 +84,12 @@ def test_a_schedule_that_ends_before_epsilon_is_1_is_pointed_out(capsys, tmp_pat
     assert "epsilon grows to" not in capsys.readouterr().err
 
 
+def test_going_on_where_nothing_is_says_so(capsys, tmp_path):
+    changes = (*TINY, "schedule.epochs=1")
+    assert train("paper-mnist", "--out", tmp_path / "new", "--resume", changes=changes) == 0
+    assert f"there is no {tmp_path / 'new'} to go on with; a new run begins" in capsys.readouterr().err
+
+
 def test_a_threat_that_does_not_fit_leaves_no_folder(capsys, tmp_path):
     assert train("paper-mnist", "--out", tmp_path / "run", changes=(*TINY, "threat.stamp=40x40")) == 2
     assert "the patch of 40x40 does not fit into images of 28x28" in capsys.readouterr().err

@@ -36,7 +36,9 @@ def attack(
     data: DataOption = None,
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
-    images: Annotated[int, typer.Option(min=1, help="So many images, drawn at random by --seed.")] = 400,
+    images: Annotated[
+        int | None, typer.Option(min=1, help="So many images, drawn at random by --seed; 400.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="The first N images instead of a draw.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draw of images and of the attack.")] = 0,
     steps: Annotated[int, typer.Option(help="Gradient steps per restart.")] = USUAL_STEPS,
@@ -86,6 +88,8 @@ def attack(
     from patchcert.cli.attack_work import Order, carry_out_all
 
     _check_output(out, targets)
+    if images is not None and limit is not None:
+        raise InvalidInput("--images draws at random, --limit takes the first", hint="leave one of them out.")
     choice = AttackChoice(
         steps,
         step_size,
@@ -106,7 +110,7 @@ def attack(
         data,
         data_dir,
         split,
-        images,
+        400 if images is None else images,
         limit,
         seed,
         save_images,

@@ -1,6 +1,7 @@
 """`patchcert reproduce TABLE`: the paper's tables, trained and certified here, or recounted from evidence."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,6 +81,12 @@ def reproduce(
     """
     began = time.monotonic()
     _check_options(output, pack, write, page)
+    packing = {"--pack-runs": pack_runs, "--pack-weights": pack_weights}
+    training = {"--jobs": jobs > 1, "--tf32": tf32, "--bfloat16": bfloat16, "--voted-images": voted_images}
+    if pack is None:
+        _refuse(packing, "says what --pack packs, which is not given")
+    if source is not None:
+        _refuse(training, "is about training, and --from trains nothing")
     folder = source or results or runs / "results"
     if unpack is not None:
         _unpack(unpack, folder, runs)
@@ -114,6 +121,13 @@ def reproduce(
         _pack(pack, folder, runs if pack_runs or pack_weights else None, pack_runs, pack_weights, pack_limit)
     if code:
         raise typer.Exit(code)
+
+
+def _refuse(options: Mapping[str, object], reason: str) -> None:
+    """An option that would do nothing is a mistake."""
+    for option, value in options.items():
+        if value:
+            raise InvalidInput(f"{option} {reason}", hint="leave it out")
 
 
 def _check_options(output: str, pack: Path | None, write: Path | None, page: Path | None) -> None:

@@ -47,6 +47,8 @@ def train(
 
     wanted, folder = _request(spec, changes or [], scale, out)
     _warn_of_half_a_threat(wanted)
+    if resume and not folder.exists():
+        say(f"there is no {folder} to go on with; a new run begins")
     if threads is not None:
         torch.set_num_threads(threads)
     try:
