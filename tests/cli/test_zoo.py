@@ -74,6 +74,9 @@ def test_added_models_are_listed_and_shown(capsys, zoo, folder):
     (added,) = answer(capsys)["runs"]
     assert (added["name"], added["status"]) == (NAME, "added")
     assert run(["zoo", "list"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(NAME)]
+    assert f"{100 * added['certified_accuracy']:.1f}" in row
+    assert run(["zoo", "list", "--json"]) == 0
     listed = answer(capsys)
     assert [row["name"] for row in listed["models"]] == [NAME]
     assert listed["bytes"] == zoo.size()

@@ -9,6 +9,9 @@ from patchcert.cli.output import print_json, say
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from patchcert.report.tables import Cell, Table
     from patchcert.zoo import Card, Zoo
 
 app = typer.Typer(add_completion=False, no_args_is_help=False)
@@ -20,11 +23,19 @@ Folder = Annotated[
 
 
 @app.command("list")
-def list_models(zoo: Folder = None) -> None:
+def list_models(
+    zoo: Folder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
     """Say which trained models there are, and what is proven of them."""
     opened = _open(zoo)
     rows = [_row(opened.card(name)) for name in opened.names()]
-    print_json({"folder": str(opened.folder), "bytes": opened.size(), "models": rows})
+    if as_json:
+        print_json({"folder": str(opened.folder), "bytes": opened.size(), "models": rows})
+        return
+    from rich.console import Console
+
+    Console().print(_table(rows).to_rich())
 
 
 @app.command()
@@ -115,6 +126,25 @@ def _row(card: "Card") -> dict[str, Any]:
         "attacked_accuracy": strongest and strongest.withstood / strongest.images,
         "certified_of_attacked": strongest and strongest.certified / strongest.images,
     }
+
+
+def _table(rows: "Sequence[Mapping[str, Any]]") -> "Table":
+    """What a reader compares, in per cent; under attack are those of few images that withstood the strongest one."""
+    from patchcert.report.tables import Column, Table
+
+    names = ("clean", "certified", "under attack", "attacked images")
+    columns = (
+        Column("name", numeric=False),
+        Column("parameters", decimals=0),
+        *(Column(name) for name in names),
+    )
+    return Table("Trained models, in per cent", columns, tuple(_cells(row) for row in rows))
+
+
+def _cells(row: "Mapping[str, Any]") -> "tuple[Cell, ...]":
+    shares = [row[key] for key in ("clean_accuracy", "certified_accuracy", "attacked_accuracy")]
+    percent = (None if share is None else 100 * share for share in shares)
+    return row["name"], row["parameters"], *percent, row["attacked_images"]
 
 
 def _shares(card: "Card") -> dict[str, Any]:
