@@ -5,7 +5,10 @@ from collections.abc import Mapping
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
+
+_WIDE = 220
 
 
 def stderr_console() -> Console:
@@ -16,6 +19,13 @@ def stderr_console() -> Console:
 def print_json(result: Mapping[str, object]) -> None:
     """The result of a command, as one JSON object on stdout."""
     typer.echo(json.dumps(result, indent=2, allow_nan=False))
+
+
+def print_table(table: Table) -> None:
+    """A table on stdout, as wide as the terminal; where there is none, as wide as it likes."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=_WIDE)
+    console.print(table)
 
 
 def say(message: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.output import print_json, say
+from patchcert.cli.output import print_json, print_table, say
 from patchcert.cli.parsing import parse_bytes, parse_device
 from patchcert.errors import InvalidInput
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from patchcert.experiments.reproduce.tables import Entry, PaperTable
 
 FORMATS = ("table", "markdown", "csv", "latex", "json")
-TERMINAL_WIDTH = 220
 
 
 def reproduce(
@@ -181,8 +180,6 @@ def _show(
     write: Path | None,
     folder: Path,
 ) -> None:
-    from rich.console import Console
-
     from patchcert.experiments.reproduce.results import Results
     from patchcert.report.reproduction import reproduction_document, reproduction_json, reproduction_table
 
@@ -196,13 +193,11 @@ def _show(
     if output == "json":
         print_json({"tables": [reproduction_json(table, rows, quick) for table, rows in found]})
         return
-    console = Console()
-    console = console if console.is_terminal else Console(width=TERMINAL_WIDTH)
     for table, rows in found:
         made = reproduction_table(table, rows, quick)
         if output == "table":
-            console.print(made.to_rich())
-            console.print()
+            print_table(made.to_rich())
+            typer.echo()
         else:
             made_by = {"markdown": made.to_markdown, "csv": made.to_csv, "latex": made.to_latex}
             typer.echo(made_by[output]())

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchcert.cli.output import print_json, say
+from patchcert.cli.output import print_json, print_table, say
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ def list_models(
     if as_json:
         print_json({"folder": str(opened.folder), "bytes": opened.size(), "models": rows})
         return
-    from rich.console import Console
-
-    Console().print(_table(rows).to_rich())
+    print_table(_table(rows).to_rich())
 
 
 @app.command()
