@@ -200,8 +200,8 @@ class _Task:
         budget = certifier.memory_budget or default_budget(images.device)
         logits = logits_of(model, images)
         check_logits(logits, images, labels)
-        check_trace(twin, audit, images, threat)
         converted = images.to(dtype)
+        check_trace(twin, audit, network, converted, threat)
         sweep, verdicts = None, None
         if isinstance(threat, Patch) and len(images):
             if certifier.verdicts_only:

@@ -395,6 +395,17 @@ def test_a_model_without_a_row_of_logits_per_image_is_refused():
         )
 
 
+def test_a_model_that_changes_its_images_is_refused_and_leaves_them_alone():
+    class Halving(nn.Module):
+        def forward(self, images):
+            return images.mul_(0.5).flatten(1)[:, :2]
+
+    images = torch.ones(2, 1, 3, 3)
+    with pytest.raises(ModelError, match="changes the images it is given in place"):
+        PatchAttack(1, 0.1, 1).run(Halving(), images, torch.zeros(2, dtype=torch.long), Patch(1))
+    assert (images == 1).all()
+
+
 def test_images_that_the_model_does_not_take_are_refused():
     with pytest.raises(ModelError, match=r"the model does not take images of \(3, 3, 3\)"):
         PatchAttack(1, 0.1, 1).run(

@@ -306,6 +306,53 @@ def test_weights_that_the_forward_pass_computes_are_refused(forward, message):
     assert set(vars(model)) == before
 
 
+def aliased(self, x):
+    h = self.c(x)
+    skip = h
+    h += self.d(h)
+    return self.fc(skip.flatten(1))
+
+
+def test_a_sum_in_place_changes_what_shares_its_memory():
+    """Python would make h = h + y of it for a traced h, and leave the other name of h alone."""
+    layers = {"c": nn.Conv2d(2, 2, 1), "d": nn.Conv2d(2, 2, 1), "fc": linear()}
+    with pytest.raises(UnsupportedLayer, match="a result that another layer has changed in place"):
+        trace(model_of(aliased, **layers))
+
+
+def test_a_sum_into_the_images_is_refused():
+    def forward(self, x):
+        x += self.c(x)
+        return self.fc(x.flatten(1))
+
+    with pytest.raises(UnsupportedLayer, match="changes the images in place"):
+        trace(model_of(forward, c=nn.Conv2d(2, 2, 1), fc=linear()))
+
+
+def test_a_sum_in_place_is_a_sum():
+    def forward(self, x):
+        h = self.c(x)
+        h += self.d(x)
+        return self.fc(h.flatten(1))
+
+    model = model_of(forward, c=nn.Conv2d(2, 2, 1), d=nn.Conv2d(2, 2, 1), fc=linear())
+    torch.testing.assert_close(trace(model).values(images())[-1], model(images()))
+
+
+def test_arguments_with_a_default_have_it():
+    class Optional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c, self.fc = nn.Conv2d(2, 2, 1), linear()
+
+        def forward(self, x, extra=None, *, scale=None):
+            h = self.c(x) if extra is None and scale is None else x
+            return self.fc(h.flatten(1))
+
+    model = randomise(Optional(), torch.Generator().manual_seed(0)).double()
+    assert trace(model).affine_layers == ("c", "fc")
+
+
 def test_buffers_are_weights():
     model = model_of(lambda s, x: F.linear(x.flatten(1), s.matrix))
     model.register_buffer("matrix", torch.rand(3, 60, dtype=torch.float64))

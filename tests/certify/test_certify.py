@@ -1,12 +1,16 @@
 """Certificates: what they hold, what is never certified, and what is refused with which words."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
 import patchcert as pc
+from patchcert.bounds import Interval
+from patchcert.bounds.lowering import LAYER_RULES
+from patchcert.bounds.operations import Operation
 from patchcert.certificates import Certificates
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.testing.blocks import randomise
@@ -237,3 +241,37 @@ def test_the_model_and_the_images_stay_as_they_are():
     assert torch.equal(images, kept)
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Magnitude(nn.Module):
+    """A layer that is not monotone."""
+
+    def forward(self, features):
+        return features.abs()
+
+
+@dataclass(frozen=True)
+class Absolute(Operation):
+    def forward(self, *inputs):
+        return inputs[0].abs()
+
+    def interval(self, *inputs, rounding):
+        (box,) = inputs
+        least, largest = box.lower.clamp(min=0) - box.upper.clamp(max=0), torch.maximum(-box.lower, box.upper)
+        return Interval(least, largest)
+
+
+@pytest.mark.parametrize("verdicts_only", [False, True])
+def test_an_operation_of_ones_own_is_certified_the_dense_way(monkeypatch, verdicts_only):
+    monkeypatch.setitem(LAYER_RULES, Magnitude, lambda layer: Absolute())
+    model = network()
+    model[1] = Magnitude()
+    images, labels = batch()
+    labels = model(images).argmax(dim=1)
+    found = pc.certify(model, images, labels, pc.Patch(1), verdicts_only=verdicts_only)
+    members = torch.stack(
+        [pc.Patch(1).sample(images, torch.Generator().manual_seed(seed)) for seed in range(50)]
+    )
+    withstood = (model(members.flatten(0, 1)).argmax(dim=1).view(50, -1) == labels).all(dim=0)
+    assert found.certified.any()
+    assert (withstood | ~found.certified).all()

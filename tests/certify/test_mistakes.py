@@ -52,6 +52,27 @@ class Averaged(nn.Module):
         return self.head(torch.flatten(images, 1))
 
 
+class Slope(nn.Module):
+    """A layer whose copies have the slope 0."""
+
+    def __init__(self, slope=0.0):
+        super().__init__()
+        self.slope = slope
+
+    def __deepcopy__(self, memo):
+        return type(self)()
+
+    def forward(self, features):
+        return nn.functional.leaky_relu(features, self.slope)
+
+
+class Shared(nn.Linear):
+    """Is its own copy."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
 class Branched(nn.Module):
     """Goes another way for images with a black pixel, which tracing does not see."""
 
@@ -200,6 +221,16 @@ MISTAKES = {
         ModelError,
         "a copy of the model Averaged has other weights: head.bias, head.weight",
         {"model": lambda m: Averaged()},
+    ),
+    "a model whose copies are another function": (
+        ModelError,
+        "a copy of the model Sequential in float64 is another function",
+        {"model": lambda m: nn.Sequential(nn.Flatten(), nn.Linear(20, 9), Slope(0.9), nn.Linear(9, 3))},
+    ),
+    "a model whose copies share its weights": (
+        ModelError,
+        "a copy of the model Sequential shares its weights",
+        {"model": lambda m: nn.Sequential(nn.Flatten(), Shared(20, 3))},
     ),
     "grey images for a model of colours": (
         ModelError,

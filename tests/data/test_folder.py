@@ -122,6 +122,14 @@ def test_a_damaged_image_is_named(tmp_path, damage):
         _ = load_dataset(f"folder:{tmp_path}", image_shape=SMALL).test.images
 
 
+def test_pixels_of_more_than_8_bits_are_refused(tmp_path):
+    """They would be clipped, so that nearly all of them were white."""
+    (tmp_path / "cat").mkdir()
+    Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000).save(tmp_path / "cat" / "a.png")
+    with pytest.raises(DataError, match="a.png has pixels of mode I;16, which do not fit into 8 bits"):
+        folder.decode(tmp_path / "cat" / "a.png", ImageShape(1, 8, 8))
+
+
 def test_the_imagenet_sample_is_read(real_data):
     if not (real_data / "imagenet" / "labels.csv").is_file():
         pytest.skip("no ImageNet sample")

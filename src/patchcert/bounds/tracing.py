@@ -65,8 +65,44 @@ def _is_called_otherwise(layer: nn.Module) -> bool:
     return any(getattr(type(layer), name) is not getattr(nn.Module, name) for name in kept)
 
 
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[fx.Proxy, object], fx.Proxy]:
+    def recorded(value: fx.Proxy, other: object) -> fx.Proxy:
+        return value.tracer.create_proxy("call_function", function, (value, other), {})
+
+    return recorded
+
+
+class _Proxy(fx.Proxy):
+    """Records `h += y` as what it is; torch.fx would make `h = h + y` of it, which leaves other names of h alone."""
+
+    __iadd__ = _in_place(operator.iadd)
+    __isub__ = _in_place(operator.isub)
+    __imul__ = _in_place(operator.imul)
+    __itruediv__ = _in_place(operator.itruediv)
+    __ifloordiv__ = _in_place(operator.ifloordiv)
+    __imod__ = _in_place(operator.imod)
+    __ipow__ = _in_place(operator.ipow)
+    __imatmul__ = _in_place(operator.imatmul)
+
+
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # what is computed of them becomes part of the graph, as with parameters
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_args_for_root(
+        self,
+        root_fn: Callable[..., Any],
+        is_module: bool,
+        concrete_args: Any = None,  # noqa: ANN401
+    ) -> tuple[Any, list[Any]]:
+        """What has a default has it while traced too, so that `argument is None` is answered as in a call."""
+        function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
+        for place, parameter in enumerate(inspect.signature(inspect.unwrap(root_fn)).parameters.values()):
+            if place > 1 and parameter.default is not inspect.Parameter.empty:
+                arguments[place] = parameter.default
+        return function, arguments
 
     def create_arg(self, a: Any) -> Argument:  # noqa: ANN401
         """Tensors that the forward pass makes, of others or of numbers, would be frozen into the trace unseen."""

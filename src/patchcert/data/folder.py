@@ -92,10 +92,19 @@ def read_folder(path: Path, shape: ImageShape) -> Dataset:
     )
 
 
+_MANY_BITS = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
+"""Modes that Pillow would clip to 255, not scale."""
+
+
 def decode(path: Path, shape: ImageShape) -> Tensor:
     """One image as uint8 (c, h, w). An image that already has the wanted size is taken as it is."""
     try:
         with Image.open(path) as image:
+            if image.mode in _MANY_BITS:
+                raise DataError(
+                    f"{path} has pixels of mode {image.mode}, which do not fit into 8 bits",
+                    hint="convert it to 8 bits per channel.",
+                )
             pixels = _fit(image.convert("L" if shape.channels == 1 else "RGB"), shape.height, shape.width)
     except (OSError, UnidentifiedImageError, SyntaxError) as error:
         raise DataError(

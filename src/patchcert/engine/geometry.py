@@ -24,6 +24,10 @@ from patchcert.engine.taps import Taps
 Shape = tuple[int, ...]
 
 
+_FOLLOWED = (Convolution, AveragePool, Linear, ChannelScale, Monotone, MaxPool, Add, Reshape)
+"""The operations that have rules for windows."""
+
+
 class NotCovered(Exception):
     """The network holds a step that windows cannot follow; the dense path takes over."""
 
@@ -122,6 +126,8 @@ class Layout:
             raise NotCovered("the last layer is not linear")
         maps: list[FeatureMap | None] = [FeatureMap(*values[0].shape[1:])]
         for position, step in enumerate(network.steps):
+            if type(step.operation) not in _FOLLOWED:
+                raise NotCovered(f"windows have no rule for {type(step.operation).__name__}")
             source, shape = maps[step.inputs[0]], tuple(values[position + 1].shape[1:])
             if len({(maps[index], values[index].shape) for index in step.inputs}) > 1:
                 raise NotCovered("a sum whose terms do not have the same places")

@@ -107,7 +107,13 @@ def model_of_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def copy_of_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of this type, which must have the weights of the model: classes may say themselves how they are copied."""
-    copied = copy.deepcopy(model).to(dtype)
+    copied = copy.deepcopy(model)
+    if {id(value) for value in copied.parameters()} & {id(value) for value in model.parameters()}:
+        raise ModelError(
+            f"a copy of the model {type(model).__name__} shares its weights",
+            hint="let copy.deepcopy copy it as it is",
+        )
+    copied = copied.to(dtype)
     before, after = ({**dict(one.named_parameters()), **dict(one.named_buffers())} for one in (model, copied))
     changed = [
         name for name in before.keys() | after.keys() if not _is_same(before.get(name), after.get(name))
@@ -129,24 +135,31 @@ def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
 _PROBED = 4
 
 
-def check_trace(twin: nn.Module, audit: Network, images: Tensor, threat: Patch | SparsePixels) -> None:
+def check_trace(
+    twin: nn.Module, audit: Network, network: Network, images: Tensor, threat: Patch | SparsePixels
+) -> None:
     """The traced operations must give what the model's float64 twin gives: on a few images, their negatives, and
-    random members of the threat.
+    random members of the threat. So must those of the model itself, in the type of the images.
 
     They differ where the forward pass looks at more than its input, at a counter or at whether it is traced, or
-    goes another way for some inputs.
+    goes another way for some inputs; and where a copy of the model is another function.
     """
-    few = images[:_PROBED].double()
-    few = few if len(few) else images.new_full((1, *images.shape[1:]), 0.25).double()
+    few = images[:_PROBED] if len(images) else images.new_full((1, *images.shape[1:]), 0.25)
     probes = torch.cat([few, 1 - few, threat.sample(few, torch.Generator().manual_seed(0))])
     try:
-        bounds = audit.bounds(Interval.point(probes), rounding=Rounding.outward(torch.float64))
-        logits = torch.cat([twin(probe) for probe in probes.split(1)])
+        bounds = audit.bounds(Interval.point(probes.double()), rounding=Rounding.outward(torch.float64))
+        logits = torch.cat([twin(probe) for probe in probes.double().split(1)])
     except RuntimeError as error:
         raise ModelError(
             f"the model does not run in float64: {str(error).splitlines()[0]}",
             hint="keep all weights in parameters or buffers, and cast nothing to a fixed type",
         ) from error
+    own = network.bounds(Interval.point(probes), rounding=Rounding.outward(probes.dtype))
+    if bool(((own.lower.double() > bounds.upper) | (own.upper.double() < bounds.lower)).any()):
+        raise ModelError(
+            f"a copy of the model {type(twin).__name__} in float64 is another function",
+            hint="let copy.deepcopy copy it as it is, and let it compute the same in every type",
+        )
     leeway = (bounds.upper - bounds.lower) + 1e-6 * (1 + logits.abs())
     apart = torch.maximum(bounds.lower - logits, logits - bounds.upper)
     if bool((apart > leeway).any()):
@@ -163,12 +176,23 @@ def logits_of(model: nn.Module, images: Tensor) -> Tensor:
     at_once = 2048 if images.is_cuda else 256
     batches = images.to(own.dtype).split(at_once) if len(images) else [images.to(own.dtype)]
     try:
-        return torch.cat([model(batch) for batch in batches])
+        return torch.cat([_answer(model, batch) for batch in batches])
     except RuntimeError as error:
         raise ModelError(
             f"the model does not take images of {tuple(images.shape[1:])}: {str(error).splitlines()[0]}",
             hint="check channels, height and width against the model's first layers",
         ) from error
+
+
+def _answer(model: nn.Module, images: Tensor) -> Tensor:
+    """Logits of images that stay as they are."""
+    given = images.clone()
+    logits = model(given)
+    if not torch.equal(given, images):
+        raise ModelError(
+            "the model changes the images it is given in place", hint="use inplace=False, or copy them first"
+        )
+    return logits
 
 
 def check_logits(logits: Tensor, images: Tensor, labels: Tensor) -> None:
