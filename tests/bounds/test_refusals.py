@@ -353,6 +353,19 @@ def test_arguments_with_a_default_have_it():
     assert trace(model).affine_layers == ("c", "fc")
 
 
+def test_any_number_of_arguments_is_refused():
+    class Open(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = linear()
+
+        def forward(self, x, *others, scale=None):
+            return self.fc(x.flatten(1)) if scale is None else x
+
+    with pytest.raises(UnsupportedLayer, match="the model takes a second input '_others'"):
+        trace(Open())
+
+
 def test_buffers_are_weights():
     model = model_of(lambda s, x: F.linear(x.flatten(1), s.matrix))
     model.register_buffer("matrix", torch.rand(3, 60, dtype=torch.float64))

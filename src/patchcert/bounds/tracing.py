@@ -99,9 +99,11 @@ class _Tracer(fx.Tracer):
     ) -> tuple[Any, list[Any]]:
         """What has a default has it while traced too, so that `argument is None` is answered as in a call."""
         function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
-        for place, parameter in enumerate(inspect.signature(inspect.unwrap(root_fn)).parameters.values()):
-            if place > 1 and parameter.default is not inspect.Parameter.empty:
-                arguments[place] = parameter.default
+        written = inspect.unwrap(root_fn)
+        parameters = inspect.signature(written).parameters
+        for place, name in enumerate(written.__code__.co_varnames[: len(arguments)]):
+            if place > 1 and parameters[name].default is not inspect.Parameter.empty:
+                arguments[place] = parameters[name].default
         return function, arguments
 
     def create_arg(self, a: Any) -> Argument:  # noqa: ANN401
