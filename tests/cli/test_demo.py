@@ -8,6 +8,7 @@ import pytest
 
 from patchcert.cli import demo_steps
 from patchcert.cli.app import run
+from patchcert.errors import DataError
 from patchcert.experiments.runs import Run
 
 
@@ -102,6 +103,16 @@ def test_report_fails_loudly_when_the_evidence_contradicts_itself(finished, tmp_
     said = capsys.readouterr()
     assert json.loads(said.out)["consistent"] is False
     assert "the evidence contradicts itself" in said.err
+
+
+def test_report_says_why_it_has_no_pictures(finished, tmp_path, capsys, monkeypatch):
+    def absent(*given):
+        raise DataError("there are no files")
+
+    monkeypatch.setattr("patchcert.report.collect.load_dataset", absent)
+    assert run(["report", str(finished), "--out", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().err
+    assert f"no pictures of {finished}: mnist-mini was not found; give its folder with --data-dir" in said
 
 
 def test_report_of_what_is_no_run_is_a_mistake(tmp_path, capsys):

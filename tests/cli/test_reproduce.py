@@ -121,6 +121,11 @@ def test_without_a_table_all_are_listed(capsys):
     assert json.loads(capsys.readouterr().out)["tables"][-1]["name"] == "ours"
 
 
+def test_a_folder_without_runs_in_it_collects_nothing_and_says_so(capsys, tmp_path):
+    assert run(["reproduce", "collect", "--runs", str(tmp_path), "--results", str(tmp_path / "results")]) == 0
+    assert "holds no run folder that is finished and certified" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,11 +9,16 @@ from torch import nn
 
 from patchcert.bounds import trace
 from patchcert.bounds.geometry import Geometry
-from patchcert.engine.geometry import Layout, NotCovered, Window
+from patchcert.engine.geometry import _FOLLOWED, Layout, NotCovered, Window
 from patchcert.engine.groups import groups
+from patchcert.engine.rules import RULES
 from patchcert.engine.sweep import PlacementSweep
 from patchcert.testing.blocks import ResidualBlock
 from patchcert.threats import Patch
+
+
+def test_the_operations_that_windows_follow_are_those_with_rules():
+    assert set(_FOLLOWED) == set(RULES)
 
 
 @st.composite

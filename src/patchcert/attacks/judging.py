@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from patchcert.engine.inputs import logits_of
+from patchcert.engine.inputs import check_labels, logits_of
 from patchcert.errors import InvalidInput, ModelError, PatchcertError
 from patchcert.threats import Threat
 
@@ -108,13 +108,4 @@ def check_batch(model: nn.Module, images: Tensor, labels: Tensor) -> None:
             )
     if len(images):
         with torch.no_grad():
-            classes = logits_of(model, images[:1]).shape[-1]
-        _check_range(labels, classes)
-
-
-def _check_range(labels: Tensor, classes: int) -> None:
-    if not bool(((labels >= 0) & (labels < classes)).all()):
-        raise InvalidInput(
-            f"labels must lie in 0..{classes - 1}, got {int(labels.min())} to {int(labels.max())}",
-            hint="the model has fewer classes than the labels speak of",
-        )
+            check_labels(labels, logits_of(model, images[:1]).shape[-1])

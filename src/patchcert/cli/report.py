@@ -30,12 +30,11 @@ def report(
 
     Exits with 1 if the evidence contradicts itself: an image that is certified, yet was broken by an attack.
     """
-    from patchcert.experiments.runs import Run
+    from patchcert.cli.target import open_run
     from patchcert.report import Pictures, summarise_run, write_report
 
-    _refuse_zoo(runs)
     path = _page(runs, out)
-    opened = [Run.open(folder) for folder in runs]
+    opened = [open_run(folder) for folder in runs]
     pictures = Pictures(maps=maps, data_dir=data_dir)
     summaries = [summarise_run(run, pictures) for run in opened]
     _tell_of_missing_images(opened, summaries)
@@ -53,17 +52,6 @@ def _tell_of_missing_images(runs: "list[Run]", summaries: "list[RunSummary]") ->
         if run.is_finished and not summary.classes:
             say(
                 f"no pictures of {run.path}: {summary.dataset} was not found; give its folder with --data-dir"
-            )
-
-
-def _refuse_zoo(runs: list[Path]) -> None:
-    """A page shows evidence, and a model of the zoo has none of its own."""
-    for run in runs:
-        if str(run).startswith("zoo:"):
-            name = str(run).removeprefix("zoo:")
-            raise InvalidInput(
-                f"{run} has no evidence of its own, so there is nothing to report",
-                hint=f"patchcert zoo copy {name} --out runs/{name}, then certify and report runs/{name}",
             )
 
 

@@ -61,6 +61,19 @@ def open_target(target: str) -> Target:
     return Target(model, spec, path)
 
 
+def open_run(folder: Path) -> "Run":
+    """The run in a folder, for commands that need more than a model."""
+    from patchcert.experiments.runs import Run
+
+    if str(folder).startswith(ZOO):
+        name = str(folder).removeprefix(ZOO)
+        raise InvalidInput(
+            f"{folder} is a model, no run folder with evidence of its own",
+            hint=f"patchcert zoo copy {name} --out runs/{name} makes one; then certify runs/{name}.",
+        )
+    return Run.open(folder)
+
+
 def _instead_of(target: str) -> str:
     from patchcert.zoo import shipped
 

@@ -28,13 +28,12 @@ def trim(
     The trimmed model is one of its own, smaller and faster to certify. What was proven of the whole one does not
     count for it: certify it next.
     """
-    from patchcert.cli.target import choose_images, open_data, open_target
+    from patchcert.cli.target import choose_images, open_data, open_run, open_target
     from patchcert.experiments.build import choose_data
-    from patchcert.experiments.runs import Run
     from patchcert.experiments.trimming import trim_run
     from patchcert.files import sha256
 
-    whole, place = Run.open(run), parse_device(device)
+    whole, place = open_run(run), parse_device(device)
     target = open_target(str(run))
     dataset = open_data(target, None, data_dir)
     choose_images(target, dataset, "train", 1)

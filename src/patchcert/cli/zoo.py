@@ -86,12 +86,12 @@ def add(
     The name is that of data, threat and architecture. A model that is there already stays unless the run has
     more certified test images.
     """
-    from patchcert.experiments.runs import Run
+    from patchcert.cli.target import open_run
     from patchcert.zoo.adding import add_run
 
     opened, rows = _open(zoo), []
     for folder in runs:
-        added = add_run(opened, Run.open(folder), results, replace)
+        added = add_run(opened, open_run(folder), results, replace)
         say(f"{added.card.name}: {added.status}{', ' if added.reason else ''}{added.reason}")
         rows.append({"run": str(folder), **_row(added.card), "status": added.status, "reason": added.reason})
     print_json({"folder": str(opened.folder), "bytes": opened.size(), "runs": rows})

@@ -202,9 +202,14 @@ def check_logits(logits: Tensor, images: Tensor, labels: Tensor) -> None:
             f"the model must return logits ({len(images)}, classes), got {tuple(logits.shape)}",
             hint="end the model with one score per class",
         )
-    if len(labels) and not bool(((labels >= 0) & (labels < logits.shape[1])).all()):
+    check_labels(labels, logits.shape[1])
+
+
+def check_labels(labels: Tensor, classes: int) -> None:
+    """Every label names a class of the model."""
+    if len(labels) and not bool(((labels >= 0) & (labels < classes)).all()):
         raise InvalidInput(
-            f"labels must lie in 0..{logits.shape[1] - 1}, got {int(labels.min())} to {int(labels.max())}",
+            f"labels must lie in 0..{classes - 1}, got {int(labels.min())} to {int(labels.max())}",
             hint="the model has fewer classes than the labels speak of",
         )
 

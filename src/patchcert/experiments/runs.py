@@ -145,13 +145,6 @@ class Run:
 
 
 def _no_run(folder: Path) -> RunError:
-    name = str(folder)
-    if name.startswith("zoo:"):
-        name = name.removeprefix("zoo:")
-        return RunError(
-            f"{folder} is a model of the zoo, no run folder",
-            hint=f"make one of it: patchcert zoo copy {name} --out runs/{name}",
-        )
     if folder.is_file():
         return RunError(
             f"{folder} is a file, no run folder", hint="give the folder it lies in, if that is one"
