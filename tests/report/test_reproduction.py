@@ -93,7 +93,7 @@ def test_tables_of_attacks_have_their_column(name):
 def test_the_page_has_every_table_and_counts_what_was_run():
     outcome = Outcome(ENTRY, "measured", (run_outcome(6207),))
     page = reproduction_document([(TABLE, [outcome, Outcome(ENTRY, "not run")])])
-    assert "| strategy-detail-5x5 | 2 | 1 | 1 | 1 of 1 | +0.10 | +0.10 | +0.10 |" in page
+    assert "| strategy-detail-5x5 | 2 | 1 | 1 | 1 of 1 | 1 of 1 | +0.10 | +0.10 | +0.10 |" in page
     assert "## Training strategies by model, 5x5 patches" in page
     assert page.count("| MNIST | 5x5 | All Patch | mlp |") == 2
 
@@ -102,9 +102,9 @@ def test_the_overview_compares_rows_with_the_full_schedule_only():
     below, above = (Outcome(ENTRY, "measured", (run_outcome(count),)) for count in (6097, 6397))
     shortened = Outcome(ENTRY, "measured", (run_outcome(9000),), scale=0.5)
     page = reproduction_document([(TABLE, [below, above, shortened])])
-    assert "| strategy-detail-5x5 | 3 | 3 | 2 | 1 of 2 | -1.00 | +0.50 | +2.00 |" in page
+    assert "| strategy-detail-5x5 | 3 | 3 | 2 | 1 of 2 | 1 of 2 | -1.00 | +0.50 | +2.00 |" in page
     page = reproduction_document([(TABLE, [shortened])])
-    assert "| strategy-detail-5x5 | 1 | 1 | 0 | - | - | - | - |" in page
+    assert "| strategy-detail-5x5 | 1 | 1 | 0 | - | - | - | - | - |" in page
 
 
 def test_json_holds_the_counts_of_every_run():

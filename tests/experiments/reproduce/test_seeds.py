@@ -56,6 +56,11 @@ def test_a_limit_counts_the_first_seeds_alone(seeded, tmp_path):
     ]
 
 
+def test_a_row_knows_what_its_first_seed_alone_would_be(seeded, tmp_path):
+    seeded({2019: (70, 0.9), 2020: (60, 0.7), 2021: (65, 0.6)})
+    assert counted(DETAIL, tmp_path).by_first_seed.certified == counted(DETAIL, tmp_path, 1).certified == 70.0
+
+
 def test_equal_losses_leave_the_first_seed(seeded, tmp_path):
     seeded({2019: (60, 0.7), 2020: (70, 0.7)})
     assert counted(DETAIL, tmp_path).certified == 60.0

@@ -1,7 +1,7 @@
 """What was counted for a row of a table: runs with their counts, those that count and those passed over."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -89,6 +89,11 @@ class Outcome:
         """A run that counts among the other seeds of its model, in their order."""
         others = [other for other in self.passed_over if other.model == run.model]
         return tuple(sorted((run, *others), key=lambda each: each.seed))
+
+    @property
+    def by_first_seed(self) -> "Outcome":
+        """The row if the first seed of each model counted, whatever its loss."""
+        return replace(self, runs=tuple(self.seeds_of(run)[0] for run in self.runs), passed_over=())
 
     @property
     def clean(self) -> float | None:
