@@ -12,6 +12,7 @@ from patchcert.errors import DataError
 from patchcert.experiments.read import read_spec
 from patchcert.experiments.reproduce.evidence import Rows
 from patchcert.experiments.reproduce.results import TRIMMED
+from patchcert.report.evidence import read_files
 from patchcert.zoo import shelf
 from patchcert.zoo.naming import entry_name
 from patchcert.zoo.recheck import differences
@@ -61,6 +62,20 @@ def test_a_card_says_what_the_results_say(name):
     (rows,) = [rows.columns for rows in found if rows.threat == card.threat and rows.limit is None]
     assert np.array_equal(card.proof.certified_marks, rows["verdict"])
     assert np.array_equal(card.proof.right_marks, rows["label"] == rows["prediction"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attacks_on_a_card_are_counted_from_the_results(name):
+    card = pc.zoo.card(name)
+    folder = RESULTS / card.training.run / (TRIMMED if card.model.widths else "")
+    counted = []
+    for attack in read_files(sorted(folder.glob("*.npz")), card.weights_sha256).attacks:
+        if attack.threat == card.threat:
+            certified = card.proof.certified_marks[attack.index].sum()
+            counted.append((len(attack.index), (~attack.succeeded).sum(), certified, attack.certified_only))
+    on_card = [(each.images, each.withstood, each.certified, each.certified_only) for each in card.attacks]
+    assert on_card
+    assert set(on_card) <= set(counted)
 
 
 def test_the_decision_on_trimmed_models_counts_what_cards_and_results_say():

@@ -452,6 +452,19 @@ def test_challenges_of_proofs_are_collected_and_counted(finished, mlp, tmp_path)
     assert "| MNIST | Patch(5x5 square, everywhere) | all, 100 epochs | mlp | 3 | 21 | 0 |" in page
 
 
+def test_attacks_that_no_table_asked_for_are_kept_but_count_in_none(finished, mlp, tmp_path):
+    run = finished(mlp, {Patch(5): (90, 62)})
+    meta = run.evidence_meta(evidence_name(Patch(5), None)) | {"kind": "attack"}
+    run.write_evidence("attack-by-hand", {"label": np.zeros(3)}, meta)
+    run.write_evidence("notes", {"label": np.zeros(3)}, meta)
+    result = collect(run, run.path.name, tmp_path / "results")
+    assert {file.name for file in result.path.glob("*.npz")} == {
+        "certify-patch-5x5-square-everywhere.npz",
+        "unplanned-by-hand.npz",
+    }
+    assert (result.attacks, result.challenges) == ((), ())
+
+
 def test_a_trimmed_model_leaves_the_evidence_of_the_whole_one_alone(collected, finished, mlp, tmp_path):
     whole = collected(mlp, {Patch(5): (90, 62)})
     before = {file.name: file.read_bytes() for file in whole.path.iterdir()}
@@ -464,7 +477,7 @@ def test_a_trimmed_model_leaves_the_evidence_of_the_whole_one_alone(collected, f
     assert {file.name for file in (whole.path / "trimmed").iterdir()} == {
         "certify-patch-5x5-square-everywhere.npz",
         "challenge-of-the-certified.npz",
-        "attack-by-hand.npz",
+        "unplanned-by-hand.npz",
     }
     (outcome,) = outcomes(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results", None)
     assert outcome.certified == 62.0

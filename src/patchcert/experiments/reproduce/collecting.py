@@ -13,11 +13,14 @@ from patchcert.experiments.reproduce.summaries import add_loss, write_summary
 from patchcert.experiments.runs import ENVIRONMENT, EVIDENCE, SPEC, Run, read_arrays, read_meta, write_text
 from patchcert.files import atomic_write, sha256
 
+UNPLANNED = "unplanned-"
+"""Begins the names of attacks that no table asked for; cards of the zoo count them."""
+
 
 def collect(run: Run, name: str, folder: Path, scale: float = 1.0) -> Result:
     """Copy what a finished run leaves into the folder of results; evidence of other weights is removed."""
     target = folder / name
-    _bring(run, _countable(run), target)
+    _bring(run, _collected_names(run), target)
     write_text(target / ENVIRONMENT, json.dumps(run.environment(), indent=2) + "\n")
     write_summary(run, target, scale)
     _copy(run.path / SPEC, target / SPEC)
@@ -26,9 +29,7 @@ def collect(run: Run, name: str, folder: Path, scale: float = 1.0) -> Result:
 
 def collect_trimmed(run: Run, result: Path) -> None:
     """Copy all evidence of a trimmed model to a folder of its own below that of the network as it was trained."""
-    counted = _countable(run)
-    by_hand = [file for file in sorted((run.path / EVIDENCE).glob("*.npz")) if file not in counted.values()]
-    _bring(run, counted | {file.name: file for file in by_hand}, result / TRIMMED)
+    _bring(run, _collected_names(run), result / TRIMMED)
 
 
 def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
@@ -44,7 +45,7 @@ def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
 def _collect_one(run: Run, folder: Path) -> str | None:
     """The name among the results, where there was something to bring."""
     name = run.spec.fingerprint(run.environment().get("data", {}).get("checksums", {}))
-    if not _countable(run):
+    if all(new.startswith(UNPLANNED) for new in _collected_names(run)):
         return name if add_loss(run, folder / name) else None
     if run.model_spec().widths:
         collect_trimmed(run, folder / name)
@@ -64,16 +65,18 @@ def _bring(run: Run, files: Mapping[str, Path], target: Path) -> None:
             _copy(file, target / name)
 
 
-def _countable(run: Run) -> dict[str, Path]:
-    """By their names among results: certificates, votes, trials, attacks that followed a plan, challenges."""
+def _collected_names(run: Run) -> dict[str, Path]:
+    """The files of evidence by their names among results, where challenges and unplanned attacks are told apart."""
     found = {}
     for file in sorted((run.path / EVIDENCE).glob("*.npz")):
-        kind, _, rest = file.stem.partition("-")
+        kind, _, rest = file.name.partition("-")
         meta = run.evidence_meta(file.stem)
-        if kind in ("certify", "votes", "tune") or (kind == "attack" and "plan" in meta):
+        if kind == "attack" and is_challenge(meta):
+            found[f"{CHALLENGE}{rest}"] = file
+        elif kind == "attack" and "plan" not in meta:
+            found[f"{UNPLANNED}{rest}"] = file
+        elif kind in ("attack", "certify", "tune", "votes"):
             found[file.name] = file
-        elif kind == "attack" and is_challenge(meta):
-            found[f"{CHALLENGE}{rest}.npz"] = file
     return found
 
 
