@@ -11,7 +11,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from patchcert import __version__
 from patchcert.attacks import AttackResult
 from patchcert.cli.attack_choice import AttackChoice, describe_attack
 from patchcert.cli.attack_steps import (
@@ -33,7 +32,7 @@ from patchcert.cli.parsing import parse_threat
 from patchcert.cli.progress import progress_bar
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
-from patchcert.experiments.environment import device_name
+from patchcert.experiments.environment import describe_machine
 from patchcert.files import sha256
 from patchcert.report.statistics import clopper_pearson
 from patchcert.threats import Patch, SparsePixels
@@ -202,6 +201,5 @@ def _provenance(order: Order, subject: Subject) -> dict[str, Any]:
     return {
         "weights_sha256": sha256(subject.weights),
         "data": data,
-        "device": device_name(order.device),
-        "versions": {"patchcert": __version__, "torch": torch.__version__},
+        **describe_machine(order.device),
     }

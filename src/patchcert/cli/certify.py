@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import platform
 import re
 import shlex
 import sys
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchcert import __version__
 from patchcert.cli.options import (
     DataFolderOption,
     DataOption,
@@ -29,8 +27,6 @@ from patchcert.cli.target import Target, choose_images, open_data, open_target
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
-    import torch
-
     from patchcert.certificates import Certificates
     from patchcert.threats import Patch, SparsePixels
 
@@ -66,6 +62,7 @@ def certify(
     zoo:NAME is compared with its card, image by image; where they differ, the exit code is 1.
     """
     from patchcert.certificates import certify as certify_images
+    from patchcert.experiments.environment import describe_machine
     from patchcert.files import sha256
 
     opened = open_target(target)
@@ -90,7 +87,7 @@ def certify(
         "threat": threat.to_dict(),
         "settings": {"dtype": dtype, "memory_budget": budget},
         "seconds": round(time.perf_counter() - started, 3),
-        **_machine(place),
+        **describe_machine(place),
     }
     other_data = "" if dataset.name == opened.data else dataset.name
     out = out or _run_evidence(opened, _evidence_name(threat, other_data, split, limit, dtype))
@@ -197,11 +194,3 @@ def _is_spelt_out(threat: "Patch | SparsePixels") -> bool:
 def _digest(threat: "Patch | SparsePixels") -> str:
     """Tells apart threats that are too long to spell out."""
     return hashlib.sha256(json.dumps(threat.to_dict()).encode()).hexdigest()[:8]
-
-
-def _machine(device: "torch.device") -> dict[str, Any]:
-    import torch
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    versions = {"patchcert": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return {"device": f"{device} ({name})", "versions": versions}

@@ -1,6 +1,5 @@
 """What `patchcert demo` does, step by step; each leaves a file, so that no step is done twice."""
 
-import platform
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,6 @@ from typing import Any, final
 
 import torch
 
-import patchcert
 from patchcert.attacks import PatchAttack
 from patchcert.certificates import certify
 from patchcert.cli.attack_choice import describe_attack
@@ -19,7 +17,7 @@ from patchcert.cli.attack_steps import evidence_arrays, evidence_name
 from patchcert.cli.progress import Report, progress_bar
 from patchcert.cli.training_view import training_view
 from patchcert.data import Split, load_dataset
-from patchcert.experiments.environment import device_name
+from patchcert.experiments.environment import describe_machine
 from patchcert.experiments.runs import Run
 from patchcert.experiments.spec import (
     AllTraining,
@@ -160,7 +158,11 @@ class Measurements:
         with progress_bar(f"{task.kind} {task.threat.height}x{task.threat.width}", task.unit) as report:
             arrays = take(task.threat, images, report)
         seconds = round(time.perf_counter() - started, 3)
-        circumstances = {"command": task.command(self.run.path), "seconds": seconds, **_machine(self.device)}
+        circumstances = {
+            "command": task.command(self.run.path),
+            "seconds": seconds,
+            **describe_machine(self.device),
+        }
         self.run.write_evidence(task.name, arrays, claim | circumstances)
 
     def _claim(self, task: "_Task") -> dict[str, Any]:
@@ -213,8 +215,3 @@ class _Task:
         """The command that measures it again."""
         limit = [] if self.limit is None else ["--limit", str(self.limit)]
         return shlex.join(["patchcert", self.kind, str(folder), *self.options, *limit])
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    versions = {"patchcert": patchcert.__version__, "torch": torch.__version__}
-    return {"device": device_name(device), "versions": versions | {"python": platform.python_version()}}

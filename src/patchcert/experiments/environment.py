@@ -1,5 +1,6 @@
 """With what and on what a run was made: enough to find out later why two runs differ."""
 
+import hashlib
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -16,27 +17,53 @@ PACKAGES = ("numpy", "safetensors")
 
 
 def describe_environment(device: torch.device, dataset: Dataset, processes: int) -> dict[str, Any]:
-    """Versions, device, commit of the code where it is a checkout, and the sums of the data."""
+    """Versions, device, sums of the code and of the data, and the commit where the code is a checkout."""
     return {
-        "versions": {
-            "patchcert": patchcert.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        }
-        | {name: metadata.version(name) for name in PACKAGES},
+        **describe_machine(device),
         "platform": platform.platform(),
-        "device": device_name(device),
         "processes": processes,
         "threads": torch.get_num_threads(),
         "commit": _commit(),
+        "source_sha256": source_sha256(),
         "data": {"name": dataset.name, "checksums": dict(dataset.checksums)},
     }
 
 
 def describe_session(device: torch.device, epoch: int, batch: int) -> dict[str, Any]:
-    """When and from where the training was started or taken up again."""
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"started": started, "device": device_name(device), "epoch": epoch, "batch": batch}
+    """When, from where and with what code the training was started or taken up again."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "epoch": epoch,
+        "batch": batch,
+        "torch": torch.__version__,
+        "source_sha256": source_sha256(),
+    }
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Where, and with what, evidence was gathered."""
+    return {"device": device_name(device), "versions": _versions()}
+
+
+def _versions() -> dict[str, str]:
+    """Of the package, of Python and of what computes."""
+    own = {
+        "patchcert": patchcert.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    return own | {name: metadata.version(name) for name in PACKAGES}
+
+
+def source_sha256() -> str:
+    """A sum over the package's own files, which tells the code apart where there is no commit."""
+    package = Path(patchcert.__file__).parent
+    total = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        total.update(f"{file.relative_to(package).as_posix()}\n".encode())
+        total.update(file.read_bytes())
+    return total.hexdigest()
 
 
 def device_name(device: torch.device) -> str:

@@ -13,6 +13,10 @@ from patchcert.threats.sparse import SparseBound
 from patchcert.train.schedules import Schedule
 
 CudaGraph = Literal["auto", "on", "off"]
+TRAINING_VERSION = 1
+"""To be raised whenever the same choices come to train another network: finished runs of old code then no longer count
+as done. A test holds training to its version."""
+
 PAPER_SCHEDULE = Schedule()
 
 
@@ -226,7 +230,9 @@ class Spec:
         return replace(self, schedule=self.schedule.scaled(factor))
 
     def fingerprint(self, checksums: Mapping[str, str] | None = None) -> str:
-        """16 hexadecimal digits of all that decides the weights, and of the data's checksums where given."""
+        """16 hexadecimal digits of all that decides the weights: the choices, the data's checksums where given, and the
+        version of training, which is silent where it is the first."""
         asked = {key: value for key, value in decisive(self).items() if key != "run"}
-        text = json.dumps([asked, dict(checksums or {})], sort_keys=True, separators=(",", ":"))
+        version = [TRAINING_VERSION] if TRAINING_VERSION > 1 else []
+        text = json.dumps([asked, dict(checksums or {}), *version], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

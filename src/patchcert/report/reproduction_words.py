@@ -29,6 +29,10 @@ def schedule_words(outcome: Outcome, quick: bool) -> str:
     words = "full" if outcome.scale == 1.0 else f"scaled by {outcome.scale:g}"
     drawn = outcome.drawn_images
     words += "" if drawn is None else f"; {drawn:,} random test images"
+    attacked = outcome.attacked_images
+    if attacked is not None:
+        where = "all" if outcome.is_counted_on_attacked else "attack"
+        words += f"; {where} on {attacked:,} random test images"
     return f"{words}; {outcome.note}" if outcome.note else words
 
 

@@ -14,7 +14,7 @@ from torch import Generator
 from patchcert.data import Dataset, Split
 from patchcert.defenses import RandomAblation
 from patchcert.errors import RunError
-from patchcert.experiments.environment import device_name
+from patchcert.experiments.environment import describe_machine, device_name
 from patchcert.experiments.reproduce.ablation_evidence import Rules, VotedRows, vote_columns
 from patchcert.experiments.reproduce.ablation_plan import VotePlan
 from patchcert.experiments.reproduce.attacking import drawn_images
@@ -156,6 +156,5 @@ def _meta(
             "limit": None,
             "sha256": dict(dataset.checksums),
         },
-        "device": device_name(device),
-        "versions": run.environment().get("versions", {}),
+        **describe_machine(device),
     }

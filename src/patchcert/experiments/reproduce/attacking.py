@@ -19,7 +19,7 @@ from patchcert.attacks.settings import default_batch_size
 from patchcert.data import Dataset, Split
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
-from patchcert.experiments.environment import device_name
+from patchcert.experiments.environment import describe_machine
 from patchcert.experiments.reproduce.attack_plan import AttackPlan
 from patchcert.experiments.reproduce.candidates import find_candidate
 from patchcert.experiments.reproduce.trials import Choice
@@ -100,8 +100,7 @@ def circumstances(
             "limit": None,
             "sha256": dict(dataset.checksums),
         },
-        "device": device_name(device),
-        "versions": run.environment().get("versions", {}),
+        **describe_machine(device),
     }
 
 

@@ -159,6 +159,17 @@ class Outcome:
         drawn = [run.drawn_images for run in self.runs if run.drawn_images is not None]
         return min(drawn, default=None)
 
+    @property
+    def attacked_images(self) -> int | None:
+        """On how many random test images our own models were attacked, where they were."""
+        found = [run.attacked.total for run in self.runs if run.spec is not None and run.attacked is not None]
+        return min(found, default=None)
+
+    @property
+    def is_counted_on_attacked(self) -> bool:
+        """Whether clean accuracy too is that of the attacked images alone."""
+        return all(run.attacked is not None and run.clean.total == run.attacked.total for run in self.runs)
+
     def _share(self, count: Callable[[RunOutcome], Count | None]) -> float | None:
         """The mean of one number over the runs that count, where all have it."""
         return _mean(None if (found := count(run)) is None else found.percent for run in self.runs)

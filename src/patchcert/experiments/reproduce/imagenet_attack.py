@@ -28,7 +28,6 @@ from patchcert.experiments.environment import describe_environment
 from patchcert.experiments.reproduce.attacking import drawn_images
 from patchcert.experiments.reproduce.imagenet_plan import CornerPlan, Piece, file_of
 from patchcert.experiments.reproduce.imagenet_results import SUMMARY, CornerResult
-from patchcert.experiments.reproduce.summaries import source_sha256
 from patchcert.experiments.runs import ENVIRONMENT, write_text
 from patchcert.files import atomic_write, sha256
 from patchcert.models.imagenet import load_imagenet
@@ -180,7 +179,7 @@ def _facts(
         },
         "device": environment["device"],
         "versions": environment["versions"],
-        "source_sha256": source_sha256(),
+        "source_sha256": environment["source_sha256"],
         "environment": environment,
     }
 

@@ -1,11 +1,10 @@
 """The summary beside a run's evidence: accuracies for people, the circumstances, and the last training loss."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-import patchcert
+from patchcert.experiments.environment import source_sha256
 from patchcert.experiments.reproduce.ablation_evidence import VotedRows
 from patchcert.experiments.reproduce.evidence import AttackedRows, Rows
 from patchcert.experiments.reproduce.orders import read_orders
@@ -38,16 +37,6 @@ def last_loss(run: Run) -> float | None:
     return last[0].get("loss") if last else None
 
 
-def source_sha256() -> str:
-    """A sum over the package's own files, which tells the code apart where there is no commit."""
-    package = Path(patchcert.__file__).parent
-    total = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        total.update(f"{file.relative_to(package).as_posix()}\n".encode())
-        total.update(file.read_bytes())
-    return total.hexdigest()
-
-
 def voted_accuracies(rows: VotedRows) -> dict[str, float]:
     """The share of images that stays right, by the number of changed pixels."""
     largest = int(rows.columns["radius"].max())
@@ -55,8 +44,8 @@ def voted_accuracies(rows: VotedRows) -> dict[str, float]:
 
 
 def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
-    """How many runs shared the device, and the sum of the code, are as noted when this training was first collected:
-    orders and code change later."""
+    """How many runs shared the device is as noted when this training was first collected: orders change later.
+    So is the sum of the code, where the run itself has not noted it."""
     rows = [Rows.read(file) for file in sorted(target.glob("certify-*.npz"))]
     attacks = [AttackedRows.read(file) for file in sorted(target.glob("attack-*.npz"))]
     votes = [VotedRows.read(file) for file in sorted(target.glob("votes-*.npz"))]
@@ -77,7 +66,7 @@ def _summary(run: Run, target: Path, scale: float) -> dict[str, Any]:
         "jobs": int(before.get("jobs", 1)) if is_collected else read_orders(run.path).jobs,
         "versions": environment.get("versions", {}),
         "commit": environment.get("commit", ""),
-        "source_sha256": before.get("source_sha256") or source_sha256(),
+        "source_sha256": environment.get("source_sha256") or before.get("source_sha256") or source_sha256(),
         "weights_sha256": sha256(run.weights),
     }
 

@@ -112,7 +112,7 @@ def _certify(
 ) -> None:
     """Verdicts, and margins where the threat is the one that was trained against: without them it is faster."""
     from patchcert.certificates import certify
-    from patchcert.experiments.environment import device_name
+    from patchcert.experiments.environment import describe_machine
     from patchcert.experiments.reproduce.evidence import certificate_columns, certify_command, evidence_name
     from patchcert.files import sha256
 
@@ -132,8 +132,7 @@ def _certify(
             "verdicts_only": bool(found.margins.isnan().all()),
         },
         "seconds": round(time.perf_counter() - began, 3),
-        "device": device_name(device),
-        "versions": run.environment().get("versions", {}),
+        **describe_machine(device),
     }
     run.write_evidence(evidence_name(threat, limit), certificate_columns(found), meta)
     _log(f"{threat}: {found.clean_accuracy:.2%} right, {found.certified_accuracy:.2%} certified")
