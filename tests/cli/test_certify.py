@@ -8,6 +8,7 @@ import patchcert as pc
 from patchcert import certificates
 from patchcert.cli.app import run
 from patchcert.data import load_dataset
+from patchcert.experiments import proving
 from patchcert.experiments.runs import Run
 from patchcert.experiments.spec import AllTraining, DataChoice, ModelChoice, Spec
 from patchcert.files import sha256
@@ -43,15 +44,44 @@ def test_the_summary_is_what_the_library_says(capsys, model_file, tmp_path):
 def test_evidence_names_the_weights_that_were_read_even_if_the_file_is_replaced(
     capsys, model_file, monkeypatch
 ):
-    expected, honest = sha256(model_file), certificates.certify
+    expected, honest = sha256(model_file), certificates.IntervalCertifier.certify
 
-    def replacing(*arguments, **options):
+    def replacing(*arguments):
         model_file.write_bytes(b"newer weights")
-        return honest(*arguments, **options)
+        return honest(*arguments)
 
-    monkeypatch.setattr(certificates, "certify", replacing)
+    monkeypatch.setattr(certificates.IntervalCertifier, "certify", replacing)
     assert certify(model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 3) == 0
+    assert model_file.read_bytes() == b"newer weights"
     assert answer(capsys)["weights_sha256"] == expected
+
+
+def test_an_interrupted_command_goes_on_when_it_is_given_again(capsys, model_file, tmp_path, monkeypatch):
+    asked = (model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 20, "--out")
+    assert certify(*asked, tmp_path / "whole.npz") == 0
+    monkeypatch.setattr(proving, "FIRST_BLOCK", 8)
+    with monkeypatch.context() as patched:
+        patched.setattr(proving, "_next_size", interrupt)
+        assert certify(*asked, tmp_path / "parts.npz") == 130
+    assert "8 of 20 images are kept: the same command goes on from there" in capsys.readouterr().err
+    assert not (tmp_path / "parts.npz").exists()
+    assert certify(*asked, tmp_path / "parts.npz") == 0
+    captured = capsys.readouterr()
+    assert "going on after 8 images" in captured.err
+    assert json.loads(captured.out)["resumed_after"] == 8
+    whole, parts = (np.load(tmp_path / f"{name}.npz") for name in ("whole", "parts"))
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole.files if name != "meta")
+    assert {file.name for file in tmp_path.glob("*.npz*")} == {"whole.npz", "parts.npz"}
+
+
+def test_an_interruption_without_a_file_says_that_nothing_is_kept(capsys, model_file, monkeypatch):
+    monkeypatch.setattr(proving, "_next_size", interrupt)
+    assert certify(model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 20) == 130
+    assert "nothing is kept without --out" in capsys.readouterr().err
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def test_evidence_has_one_row_per_image(capsys, model_file, tmp_path):

@@ -128,8 +128,12 @@ def _attack(
     chosen = subject.images[index].to(place)
     say(f"attacking {len(index)} {subject.split} images of {subject.dataset.name} with {threat} on {place}")
     generator = torch.Generator().manual_seed(order.seed)
-    with progress_bar("attacking", "restarts") as report:
-        result = attack.run(model, chosen.floats(), chosen.labels, threat, generator, report)
+    try:
+        with progress_bar("attacking", "rounds") as report:
+            result = attack.run(model, chosen.floats(), chosen.labels, threat, generator, report)
+    except KeyboardInterrupt:
+        say("the attack was not finished, and nothing of it is kept")
+        raise
     facts = {"settings": describe_attack(attack), "certified_only": choice.certified_only, **extra}
     return result, index, facts
 

@@ -27,7 +27,10 @@ from patchcert.cli.target import Target, choose_images, open_data, open_target
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from patchcert.certificates import Certificates
+    from patchcert.experiments.proving import Proving
     from patchcert.threats import Patch, SparsePixels
 
 DIFFERS = 1
@@ -61,8 +64,9 @@ def certify(
     Without a threat the one that the model was trained on is taken. The summary is JSON on stdout. A proof of
     zoo:NAME is compared with its card, image by image; where they differ, the exit code is 1.
     """
-    from patchcert.certificates import certify as certify_images
+    from patchcert.certificates import IntervalCertifier
     from patchcert.experiments.environment import describe_machine
+    from patchcert.experiments.proving import Proving, partial_of
     from patchcert.files import sha256
 
     opened = open_target(target)
@@ -74,29 +78,50 @@ def certify(
     images = choose_images(opened, dataset, split, limit).to(place)
     model, pixels = opened.model.to(place), images.floats()
     say(f"certifying {len(images)} {split} images of {dataset.name} against {threat} on {place}")
-    started = time.perf_counter()
-    with progress_bar("certifying", "images") as report:
-        certificates = certify_images(
-            model, pixels, images.labels, threat, dtype=precision, memory_budget=budget, progress=report
-        )
-    meta = {
-        "kind": "certify",
-        "command": shlex.join(["patchcert", *sys.argv[1:]]),
-        "weights_sha256": weights,
-        "data": {"name": dataset.name, "split": split, "limit": limit, "sha256": dataset.checksums},
-        "threat": threat.to_dict(),
-        "settings": {"dtype": dtype, "memory_budget": budget},
-        "seconds": round(time.perf_counter() - started, 3),
-        **describe_machine(place),
-    }
     other_data = "" if dataset.name == opened.data else dataset.name
     out = out or _run_evidence(opened, _evidence_name(threat, other_data, split, limit, dtype))
+    claim = {
+        "kind": "certify",
+        "weights_sha256": weights,
+        "data": {"name": dataset.name, "split": split, "limit": limit, "sha256": dict(dataset.checksums)},
+        "threat": threat.to_dict(),
+        "settings": {"dtype": dtype, "memory_budget": budget},
+        **describe_machine(place),
+    }
+    certifier = IntervalCertifier(precision, budget)
+    proving = Proving(certifier, None if out is None else partial_of(out), claim)
+    before, started = proving.kept(images.labels), time.perf_counter()
+    if before is not None:
+        say(f"going on after {len(before.labels)} images that were certified before")
+    certificates = _prove(proving, model, pixels, images.labels, threat)
+    circumstances = {
+        "command": shlex.join(["patchcert", *sys.argv[1:]]),
+        "seconds": round(time.perf_counter() - started, 3),
+        "resumed_after": 0 if before is None else len(before.labels),
+    }
+    meta = claim | circumstances
     if out is not None:
         write_evidence(out, certificates, meta)
     card = _compare(opened, certificates, meta)
     print_json({**summarise(certificates), **meta, "evidence": None if out is None else str(out), **card})
     if card.get("card", {}).get("differences"):
         raise typer.Exit(DIFFERS)
+
+
+def _prove(
+    proving: "Proving", model: "nn.Module", images: "Tensor", labels: "Tensor", threat: "Patch | SparsePixels"
+) -> "Certificates":
+    """The certificates; an interruption says what is left of the work."""
+    try:
+        with progress_bar("certifying", "images") as report:
+            return proving.certify(model, images, labels, threat, report)
+    except KeyboardInterrupt:
+        kept = proving.kept(labels)
+        if proving.partial is None:
+            say("nothing is kept without --out")
+        elif kept is not None:
+            say(f"{len(kept.labels)} of {len(labels)} images are kept: the same command goes on from there")
+        raise
 
 
 def summarise(certificates: "Certificates") -> dict[str, Any]:

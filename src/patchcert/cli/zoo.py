@@ -127,10 +127,11 @@ def _row(card: "Card") -> dict[str, Any]:
 
 
 def _table(rows: "Sequence[Mapping[str, Any]]") -> "Table":
-    """What a reader compares, in per cent; under attack are those of few images that withstood the strongest one."""
+    """What a reader compares, in per cent. The last columns are about a few images: how many there were, how many of
+    them are certified, and how many withstood the strongest attack."""
     from patchcert.report.tables import Column, Table
 
-    names = ("clean", "certified", "under attack", "attacked images")
+    names = ("clean", "certified", "attacked images", "of these certified", "of these withstood")
     columns = (
         Column("name", numeric=False),
         Column("parameters", decimals=0),
@@ -140,9 +141,9 @@ def _table(rows: "Sequence[Mapping[str, Any]]") -> "Table":
 
 
 def _cells(row: "Mapping[str, Any]") -> "tuple[Cell, ...]":
-    shares = [row[key] for key in ("clean_accuracy", "certified_accuracy", "attacked_accuracy")]
-    percent = (None if share is None else 100 * share for share in shares)
-    return row["name"], row["parameters"], *percent, row["attacked_images"]
+    keys = ("clean_accuracy", "certified_accuracy", "certified_of_attacked", "attacked_accuracy")
+    percent = [None if row[key] is None else 100 * row[key] for key in keys]
+    return row["name"], row["parameters"], *percent[:2], row["attacked_images"], *percent[2:]
 
 
 def _shares(card: "Card") -> dict[str, Any]:

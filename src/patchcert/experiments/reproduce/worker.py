@@ -111,30 +111,33 @@ def _certify(
     run: "Run", dataset: "Dataset", threat: "AnyThreat", limit: int | None, device: "torch.device"
 ) -> None:
     """Verdicts, and margins where the threat is the one that was trained against: without them it is faster."""
-    from patchcert.certificates import certify
+    from patchcert.certificates import IntervalCertifier
     from patchcert.experiments.environment import describe_machine
+    from patchcert.experiments.proving import Proving, partial_of
     from patchcert.experiments.reproduce.evidence import certificate_columns, certify_command, evidence_name
+    from patchcert.experiments.runs import EVIDENCE
     from patchcert.files import sha256
 
     images = dataset.test.take(limit or len(dataset.test)).to(device)
-    began = time.perf_counter()
-    is_other = threat != run.spec.threat
-    found = certify(run.model(device), images.floats(), images.labels, threat, verdicts_only=is_other)
-    meta = {
+    began, name, is_other = time.perf_counter(), evidence_name(threat, limit), threat != run.spec.threat
+    claim = {
         "kind": "certify",
         "command": certify_command(run.path.name, threat, limit),
         "weights_sha256": sha256(run.weights),
         "data": {"name": dataset.name, "split": "test", "limit": limit, "sha256": dict(dataset.checksums)},
         "threat": threat.to_dict(),
-        "settings": {
-            "dtype": "float32",
-            "memory_budget": None,
-            "verdicts_only": bool(found.margins.isnan().all()),
-        },
-        "seconds": round(time.perf_counter() - began, 3),
         **describe_machine(device),
     }
-    run.write_evidence(evidence_name(threat, limit), certificate_columns(found), meta)
+    partial = partial_of(run.path / EVIDENCE / f"{name}.npz")
+    proving = Proving(IntervalCertifier(verdicts_only=is_other), partial, claim)
+    found = proving.certify(run.model(device), images.floats(), images.labels, threat)
+    settings = {
+        "dtype": "float32",
+        "memory_budget": None,
+        "verdicts_only": bool(found.margins.isnan().all()),
+    }
+    seconds = round(time.perf_counter() - began, 3)
+    run.write_evidence(name, certificate_columns(found), claim | {"settings": settings, "seconds": seconds})
     _log(f"{threat}: {found.clean_accuracy:.2%} right, {found.certified_accuracy:.2%} certified")
 
 
