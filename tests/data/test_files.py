@@ -63,7 +63,7 @@ def test_idx_sets_are_read_packed_or_plain(tmp_path, write_mnist, mnist_source, 
 def test_missing_data_say_where_was_looked_and_what_to_do(tmp_path):
     with pytest.raises(DataError, match=f"the files of mnist are not there: looked in {tmp_path}") as caught:
         load_dataset("mnist", tmp_path)
-    assert "patchcert data fetch mnist" in caught.value.hint
+    assert f"run `patchcert data fetch mnist --data-dir {tmp_path}`" in caught.value.hint
     assert f"into {tmp_path / 'mnist'}" in caught.value.hint
 
 
@@ -81,7 +81,10 @@ def test_one_changed_byte_is_found(tmp_path, write_mnist, mnist_source):
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz is damaged .* its SHA-256 is") as caught:
         load_source(mnist_source, tmp_path)
-    assert caught.value.hint == "delete it and run `patchcert data fetch mnist`."
+    assert (
+        caught.value.hint
+        == "delete it and run `patchcert data fetch mnist`, with the same --data-dir if you gave one."
+    )
 
 
 def test_a_cut_file_without_known_sum_is_found(tmp_path, write_mnist, mnist_source):

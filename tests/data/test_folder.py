@@ -1,9 +1,13 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
-from patchcert.data import ImageShape, folder, load_dataset
+from patchcert.data import ImageShape, class_names, folder, load_dataset
 from patchcert.errors import DataError
 
 SMALL = ImageShape(3, 8, 8)
@@ -69,6 +73,118 @@ def test_only_the_images_asked_for_are_decoded(tmp_path, monkeypatch):
     assert part.images[:, 0, 0, 0].tolist() == [1, 2]
     assert decoded == ["1.png", "2.png"]
     assert test[torch.tensor([4, 0])].to("cpu").images[:, 0, 0, 0].tolist() == [4, 0]
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Three training and two test images of two classes."""
+    for number, name in enumerate(("train/cat/a", "train/cat/b", "train/dog/a", "test/cat/a", "test/dog/a")):
+        paint(tmp_path / f"{name}.png", 10 * number)
+    return tmp_path
+
+
+def sums(path):
+    return load_dataset(f"folder:{path}", image_shape=SMALL).checksums
+
+
+def test_every_split_has_a_sum_of_its_files_names_and_labels(photos):
+    before = sums(photos)
+    assert sorted(before) == ["test", "train"]
+    assert sums(photos) == before
+    paint(photos / "train" / "dog" / "a.png", 99)
+    assert sums(photos)["train"] != before["train"]
+    assert sums(photos)["test"] == before["test"]
+    paint(photos / "train" / "dog" / "a.png", 20)
+    assert sums(photos) == before
+    (photos / "train" / "dog" / "a.png").rename(photos / "train" / "dog" / "b.png")
+    assert sums(photos)["train"] != before["train"]
+
+
+def test_sums_do_not_hang_on_where_the_folder_lies(photos, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "moved"
+    before = sums(photos)
+    assert sums(photos.rename(elsewhere)) == before
+
+
+def test_other_labels_of_the_same_files_have_another_sum(tmp_path):
+    for name in ("a", "b"):
+        paint(tmp_path / f"{name}.png", 1)
+    (tmp_path / "labels.csv").write_text("file,label\na.png,0\nb.png,1\n")
+    before = sums(tmp_path)
+    (tmp_path / "labels.csv").write_text("file,label\na.png,1\nb.png,0\n")
+    assert list(before) == list(sums(tmp_path)) == ["test"]
+    assert before != sums(tmp_path)
+
+
+def test_files_are_summed_when_that_is_asked_for_and_never_decoded(photos, monkeypatch):
+    summed = []
+    original = folder.sha256
+    monkeypatch.setattr(folder, "sha256", lambda path: summed.append(path) or original(path))
+    monkeypatch.setattr(folder, "decode", lambda path, shape: pytest.fail(f"{path} was decoded"))
+    dataset = load_dataset(f"folder:{photos}", image_shape=SMALL)
+    assert repr(dataset) == (
+        f"FolderDataset('folder:{photos}', 3 training and 2 test images of 3x8x8, 2 classes: cat, dog)"
+    )
+    assert repr(dataset.train) == "FolderSplit(3 images of 3x8x8)"
+    assert summed == []
+    assert dataset.checksums == dataset.checksums
+    assert len(summed) == 5
+
+
+def test_known_sums_can_be_put_in_place_of_those_of_the_files(photos, monkeypatch):
+    monkeypatch.setattr(folder, "sha256", lambda path: pytest.fail(f"{path} was summed"))
+    dataset = dataclasses.replace(load_dataset(f"folder:{photos}"), name="mine", checksums={"all": "ab"})
+    assert (dataset.name, dataset.checksums) == ("mine", {"all": "ab"})
+
+
+def test_a_file_that_went_away_is_named(photos):
+    dataset = load_dataset(f"folder:{photos}")
+    (photos / "test" / "cat" / "a.png").unlink()
+    with pytest.raises(DataError, match=r"test/cat/a.png cannot be read: No such file"):
+        _ = dataset.checksums
+
+
+def test_a_folder_keeps_the_name_it_was_asked_for_by(photos, monkeypatch):
+    monkeypatch.setenv("HOME", str(photos.parent))
+    assert load_dataset(f"folder:~/{photos.name}").name == f"folder:~/{photos.name}"
+
+
+def test_images_that_are_decoded_are_not_decoded_again(photos, monkeypatch):
+    train = load_dataset(f"folder:{photos}", image_shape=SMALL).train
+    whole = train.images
+    monkeypatch.setattr(folder, "decode", lambda path, shape: pytest.fail(f"{path} was decoded"))
+    assert torch.equal(train[1:].images, whole[1:])
+    assert torch.equal(train[torch.tensor([2, 0])].images, whole[[2, 0]])
+
+
+def test_models_normalise_by_what_is_measured_on_the_training_images(photos):
+    dataset = load_dataset(f"folder:{photos}", image_shape=SMALL)
+    reds = np.array([0, 10, 20]) / 255
+    assert dataset.normalisation() == (
+        (round(reds.mean(), 4), 0.0, 0.0),
+        (round(reds.std(), 4), 1.0, 1.0),
+    )
+
+
+@given(st.integers(1, 5), st.integers(0, 2**16))
+def test_what_is_measured_is_the_mean_and_deviation_of_all_pixels(count, seed):
+    pixels = np.random.default_rng(seed).integers(0, 256, (count, 2, 3, 5), dtype=np.uint8)
+    mean, std = folder.measure(torch.from_numpy(pixels))
+    assert mean == pytest.approx((pixels / 255).mean(axis=(0, 2, 3)), abs=6e-5)
+    assert std == pytest.approx((pixels / 255).std(axis=(0, 2, 3)), abs=6e-5)
+
+
+def test_without_training_images_nothing_is_measured(tmp_path):
+    paint(tmp_path / "cat" / "a.png", 200)
+    assert load_dataset(f"folder:{tmp_path}").normalisation() == ((0.0,) * 3, (1.0,) * 3)
+
+
+def test_class_names_are_known_without_images(photos):
+    assert class_names("cifar10")[3] == "cat"
+    assert class_names("mnist") == class_names("mnist-mini") == load_dataset("mnist-mini").classes
+    assert class_names(f"folder:{photos}") == ("cat", "dog")
+    assert class_names(f"folder:{photos / 'gone'}") is None
+    assert class_names("cifar100") is None
 
 
 def test_an_image_of_the_wanted_size_is_taken_as_it_is(tmp_path):

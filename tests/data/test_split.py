@@ -74,3 +74,10 @@ def test_splits_have_names():
 def test_what_is_no_split_is_refused(images, labels, message):
     with pytest.raises(InvalidInput, match=message):
         Split(images, labels)
+
+
+def test_what_is_printed_of_data_is_short():
+    assert repr(split()) == "Split(10 images of 3x2x2)"
+    assert repr(dataset()) == "Dataset('some', 10 training and 4 test images of 3x2x2, 2 classes: a, b)"
+    many = Dataset("many", split(), split(), tuple(map(str, range(1000))), (0.0,), (1.0,))
+    assert repr(many).endswith("1000 classes: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...)")

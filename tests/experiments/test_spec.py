@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patchcert.data import ImageShape
 from patchcert.errors import SpecError
 from patchcert.experiments.decode import Place, decode
-from patchcert.experiments.plain import to_toml
+from patchcert.experiments.plain import decisive, to_toml
 from patchcert.experiments.read import preset_names, read_spec, write_spec
 from patchcert.experiments.spec import (
     AllTraining,
@@ -97,6 +98,18 @@ def test_a_minimal_file_gets_the_stated_defaults(tmp_path):
             "select = 'best-validation'\n[data]",
             "no training images are held out",
             "data.validation",
+        ),
+        (
+            'name = "mnist"',
+            'name = "mnist"\nsize = "32x32"',
+            "size is '32x32', but the images of mnist have a size of their own",
+            "leave data.size out",
+        ),
+        (
+            'name = "mnist"',
+            'name = "folder:photos"\nsize = "32"',
+            "size is '32'; expected height x width",
+            'write data.size = "32x32"',
         ),
         ("[data]", "model = 3\n[data]", "", ""),
     ],
@@ -228,3 +241,17 @@ def test_the_fingerprint_sees_what_decides_the_weights_and_nothing_else():
     assert spec.fingerprint() != spec.fingerprint({"train": "abc"})
     assert spec.scaled(0.1).schedule.epochs == 10
     assert len(spec.fingerprint()) == 16
+
+
+def test_the_size_of_a_folders_images_can_be_chosen(tmp_path):
+    spec = spec_of(tmp_path, MINIMAL, "data.name=folder:photos", "data.size=32x48")
+    assert spec.data.image_shape == ImageShape(3, 32, 48)
+    assert decode(Spec, tomllib.loads(write_spec(spec)), Place("again")) == spec
+    usual = replace(spec, data=replace(spec.data, size=None))
+    assert usual.data.image_shape is None
+    assert usual.fingerprint() != spec.fingerprint()
+
+
+def test_a_size_that_is_not_chosen_is_no_part_of_the_fingerprint():
+    assert decisive(DataChoice("folder:photos")) == {"name": "folder:photos"}
+    assert "\nsize" not in write_spec(read_spec("paper-mnist"))

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 
 from patchcert.data import load_dataset
-from patchcert.errors import RunError, SpecError
+from patchcert.errors import DataError, RunError, SpecError
 from patchcert.experiments.build import build_strategy, choose_data, describe_model
 from patchcert.experiments.observer import Interrupted, StopRequest
 from patchcert.experiments.read import read_spec
@@ -129,6 +130,49 @@ def test_other_data_files_are_refused_on_resume(tmp_path):
     run.write_environment(facts | {"data": {"name": "mnist-mini", "checksums": {"a": "b"}}})
     with pytest.raises(RunError, match="was begun with other files of mnist-mini"):
         train_run(tiny("schedule.epochs=1"), tmp_path, CPU, resume=True)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """The name of a folder with twelve training and four test images, dark ones and light ones, of 20 x 30 pixels."""
+    for split, count in (("train", 6), ("test", 2)):
+        for name, value in (("dark", 50), ("light", 200)):
+            folder = tmp_path / "photos" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (30, 20), (value, number, 0)).save(folder / f"{number}.png")
+    return f"folder:{tmp_path / 'photos'}"
+
+
+def on_folder(name, *changes):
+    return tiny(f"data.name={name}", "data.size=12x16", "threat.stamp=4x4", "schedule.epochs=1", *changes)
+
+
+def test_a_model_of_a_folder_has_the_chosen_size_and_the_measured_normalisation(photos, tmp_path):
+    run = train_run(on_folder(photos), tmp_path / "run", CPU)
+    model = run.model_spec()
+    assert (model.channels, model.height, model.width, model.classes) == (3, 12, 16, 2)
+    assert model.mean[0] == pytest.approx(125 / 255, abs=1e-4)
+    assert model.std[0] == pytest.approx(75 / 255, abs=1e-4)
+    assert (
+        not train_run(on_folder(photos, "model.normalise=false"), tmp_path / "plain", CPU).model_spec().mean
+    )
+
+
+def test_another_file_of_a_folder_is_refused_on_resume(photos, tmp_path):
+    run = train_run(on_folder(photos), tmp_path / "run", CPU)
+    assert sorted(run.environment()["data"]["checksums"]) == ["test", "train"]
+    run.weights.unlink()
+    Image.new("RGB", (30, 20)).save(tmp_path / "photos" / "train" / "dark" / "0.png")
+    with pytest.raises(RunError, match="was begun with other files of folder:"):
+        train_run(on_folder(photos), tmp_path / "run", CPU, resume=True)
+
+
+def test_a_folder_of_test_images_alone_is_refused_before_anything_is_written(photos, tmp_path):
+    with pytest.raises(DataError, match="has no training images: all 4 are test images") as caught:
+        train_run(on_folder(f"{photos}/test"), tmp_path / "run", CPU)
+    assert "below train/" in caught.value.hint
+    assert not (tmp_path / "run").exists()
 
 
 def test_training_never_sees_test_or_held_out_images():

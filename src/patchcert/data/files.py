@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import os
+import shlex
 import tarfile
 import zlib
 from collections.abc import Iterable
@@ -49,11 +50,12 @@ def data_folders(data_dir: str | Path | None = None) -> tuple[Path, ...]:
 
 def locate(source: Source, data_dir: str | Path | None = None) -> Located:
     """The first complete set of files; failing that, an error says what is missing and how to get it."""
-    return locate_in(source, data_folders(data_dir))
+    option = f" --data-dir {shlex.quote(str(data_dir))}" if data_dir else ""
+    return locate_in(source, data_folders(data_dir), option)
 
 
-def locate_in(source: Source, roots: tuple[Path, ...]) -> Located:
-    """As `locate`, in exactly these folders."""
+def locate_in(source: Source, roots: tuple[Path, ...], option: str = "") -> Located:
+    """As `locate`, in exactly these folders; the option is what `fetch` needs to fill the first of them."""
     incomplete: list[str] = []
     for root in roots:
         for folder in (*(root / name for name in source.folders), root):
@@ -67,15 +69,16 @@ def locate_in(source: Source, roots: tuple[Path, ...]) -> Located:
                 return Located(folder, (), folder / source.archive.name)
     problem = incomplete or [f"looked in {', '.join(str(root) for root in roots)}"]
     raise DataError(
-        f"the files of {source.name} are not there: {'; '.join(problem)}", hint=_fetch_hint(source, roots[0])
+        f"the files of {source.name} are not there: {'; '.join(problem)}",
+        hint=_fetch_hint(source, roots[0], option),
     )
 
 
-def _fetch_hint(source: Source, root: Path) -> str:
+def _fetch_hint(source: Source, root: Path, option: str) -> str:
     names = ", ".join(source.published)
     target = root if source.archive else root / source.folders[0]
     return (
-        f"run `patchcert data fetch {source.name}`, or download {names} from {source.mirrors[0]} into "
+        f"run `patchcert data fetch {source.name}{option}`, or download {names} from {source.mirrors[0]} into "
         f"{target}; data elsewhere are found with --data-dir or $PATCHCERT_DATA."
     )
 
@@ -162,5 +165,5 @@ def _compare(source: Source, path: Path, actual: str, expected: str | None) -> N
 def _damaged(source: Source, path: Path, how: str) -> DataError:
     return DataError(
         f"{path} is damaged or no file of {source.name}: {how}",
-        hint=f"delete it and run `patchcert data fetch {source.name}`.",
+        hint=f"delete it and run `patchcert data fetch {source.name}`, with the same --data-dir if you gave one.",
     )

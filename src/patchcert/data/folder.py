@@ -4,6 +4,8 @@ An image is decoded when it is needed: its shorter side is brought to size / 0.8
 """
 
 import csv
+import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +18,14 @@ from torch import Tensor
 
 from patchcert.data.split import Dataset, Split
 from patchcert.errors import DataError
+from patchcert.files import sha256
+
+FOLDER = "folder:"
+"""Begins the name of a data set that is an image folder."""
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 _CROP_SHARE = 0.875
+_MEASURED_AT_ONCE = 1024
 _LAYOUT_HINT = (
     "expected sub-folders named after the classes with images in them, or a labels.csv with the columns "
     "file,label; either at the top or below train/ and test/ (or val/)."
@@ -36,56 +43,134 @@ class ImageShape:
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
+    root: Path
     paths: tuple[Path, ...]
     labels: tuple[int, ...]
     classes: tuple[str, ...]
+
+    def split(self, shape: ImageShape) -> "FolderSplit":
+        return FolderSplit(self.root, self.paths, torch.tensor(self.labels, dtype=torch.int64), shape)
 
 
 class FolderSplit(Split):
     """A split whose images are decoded when they are first asked for; a part of it decodes only that part."""
 
-    def __init__(self, paths: tuple[Path, ...], labels: Tensor, shape: ImageShape) -> None:
+    def __init__(self, root: Path, paths: tuple[Path, ...], labels: Tensor, shape: ImageShape) -> None:
+        object.__setattr__(self, "root", root)
         object.__setattr__(self, "paths", paths)
         object.__setattr__(self, "labels", labels)
         object.__setattr__(self, "shape", shape)
 
+    root: Path
     paths: tuple[Path, ...]
     shape: ImageShape
+
+    @property
+    def image_size(self) -> tuple[int, int, int]:
+        """What every image is brought to."""
+        return self.shape.channels, self.shape.height, self.shape.width
 
     @cached_property
     def images(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """All images as uint8 (n, c, h, w)."""
-        images = torch.empty(
-            len(self.paths), self.shape.channels, self.shape.height, self.shape.width, dtype=torch.uint8
-        )
+        images = torch.empty(len(self.paths), *self.image_size, dtype=torch.uint8)
         for index, path in enumerate(self.paths):
             images[index] = decode(path, self.shape)
         return images
 
+    @cached_property
+    def sha256(self) -> str:
+        """One sum over the names, labels and bytes of all files, in their order; none of them is decoded."""
+        total = hashlib.sha256()
+        for path, label in zip(self.paths, self.labels.tolist(), strict=True):
+            name = Path(os.path.relpath(path, self.root)).as_posix()
+            total.update(f"{_sum(path)} {label} {name}\n".encode(errors="surrogateescape"))
+        return total.hexdigest()
+
     def __getitem__(self, index: slice | Tensor) -> Split:
+        if "images" in vars(self):
+            return super().__getitem__(index if isinstance(index, slice) else index.cpu())
         chosen = torch.arange(len(self))[index if isinstance(index, slice) else index.cpu()]
         paths = tuple(self.paths[number] for number in chosen.tolist())
-        return FolderSplit(paths, self.labels[chosen], self.shape)
+        return FolderSplit(self.root, paths, self.labels[chosen], self.shape)
 
 
-def read_folder(path: Path, shape: ImageShape) -> Dataset:
+class FolderDataset(Dataset):
+    """The data set of a folder, of which files are summed and images measured when that is first asked for."""
+
+    def __init__(
+        self,
+        name: str,
+        train: Split,
+        test: Split,
+        classes: tuple[str, ...],
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        checksums: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(name, train, test, classes, mean, std, checksums or {})
+        if checksums is None:
+            vars(self).pop("checksums")
+
+    @cached_property
+    def checksums(self) -> dict[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """One sum for each split that holds images."""
+        splits = {"train": self.train, "test": self.test}
+        return {
+            name: split.sha256
+            for name, split in splits.items()
+            if isinstance(split, FolderSplit) and len(split)
+        }
+
+    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Measured on all training images as they are decoded, to four digits."""
+        return measure(self.train.images) if len(self.train) else (self.mean, self.std)
+
+
+def measure(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each channel in [0, 1], to four digits; a channel without deviation gets 1.
+
+    Pixels are counted by value, so that the result does not hang on an order of summation.
+    """
+    values = torch.arange(256, dtype=torch.float64) / 255
+    shares = torch.stack([_histogram(images[:, channel]) for channel in range(images.shape[1])])
+    shares /= shares.sum(dim=1, keepdim=True)
+    mean = shares @ values
+    variance = (shares * (values - mean[:, None]) ** 2).sum(dim=1)
+    deviations = [round(float(each), 4) or 1.0 for each in variance.sqrt()]
+    return tuple(round(float(each), 4) for each in mean), tuple(deviations)
+
+
+def _histogram(pixels: Tensor) -> Tensor:
+    parts = pixels.split(_MEASURED_AT_ONCE)
+    return torch.stack([part.flatten().bincount(minlength=256) for part in parts]).sum(dim=0).double()
+
+
+def _sum(path: Path) -> str:
+    try:
+        return sha256(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_folder(path: Path, shape: ImageShape, name: str | None = None) -> Dataset:
     """The data set of a folder. Where there are no train/ and test/ all images are test images."""
     if not path.is_dir():
         raise DataError(f"there is no image folder {path}", hint=_LAYOUT_HINT)
     test_folder = next((path / name for name in ("test", "val") if (path / name).is_dir()), None)
     if test_folder is None or not (path / "train").is_dir():
         test = _list_images(path)
-        train = _Listing((), (), test.classes)
+        train = _Listing(path, (), (), test.classes)
     else:
         train, test = _list_images(path / "train"), _list_images(test_folder)
         if train.classes != test.classes:
             raise DataError(
                 f"{path / 'train'} and {test_folder} do not hold the same classes", hint=_LAYOUT_HINT
             )
-    return Dataset(
-        name=f"folder:{path}",
-        train=FolderSplit(train.paths, torch.tensor(train.labels, dtype=torch.int64), shape),
-        test=FolderSplit(test.paths, torch.tensor(test.labels, dtype=torch.int64), shape),
+    return FolderDataset(
+        name=name or f"{FOLDER}{path}",
+        train=train.split(shape),
+        test=test.split(shape),
         classes=test.classes,
         mean=(0.0,) * shape.channels,
         std=(1.0,) * shape.channels,
@@ -141,7 +226,7 @@ def _from_subfolders(folder: Path) -> _Listing:
         for path in sorted((folder / name).iterdir())
         if path.suffix.lower() in _SUFFIXES
     ]
-    return _Listing(tuple(path for path, _ in found), tuple(label for _, label in found), classes)
+    return _Listing(folder, tuple(path for path, _ in found), tuple(label for _, label in found), classes)
 
 
 def _from_csv(folder: Path) -> _Listing:
@@ -159,7 +244,7 @@ def _from_csv(folder: Path) -> _Listing:
     else:
         classes = tuple(sorted({row["label"] for row in rows}))
         labels = tuple(classes.index(row["label"]) for row in rows)
-    return _Listing(paths, labels, classes)
+    return _Listing(folder, paths, labels, classes)
 
 
 def _resolve(folder: Path, name: str, table: Path) -> Path:

@@ -177,6 +177,12 @@ CIFAR100 = Source(
 
 SOURCES: Mapping[str, Source] = {source.name: source for source in (MNIST, FASHION_MNIST, CIFAR10, CIFAR100)}
 
+CLASS_NAMES: Mapping[str, tuple[str, ...]] = {
+    "mnist": _DIGITS,
+    "fashion-mnist": _FASHION,
+    "cifar10": _CIFAR10,
+}
+"""Of the data sets whose files do not say them."""
 
 OFFICIAL_TEST_IMAGES = 10_000
 """In each of these data sets."""

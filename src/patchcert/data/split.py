@@ -1,11 +1,14 @@
 """Images with their labels, as tensors that live where they are used."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from patchcert.errors import DataError, InvalidInput
+
+_SHOWN = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +33,15 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} images of {_by(self.image_size)})"
+
+    @property
+    def image_size(self) -> tuple[int, int, int]:
+        """Channels, height and width of every image; nothing is decoded to know them."""
+        channels, height, width = self.images.shape[1:]
+        return channels, height, width
+
     def __getitem__(self, index: slice | Tensor) -> "Split":
         return Split(self.images[index], self.labels[index])
 
@@ -52,7 +64,7 @@ class Split:
 class Dataset:
     """A training and a test set, what their labels mean, and the sums of the files they were read from.
 
-    `mean` and `std` are what a model for it normalises with; 0 and 1 mean that it does not.
+    `mean` and `std` are those published for it; 0 and 1 mean that its images are taken as they are.
     """
 
     name: str
@@ -62,6 +74,16 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     checksums: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.name!r}, {len(self.train)} training and {len(self.test)} test images "
+            f"of {_by(self.test.image_size)}, {shown_classes(self.classes)})"
+        )
+
+    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and deviation per channel, in [0, 1], that a model for these images normalises with."""
+        return self.mean, self.std
 
     def split_validation(self, count: int = 5000) -> tuple[Split, Split]:
         """The training set without its last `count` images, and those, for every choice made in training."""
@@ -78,3 +100,13 @@ class Dataset:
         if name not in ("train", "test"):
             raise DataError(f"there is no split named {name!r}; expected 'train' or 'test'")
         return self.train if name == "train" else self.test
+
+
+def shown_classes(classes: Sequence[str]) -> str:
+    """How many classes there are and the names of the first, for one line of text."""
+    shown = ", ".join(classes[:_SHOWN])
+    return f"{len(classes)} classes: {shown}{', ...' if len(classes) > _SHOWN else ''}"
+
+
+def _by(lengths: Sequence[int]) -> str:
+    return "x".join(map(str, lengths))

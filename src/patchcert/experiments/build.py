@@ -1,10 +1,12 @@
 """From the words of a specification to the objects that train."""
 
+from pathlib import Path
+
 import torch
 from torch import Generator, nn
 
-from patchcert.data import Dataset, Split
-from patchcert.errors import SpecError
+from patchcert.data import Dataset, Split, load_dataset
+from patchcert.errors import DataError, SpecError
 from patchcert.experiments.spec import (
     AblatedTraining,
     AllTraining,
@@ -33,8 +35,20 @@ from patchcert.train.strategy import Strategy
 from patchcert.train.unet import MarginUNet, build_unet
 
 
+def load_data(choice: DataChoice, data_dir: Path | None) -> Dataset:
+    """The chosen data set, its images in the chosen size; refused unless there is something to train on."""
+    dataset = load_dataset(choice.name, data_dir, choice.image_shape)
+    choose_data(dataset, choice)
+    return dataset
+
+
 def choose_data(dataset: Dataset, choice: DataChoice) -> tuple[Split, Split | None]:
     """The images to train on and those held out, if any; the test set is never among them."""
+    if len(dataset.train) == 0:
+        raise DataError(
+            f"{dataset.name} has no training images: all {len(dataset.test)} are test images",
+            hint="put images to train on below train/ and others below test/ (or val/), in the same classes.",
+        )
     if not choice.validation:
         return dataset.train.take(choice.limit or len(dataset.train)), None
     kept, held_out = dataset.split_validation(choice.validation)
@@ -43,7 +57,8 @@ def choose_data(dataset: Dataset, choice: DataChoice) -> tuple[Split, Split | No
 
 def describe_model(choice: ModelChoice, dataset: Dataset) -> ModelSpec:
     """The chosen architecture for the data's images and classes."""
-    channels, height, width = dataset.train.images.shape[1:]
+    channels, height, width = dataset.train.image_size
+    mean, std = dataset.normalisation() if choice.normalise else ((), ())
     return ModelSpec(
         name=choice.name,
         channels=channels,
@@ -51,8 +66,8 @@ def describe_model(choice: ModelChoice, dataset: Dataset) -> ModelSpec:
         width=width,
         classes=len(dataset.classes),
         hidden=choice.hidden,
-        mean=dataset.mean if choice.normalise else (),
-        std=dataset.std if choice.normalise else (),
+        mean=mean,
+        std=std,
     )
 
 

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from patchcert.data.folder import FOLDER, ImageShape
 from patchcert.errors import SpecError
 from patchcert.experiments.plain import decisive
 from patchcert.threats import Patch, SparsePixels
@@ -27,18 +29,41 @@ def _at_least(least: int, name: str, value: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DataChoice:
-    """Which images to learn from, and how they are varied."""
+    """Which images to learn from, and how they are varied.
+
+    `size` is what the images of a folder are brought to, height x width; other data sets have a size of their own.
+    """
 
     name: str = "mnist"
     validation: int = 0
     limit: int | None = None
     flip: bool = False
     crop_padding: int = 0
+    size: str | None = None
 
     def __post_init__(self) -> None:
         _at_least(0, "validation", self.validation)
         _at_least(1, "limit", self.limit)
         _at_least(0, "crop_padding", self.crop_padding)
+        if self.size is None:
+            return
+        if not self.name.startswith(FOLDER):
+            raise SpecError(
+                f"size is {self.size!r}, but the images of {self.name} have a size of their own",
+                hint='leave data.size out, or name an image folder: data.name = "folder:PATH"',
+            )
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", self.size):
+            raise SpecError(
+                f"size is {self.size!r}; expected height x width", hint='write data.size = "32x32"'
+            )
+
+    @property
+    def image_shape(self) -> ImageShape | None:
+        """What the images of a folder are brought to where that is chosen: three channels of the given size."""
+        if self.size is None:
+            return None
+        height, width = map(int, self.size.split("x"))
+        return ImageShape(height=height, width=width)
 
 
 @dataclass(frozen=True, slots=True)

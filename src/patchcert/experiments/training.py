@@ -10,7 +10,7 @@ import torch
 from torch import Generator, nn
 
 from patchcert.bounds import Network
-from patchcert.data import Dataset, Split, load_dataset
+from patchcert.data import Dataset, Split
 from patchcert.engine.inputs import check_fit
 from patchcert.errors import PatchcertError, RunError
 from patchcert.experiments.build import (
@@ -18,6 +18,7 @@ from patchcert.experiments.build import (
     check_votes,
     choose_data,
     describe_model,
+    load_data,
     step_settings,
 )
 from patchcert.experiments.distributed import certify_sharded
@@ -54,7 +55,7 @@ def train_run(
     spec: Spec, folder: Path, place: Workplace, resume: bool = False, listener: Listener | None = None
 ) -> Run:
     """Train a specification into a folder, or go on with it there; a finished run is returned as it is."""
-    dataset = load_dataset(spec.data.name, place.data_dir)
+    dataset = load_data(spec.data, place.data_dir)
     check_fit(spec.threat, dataset.test.take(1).floats())
     if not place.world.is_main:
         _agree(place, None)

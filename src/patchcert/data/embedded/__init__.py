@@ -16,6 +16,7 @@ from patchcert.data.split import Dataset, Split
 from patchcert.files import atomic_write
 
 NAME = "mnist-mini"
+CLASSES = tuple("0123456789")
 TRAIN_PER_CLASS = 600
 TEST_PER_CLASS = 100
 
@@ -30,7 +31,7 @@ def load() -> Dataset:
         name=NAME,
         train=Split(tensors["train_images"], tensors["train_labels"].long()),
         test=Split(tensors["test_images"], tensors["test_labels"].long()),
-        classes=tuple("0123456789"),
+        classes=CLASSES,
         mean=(0.0,),
         std=(1.0,),
         checksums={_FILE: checksum()},
