@@ -42,7 +42,10 @@ def test_list_says_what_is_there(capsys, tmp_path, published):
 def test_fetch_then_verify(capsys, tmp_path, published):
     target = tmp_path / "data"
     assert run(["data", "fetch", "mnist", "--data-dir", str(target), "--mirror", published.as_uri()]) == 0
-    assert answer(capsys) == {"name": "mnist", "folder": str(target / "mnist")}
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"name": "mnist", "folder": str(target / "mnist")}
+    whole = sum(path.stat().st_size for path in published.iterdir())
+    assert f"fetching mnist: {whole} bytes" in shown.err
     assert run(["data", "verify", "mnist", "--data-dir", str(target)]) == 0
     verified = answer(capsys)
     assert (verified["train"], verified["test"]) == (4, 4)
@@ -60,7 +63,10 @@ def test_verify_finds_damage(capsys, published):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "t10k-labels-idx1-ubyte.gz is damaged" in shown.err
-    assert "hint: delete it and run `patchcert data fetch mnist`." in shown.err
+    assert (
+        "hint: delete it and run `patchcert data fetch mnist`, with the same --data-dir if you gave one."
+        in shown.err
+    )
 
 
 def test_a_dead_mirror_gives_the_url_and_the_place_for_the_file(capsys, tmp_path):
@@ -75,3 +81,11 @@ def test_a_dead_mirror_gives_the_url_and_the_place_for_the_file(capsys, tmp_path
 def test_the_embedded_set_needs_neither(capsys, command):
     assert run(["data", command, "mnist-mini"]) == 2
     assert "mnist-mini ships with the package" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["fetch", "verify"])
+def test_folders_have_no_published_sums(capsys, command):
+    assert run(["data", command, "folder:photos"]) == 2
+    shown = capsys.readouterr().err
+    assert "folder:photos is a folder of yours" in shown
+    assert "hint: its sums are written down with every training and all evidence" in shown

@@ -1,12 +1,13 @@
 """`patchcert data list | fetch | verify`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from patchcert.cli.output import print_json, say
-from patchcert.cli.progress import progress_bar
+from patchcert.cli.progress import Report, progress_bar
 from patchcert.errors import DataError
 
 app = typer.Typer(add_completion=False, no_args_is_help=False)
@@ -50,7 +51,7 @@ def fetch(
 
     source = find_source(_published(name))
     with progress_bar(f"fetching {name}", "bytes") as report:
-        folder = fetch_source(source, data_dir, mirror, lambda _, done, total: report(done, total))
+        folder = fetch_source(source, data_dir, mirror, _of_all_files(report))
     say(f"{name} is in {folder}")
     print_json({"name": name, "folder": str(folder)})
 
@@ -82,9 +83,28 @@ def verify(name: Name, data_dir: DataDir = None) -> None:
     )
 
 
+def _of_all_files(report: Report) -> Callable[[str, int, int], None]:
+    """Reports the bytes of all files so far, of those that are known to come."""
+    arrived: dict[str, int] = {}
+
+    def count(file: str, done: int, total: int) -> None:
+        arrived[file] = done
+        together = sum(arrived.values())
+        report(together, together + total - done if total else 0)
+
+    return count
+
+
 def _published(name: str) -> str:
     from patchcert.data import embedded
+    from patchcert.data.folder import FOLDER
 
     if name == embedded.NAME:
         raise DataError(f"{name} ships with the package: there is nothing to fetch or verify")
+    if name.startswith(FOLDER):
+        raise DataError(
+            f"{name} is a folder of yours: nobody publishes its files or their sums, so there is nothing to "
+            "fetch or verify",
+            hint="its sums are written down with every training and all evidence; compare those.",
+        )
     return name

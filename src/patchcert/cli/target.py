@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from patchcert.cli.output import say
 from patchcert.errors import DataError, InvalidInput
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from patchcert.data import Dataset, Split
@@ -118,7 +121,34 @@ def choose_images(target: Target, dataset: "Dataset", split: str, limit: int | N
             f"{dataset.name} are {_size(actual)} of {len(dataset.classes)} classes",
             hint="name the data the model is for with --data.",
         )
+    _warn_of_classes(target, dataset)
     return images
+
+
+def _warn_of_classes(target: Target, dataset: "Dataset") -> None:
+    """Say where the labels of the data seem to mean other classes than the model's, and go on."""
+    from patchcert.data import class_names, shown_classes
+
+    count = target.spec.classes
+    learned = class_names(target.data) if target.data else None
+    if learned is not None and len(learned) != count:
+        learned = None
+    if len(dataset.classes) == count and (learned is None or _agree(learned, dataset)):
+        return
+    own = f"{count} classes" if learned is None else shown_classes(learned)
+    say(
+        f"warning: {target.weights} is a model for {own}; {dataset.name} has {shown_classes(dataset.classes)}. "
+        "A label is taken for the model's class of the same number, whatever their names."
+    )
+
+
+def _agree(learned: "Sequence[str]", dataset: "Dataset") -> bool:
+    """Whether classes have the same names; numbers in a folder are no names, but positions."""
+    from patchcert.data.folder import FOLDER
+
+    numbers = tuple(map(str, range(len(learned))))
+    is_numbered = dataset.name.startswith(FOLDER) and dataset.classes == numbers
+    return is_numbered or [name.lower() for name in learned] == [name.lower() for name in dataset.classes]
 
 
 def _size(shape: tuple[int, ...]) -> str:
