@@ -1,5 +1,7 @@
 """What cannot be bounded is refused by its name and place: nothing is skipped or mistaken."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,8 @@ from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, prune
 
-from patchcert.bounds import Interval, trace
+from patchcert.bounds import Interval, Rounding, trace
+from patchcert.bounds.rounding import NEAREST
 from patchcert.errors import ModelError, UnsupportedLayer
 from patchcert.testing.blocks import randomise
 
@@ -48,32 +51,32 @@ REFUSED = {
     "an unknown layer": (
         nn.Sequential(nn.Flatten(), nn.Linear(60, 3), nn.GELU()),
         UnsupportedLayer,
-        r"layer '2' is a GELU, for which no bound is known; rules exist for: .*Conv2d.*ReLU",
+        r"layer '2' \(GELU\): no bound is known for it; layers with bounds: .*Conv2d.*ReLU",
     ),
     "an unknown function": (
         model_of(lambda s, x: s.fc(torch.sin(x).flatten(1)), fc=linear()),
         UnsupportedLayer,
-        "layer 'sin' is a sin, for which no bound is known",
+        "function torch.sin at 'sin': no bound is known for it; functions with bounds: .*F.relu.*torch.mean",
     ),
     "an unknown method": (
         model_of(lambda s, x: s.fc(x.flip(2).flatten(1)), fc=linear()),
         UnsupportedLayer,
-        "layer 'flip' is a flip",
+        r"method .flip\(\) at 'flip': no bound is known for it; methods with bounds: .*\.flatten\(\).*\.view\(\)",
     ),
     "a product of results": (
         model_of(lambda s, x: s.fc((x * x).flatten(1)), fc=linear()),
         UnsupportedLayer,
-        "layer 'mul' is a mul",
+        "function operator.mul at 'mul'",
     ),
     "a parametrised weight": (
         nn.Sequential(nn.Flatten(), parametrizations.weight_norm(linear())),
         UnsupportedLayer,
-        "layer '1' is a ParametrizedLinear",
+        r"layer '1' \(ParametrizedLinear\)",
     ),
     "padding that reflects": (
         nn.Sequential(nn.Conv2d(2, 4, kernel_size=3, padding=1, padding_mode="reflect")),
         UnsupportedLayer,
-        "layer '0' is a Conv2d: padding_mode is 'reflect', bounds exist for 'zeros'",
+        r"layer '0' \(Conv2d\): padding_mode is 'reflect', bounds exist for 'zeros'",
     ),
     "a falling slope": (nn.Sequential(nn.LeakyReLU(-0.1)), UnsupportedLayer, "negative_slope is -0.1"),
     "a negative alpha": (nn.Sequential(nn.ELU(-1.0)), UnsupportedLayer, "alpha is -1.0"),
@@ -90,7 +93,7 @@ REFUSED = {
     "batch norm in training": (
         nn.Sequential(nn.BatchNorm2d(2)).train(),
         ModelError,
-        r"layer '0' is a BatchNorm2d: .*training mode",
+        r"layer '0' \(BatchNorm2d\): .*training mode",
     ),
     "batch norm without statistics": (
         nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False)).eval(),
@@ -105,12 +108,12 @@ REFUSED = {
     "dropout in training": (
         nn.Sequential(nn.Dropout(0.5)).train(),
         ModelError,
-        r"layer '0' is a Dropout: it drops values at random",
+        r"layer '0' \(Dropout\): it drops values at random",
     ),
     "the dropout function, whose default is training": (
         model_of(lambda s, x: F.dropout(x)),
         ModelError,
-        "layer 'dropout' is a dropout: it drops values at random",
+        "function F.dropout at 'dropout': it drops values at random",
     ),
     "flattening the batch": (
         model_of(lambda s, x: torch.flatten(x)),
@@ -127,10 +130,27 @@ REFUSED = {
         UnsupportedLayer,
         "size",
     ),
+    "a mean over channels": (
+        model_of(lambda s, x: x.mean(1).flatten(1)),
+        UnsupportedLayer,
+        r"method .mean\(\) at 'mean': it is taken over dim=1, bounds exist for the mean over height and width",
+    ),
+    "a mean over everything": (model_of(lambda s, x: torch.mean(x)), UnsupportedLayer, "taken over dim=None"),
+    "a mean over all but the batch": (
+        model_of(lambda s, x: x.mean((1, 2, 3))),
+        UnsupportedLayer,
+        r"taken over dim=\(1, 2, 3\)",
+    ),
+    "a mean over the batch": (model_of(lambda s, x: x.mean((0, 3))), UnsupportedLayer, r"dim=\(0, 3\)"),
+    "a mean in another type": (
+        model_of(lambda s, x: x.mean((2, 3), dtype=torch.float16)),
+        UnsupportedLayer,
+        "called in a way that has no bound",
+    ),
     "a weighted sum": (
         model_of(lambda s, x: s.fc(torch.add(x, x, alpha=2).flatten(1)), fc=linear()),
         UnsupportedLayer,
-        "layer 'add' is a add: alpha is 2, bounds exist for a plain sum",
+        "function torch.add at 'add': alpha is 2, bounds exist for a plain sum",
     ),
     "a constant summand": (
         model_of(lambda s, x: s.fc((x + 1).flatten(1)), fc=linear()),
@@ -157,7 +177,7 @@ REFUSED = {
             preactivation, c=nn.Conv2d(2, 2, 1), d=nn.Conv2d(2, 2, 1), r=nn.ReLU(inplace=True), fc=linear()
         ),
         UnsupportedLayer,
-        "layer 'add' is a add; it uses a result that another layer has changed in place",
+        "function operator.add at 'add'; it uses a result that another layer has changed in place",
     ),
     "a view used after its base was overwritten": (
         model_of(
@@ -166,7 +186,7 @@ REFUSED = {
             fc=linear(),
         ),
         UnsupportedLayer,
-        "layer 'fc' is a Linear; it uses a result that another layer has changed in place",
+        r"layer 'fc' \(Linear\); it uses a result that another layer has changed in place",
     ),
     "a result overwritten by a function": (
         model_of(
@@ -185,7 +205,7 @@ REFUSED = {
     "images overwritten": (
         nn.Sequential(nn.Hardtanh(0.4, 1.0, inplace=True), nn.Flatten(), linear()),
         UnsupportedLayer,
-        "layer '0' is a Hardtanh that changes the images",
+        r"layer '0' \(Hardtanh\) changes the images",
     ),
     "the images themselves": (model_of(lambda s, x: x), UnsupportedLayer, "must return one tensor of logits"),
     "two outputs": (
@@ -206,6 +226,46 @@ def test_what_cannot_be_bounded_is_refused_by_name_and_place(name):
     model, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         trace(model)
+
+
+HINTS = {
+    "softmax at the end": (lambda s, x: F.softmax(s.fc(x.flatten(1)), dim=1), "leave it out"),
+    "log_softmax at the end": (lambda s, x: s.fc(x.flatten(1)).log_softmax(1), "leave it out"),
+    "scaled images": (lambda s, x: s.fc((x * 0.5).flatten(1)), r"patchcert\.Normalize"),
+    "shifted and scaled images": (lambda s, x: s.fc((2 * x - 1).flatten(1)), r"patchcert\.Normalize"),
+    "standardised images": (lambda s, x: s.fc(((x - 0.5) / 0.25).flatten(1)), r"patchcert\.Normalize"),
+    "brighter images": (lambda s, x: s.fc((x + 0.5).flatten(1)), r"patchcert\.Normalize"),
+    "clamped results": (lambda s, x: s.fc(x.clamp(0, 0.5).flatten(1)), r"nn\.Hardtanh"),
+    "padding": (lambda s, x: s.fc(F.pad(x, (1, 1)).flatten(1)), r"nn\.Conv2d that follows"),
+    "a squeezed dimension": (lambda s, x: s.fc(x.squeeze(1).flatten(1)), r"nn\.Flatten"),
+    "one channel of several": (lambda s, x: s.fc(x[:, :1].flatten(1)), r"1x1 nn\.Conv2d"),
+    "joined results": (lambda s, x: s.fc(torch.cat([x, x], 1).flatten(1)), "the sum of one such layer"),
+    "the largest of each map": (lambda s, x: s.fc(x.amax((2, 3))), r"nn\.MaxPool2d"),
+    "another size": (lambda s, x: s.fc(x.view(x.size(0), x.size(1), -1)), r"x\.size\(0\), may be asked for"),
+    "another mean": (lambda s, x: s.fc(x.mean(1).flatten(1)), r"AdaptiveAvgPool2d\(1\)"),
+    "an unknown function": (lambda s, x: F.gelu(x), r"patchcert\.bounds\.function_rule\(F\.gelu\)"),
+    "an unknown method": (lambda s, x: x.flip(2), r"patchcert\.bounds\.function_rule\('flip'\)"),
+    "an unknown layer": (lambda s, x: s.g(x), r"patchcert\.bounds\.layer_rule"),
+    "a learnt slope": (lambda s, x: s.p(x), r"nn\.LeakyReLU"),
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_what_is_refused_comes_with_what_to_write_instead(name):
+    forward, hint = HINTS[name]
+    with pytest.raises(UnsupportedLayer) as caught:
+        trace(model_of(forward, fc=linear(), g=nn.GELU(), p=nn.PReLU()))
+    assert re.search(hint, caught.value.hint)
+
+
+def test_a_mean_of_what_is_no_map_is_refused_when_it_is_met():
+    model = model_of(lambda s, x: s.fc(x.view(x.size(0), 2, 30).mean((-2, -1), keepdim=True).flatten(1)))
+    model.fc = nn.Linear(1, 3).double()
+    for rounding in (NEAREST, Rounding.outward(torch.float64)):
+        with pytest.raises(
+            UnsupportedLayer, match=r"mean over height and width of results of shape \(3, 2, 30\)"
+        ):
+            trace(model).bounds(Interval.point(images()), rounding=rounding)
 
 
 def test_a_second_input_is_refused_unless_it_has_a_default():
@@ -236,14 +296,14 @@ def test_a_sum_across_images_is_refused_when_it_is_met():
 def test_hooks_are_refused(register):
     model = nn.Sequential(nn.Flatten(), linear())
     getattr(model[1], register)(lambda *_: None)
-    with pytest.raises(UnsupportedLayer, match="layer '1' is a Linear with forward hooks"):
+    with pytest.raises(UnsupportedLayer, match=r"layer '1' \(Linear\) has forward hooks"):
         trace(model)
 
 
 def test_pruned_layers_are_refused_by_their_hook():
     model = nn.Sequential(nn.Flatten(), linear())
     prune.l1_unstructured(model[1], "weight", 0.5)
-    with pytest.raises(UnsupportedLayer, match="layer '1' is a Linear with forward hooks"):
+    with pytest.raises(UnsupportedLayer, match=r"layer '1' \(Linear\) has forward hooks"):
         trace(model)
 
 
@@ -260,7 +320,7 @@ def test_a_replaced_forward_pass_is_refused():
     model = nn.Sequential(nn.Flatten(), linear(), nn.ReLU())
     model[2].forward = torch.sin
     with pytest.raises(
-        UnsupportedLayer, match="layer '2' is a ReLU whose call or forward pass has been replaced"
+        UnsupportedLayer, match=r"the call or forward pass of layer '2' \(ReLU\) has been replaced"
     ):
         trace(model)
 
@@ -270,14 +330,16 @@ def test_a_class_with_a_call_of_its_own_is_refused():
         def __call__(self, images):
             return -super().__call__(images)
 
-    with pytest.raises(UnsupportedLayer, match="a Turned whose call or forward pass has been replaced"):
+    with pytest.raises(
+        UnsupportedLayer, match=r"the call or forward pass of layer '' \(Turned\) has been replaced"
+    ):
         trace(Turned(nn.Flatten(), linear()))
 
 
 def test_a_replaced_forward_pass_of_a_graph_is_refused():
     model = fx.symbolic_trace(nn.Sequential(nn.Flatten(), linear()))
     model.forward = torch.sin
-    with pytest.raises(UnsupportedLayer, match="whose call or forward pass has been replaced"):
+    with pytest.raises(UnsupportedLayer, match="the call or forward pass of layer '' .* has been replaced"):
         trace(model)
 
 
@@ -292,7 +354,7 @@ def made(self, x):
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (rounded, "layer 'round_1' is a round, for which no bound is known"),
+        (rounded, "function torch.round at 'round_1': no bound is known"),
         (made, r"the forward pass makes a tensor of shape \(3, 60\), which tracing cannot follow"),
     ],
 )

@@ -14,7 +14,7 @@ from patchcert.bounds import Interval, Rounding, trace
 from patchcert.bounds.network import Network
 from patchcert.bounds.operations import Convolution, Linear, Monotone
 from patchcert.models import Normalize
-from patchcert.testing.blocks import randomise
+from patchcert.testing.blocks import ResidualBlock, randomise
 from patchcert.testing.strategies import image_batches, image_shapes, networks, seeds
 
 OUTWARD = Rounding.outward(torch.float64)
@@ -175,6 +175,53 @@ def test_normalisation_and_batch_norm_are_bounded_like_the_layers_they_are():
     bounds, ends = trace(model).bounds(box), torch.stack([model(box.lower), model(box.upper)])
     torch.testing.assert_close(bounds.lower, ends.amin(dim=0))
     torch.testing.assert_close(bounds.upper, ends.amax(dim=0))
+
+
+class Mean(nn.Module):
+    """The mean over height and width, as forward passes write it."""
+
+    def __init__(self, dim, keepdim):
+        super().__init__()
+        self.dim, self.keepdim = dim, keepdim
+
+    def forward(self, maps):
+        return maps.mean(self.dim, self.keepdim)
+
+
+AXES = st.sampled_from([(2, 3), (3, 2), (-2, -1), (2, -1), (3, -2)])
+
+
+@given(seeds(), st.tuples(*[st.integers(1, 9)] * 2), AXES, st.booleans(), st.booleans())
+def test_a_mean_attains_its_bounds_which_are_those_of_the_pooling(seed, size, dim, keepdim, is_single):
+    dtype = torch.float32 if is_single else torch.float64
+    images = torch.rand(2, 3, *size, generator=seeded(seed), dtype=dtype)
+    box, mean = box_around(images, seed), Mean(dim, keepdim)
+    twin = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Identity() if keepdim else nn.Flatten())
+    outward = Rounding.outward(dtype)
+    for rounding in (outward, Rounding(0.0, 0.0)):
+        bounds, pooled = (trace(model).bounds(box, rounding=rounding) for model in (mean, twin))
+        assert torch.equal(bounds.lower, pooled.lower)
+        assert torch.equal(bounds.upper, pooled.upper)
+    bounds = trace(mean).bounds(box, rounding=outward)
+    lowest, highest = mean(box.lower.double()), mean(box.upper.double())
+    assert contains(bounds, Interval(lowest, highest), 1e-15)
+    assert contains(Interval(lowest, highest), bounds, 400 * torch.finfo(dtype).eps)
+    for point in points_of(box, seed):
+        assert contains(bounds, Interval.point(mean(point.double())), 1e-15)
+
+
+@given(networks_with_boxes(residual=False), AXES, seeds())
+def test_no_point_of_the_box_leaves_the_bounds_of_a_network_with_a_mean(case, dim, seed):
+    model, box = case
+    maps = nn.Sequential(
+        nn.Conv2d(box.shape[1], 4, 1), nn.ReLU(), Mean(dim, keepdim=True), nn.Conv2d(4, box.shape[1], 1)
+    )
+    attended = ResidualBlock(nn.Identity(), randomise(maps, seeded(seed)).double())
+    whole = nn.Sequential(attended, model)
+    with torch.no_grad():
+        bounds = trace(whole).bounds(box, rounding=OUTWARD)
+        for point in points_of(box, seed):
+            assert contains(bounds, Interval.point(whole(point)), 1e-12)
 
 
 def mutated(network, change):

@@ -9,7 +9,7 @@ from torch import nn
 
 from patchcert.bounds import Interval, function_rule, layer_rule, trace
 from patchcert.bounds.lowering import LAYER_RULES
-from patchcert.bounds.operations import Add
+from patchcert.bounds.operations import Add, AveragePool, Convolution, Linear, Reshape
 from patchcert.errors import InvalidInput, UnsupportedLayer
 from patchcert.testing.blocks import ResidualBlock, randomise
 
@@ -59,6 +59,10 @@ def convolution(**settings):
     return nn.Conv2d(2, 4, **settings)
 
 
+def pooled():
+    return {"c": convolution(kernel_size=2), "fc": nn.Linear(4, 3)}
+
+
 GOOD = {
     "functions only": functional_model(),
     "a view of the batch": model_of(lambda s, x: s.fc(x.view(x.size(0), -1)), fc=nn.Linear(60, 3)),
@@ -86,6 +90,16 @@ GOOD = {
     ),
     "adaptive pools": nn.Sequential(
         nn.AdaptiveAvgPool2d((None, 2)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3)
+    ),
+    "a mean over height and width": model_of(lambda s, x: s.fc(s.c(x).mean((2, 3))), **pooled()),
+    "a mean by keyword, from the end": model_of(
+        lambda s, x: s.fc(s.c(x).mean(dim=[-1, -2], keepdim=False)), **pooled()
+    ),
+    "a mean that keeps its dimensions": model_of(
+        lambda s, x: s.fc(torch.flatten(torch.mean(s.c(x), (2, 3), True), 1)), **pooled()
+    ),
+    "a mean of the images, mixed axes": model_of(
+        lambda s, x: s.fc(torch.mean(input=x, dim=(3, -2))), fc=nn.Linear(2, 3)
     ),
     "a shared layer": model_of(
         lambda s, x: s.fc(s.a(s.r(s.a(s.r(x.flatten(1)))))),
@@ -143,6 +157,13 @@ def test_only_needed_steps_are_kept_and_the_last_input_comes_just_before():
     assert network.steps[-1].inputs == (len(network.steps) - 1,)
 
 
+def test_a_mean_is_a_pooling_and_a_flattening():
+    steps = trace(GOOD["a mean over height and width"]).steps
+    assert [step.name for step in steps] == ["c", "mean.1", "mean", "fc"]
+    assert [type(step.operation) for step in steps] == [Convolution, AveragePool, Reshape, Linear]
+    assert [step.name for step in trace(GOOD["a mean that keeps its dimensions"]).steps][1] == "mean"
+
+
 def linear():
     return nn.Linear(60, 3)
 
@@ -163,7 +184,7 @@ def test_a_layer_with_a_registered_rule_is_called_with_its_input_alone(monkeypat
     plain = model_of(lambda s, x: s.fc(s.scaled(x).flatten(1)), scaled=Scaled(), fc=linear())
     assert len(trace(plain).steps) == 2
     odd = model_of(lambda s, x: s.fc(s.scaled(x, 3.0).flatten(1)), scaled=Scaled(), fc=linear())
-    with pytest.raises(UnsupportedLayer, match="layer 'scaled' is a Scaled called with more than its input"):
+    with pytest.raises(UnsupportedLayer, match=r"layer 'scaled' \(Scaled\) called with more than its input"):
         trace(odd)
 
 

@@ -48,6 +48,17 @@ def block(channels, outputs, stride):
     return ResidualBlock(branch, nn.Conv2d(channels, outputs, 1, stride, bias=False))
 
 
+class MeanHead(nn.Module):
+    """Logits of the mean over height and width, as forward passes write it."""
+
+    def __init__(self, channels, classes):
+        super().__init__()
+        self.output = nn.Linear(channels, classes)
+
+    def forward(self, maps):
+        return self.output(maps.mean(dim=(-2, -1)))
+
+
 COVERED = {
     "linear": [nn.Flatten(), nn.Linear(126, 3)],
     "two hidden layers": [
@@ -91,6 +102,11 @@ COVERED = {
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(4, 3),
+    ],
+    "a mean over height and width": [
+        nn.Conv2d(2, 4, 2, padding=(0, 1)),
+        nn.ReLU(),
+        MeanHead(4, 3),
     ],
     "skip connections": [
         block(2, 4, 1),
@@ -158,6 +174,14 @@ def fast(model, images, labels, patch, epsilon=1.0, rounding=NEAREST, budget=BUD
         else:
             clean = clean_pass(network, images, labels)
         return sweep.margins(clean, labels, epsilon, rounding)
+
+
+def test_a_mean_has_the_margins_of_a_global_pooling_to_the_last_bit():
+    model, (images, labels) = built("a mean over height and width"), batch()
+    twin = nn.Sequential(model[0], model[1], nn.AdaptiveAvgPool2d(1), nn.Flatten(), model[2].output)
+    for dtype in (torch.float32, torch.float64):
+        margins = [placement_margins(one, images, labels, Patch(2), dtype=dtype) for one in (model, twin)]
+        assert torch.equal(*margins)
 
 
 def distance(margins, reference):

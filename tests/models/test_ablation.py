@@ -36,7 +36,7 @@ def test_images_as_they_are_have_neither_logits_nor_bounds():
     with pytest.raises(ModelError, match="takes ablated images, encoded in 2 channels, got 1 channels"):
         model(images)
     with pytest.raises(
-        UnsupportedLayer, match="layer 'ablated' is a AblatedImages: its network votes"
+        UnsupportedLayer, match=r"layer 'ablated' \(AblatedImages\): its network votes"
     ) as caught:
         pc.certify(model, images, torch.tensor([0, 1]), pc.Patch(2))
     assert "RandomAblation" in caught.value.hint

@@ -13,9 +13,11 @@ from torch import nn
 from patchcert.bounds.operations import Operation, Source
 from patchcert.errors import UnsupportedLayer
 
-LAYER_RULES: dict[type[nn.Module], Callable[[Any], Operation | None]] = {}
-FUNCTION_RULES: dict[Callable | str, Callable[..., Operation | None]] = {}
-"""A rule that returns None stands for the identity."""
+Lowered = Operation | tuple[Operation, ...] | None
+"""What a rule returns: an operation, a chain of them, or None for the identity."""
+
+LAYER_RULES: dict[type[nn.Module], Callable[[Any], Lowered]] = {}
+FUNCTION_RULES: dict[Callable | str, Callable[..., Lowered]] = {}
 
 
 def layer_rule(*types: type[nn.Module]) -> Callable:

@@ -12,9 +12,10 @@ from torch.fx.node import Argument
 from torch.nn.modules import module as module_globals
 
 from patchcert.bounds import rules as rules
-from patchcert.bounds.lowering import BATCH_SIZE, FUNCTION_RULES, LAYER_RULES
+from patchcert.bounds.lowering import BATCH_SIZE, FUNCTION_RULES, LAYER_RULES, Lowered
 from patchcert.bounds.network import Network, Step
 from patchcert.bounds.operations import Add, Operation, Reshape
+from patchcert.bounds.refusals import Site, bare_name
 from patchcert.errors import ModelError, PatchcertError, UnsupportedLayer
 
 
@@ -42,13 +43,12 @@ def _refuse_changed_calls(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if layer._forward_hooks or layer._forward_pre_hooks:
             raise UnsupportedLayer(
-                f"layer '{name}' is a {type(layer).__name__} with forward hooks, which may change its result",
+                f"{Site(name, type(layer))} has forward hooks, which may change its result",
                 hint="remove the hooks before asking for bounds",
             )
         if _is_called_otherwise(layer):
             raise UnsupportedLayer(
-                f"layer '{name}' is a {type(layer).__name__} whose call or forward pass has been replaced, which "
-                "tracing does not see",
+                f"the call or forward pass of {Site(name, type(layer))} has been replaced, which tracing does not see",
                 hint="write the change as a class of its own with a forward method; of a compiled model give the "
                 "original",
             )
@@ -135,39 +135,37 @@ class _Value:
 class _Call:
     """A layer or function with its arguments: results of the network first, settings after them."""
 
-    place: str
-    kind: str
-    rule: Callable[..., Operation | None]
+    where: Site
+    rule: Callable[..., Lowered]
     layer: nn.Module | None
     inputs: tuple[_Value, ...]
     settings: tuple[object, ...]
     keywords: dict[str, object]
 
-    @property
-    def where(self) -> str:
-        return f"layer '{self.place}' is a {self.kind}"
-
-    def operation(self) -> Operation | None:
-        """What the rule makes of it; None for the identity."""
+    def operations(self) -> tuple[Operation, ...]:
+        """What the rule makes of it, one after the other; none for the identity."""
         if self.layer is not None and (self.settings or self.keywords):
             raise UnsupportedLayer(f"{self.where} called with more than its input")
         if any(isinstance(setting, _Value) for setting in (*self.settings, *self.keywords.values())):
             raise UnsupportedLayer(f"{self.where} called with a result of the network in place of a setting")
         try:
-            if self.layer is not None:
-                return self.rule(self.layer)
-            return self.rule(*self.settings, **self.keywords)
+            arguments = self.settings if self.layer is None else (self.layer,)
+            lowered = self.rule(*arguments, **self.keywords)
         except (UnsupportedLayer, ModelError) as error:
             raise type(error)(f"{self.where}: {error.message}", error.hint) from None
         except TypeError as error:
             raise UnsupportedLayer(f"{self.where} called in a way that has no bound: {error}") from error
+        if lowered is None:
+            return ()
+        return lowered if isinstance(lowered, tuple) else (lowered,)
 
     @property
     def is_in_place(self) -> bool:
         """The first input's memory is overwritten by the result."""
         if self.layer is not None:
             return bool(getattr(self.layer, "inplace", False))
-        if self.kind.endswith("_") or self.kind == "iadd":
+        name = bare_name(self.where.target)
+        if name.endswith("_") or name == "iadd":
             return True
         return bool(
             inspect.signature(self.rule).bind(*self.settings, **self.keywords).arguments.get("inplace")
@@ -203,13 +201,13 @@ class _Lowering:
             return lambda: operator.attrgetter(path)(self.model)
         if node.op == "call_module":
             layer = self.model.get_submodule(str(node.target))
-            rule = LAYER_RULES.get(type(layer))
-            return self._append(self._call(node, str(node.target), type(layer).__name__, rule, layer))
+            where = Site(str(node.target), type(layer))
+            return self._append(self._call(node, where, LAYER_RULES.get(type(layer)), layer))
         size = self._batch_size(node)
         if size is not None:
             return size
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
-        return self._append(self._call(node, node.name, str(name), FUNCTION_RULES.get(node.target), None))
+        where = Site(node.name, node.target)
+        return self._append(self._call(node, where, FUNCTION_RULES.get(node.target), None))
 
     def _placeholder(self, node: fx.Node) -> object:
         if not any(isinstance(value, _Value) for value in self.values.values()):
@@ -218,42 +216,38 @@ class _Lowering:
             return node.args[0]
         raise UnsupportedLayer(f"the model takes a second input {node.name!r}; bounds exist for images alone")
 
-    def _call(
-        self, node: fx.Node, place: str, kind: str, rule: Callable | None, layer: nn.Module | None
-    ) -> _Call:
+    def _call(self, node: fx.Node, where: Site, rule: Callable | None, layer: nn.Module | None) -> _Call:
         if rule is None:
-            raise UnsupportedLayer(
-                f"layer '{place}' is a {kind}, for which no bound is known; {_known_rules()}",
-                hint="replace the layer, or register a sound rule for it with patchcert.bounds.layer_rule",
-            )
+            where.refuse()
         arguments = [self._resolve(argument) for argument in node.args]
         keywords = {key: self._resolve(argument) for key, argument in node.kwargs.items()}
         inputs = list(takewhile(lambda argument: isinstance(argument, _Value), arguments))
         settings = arguments[len(inputs) :]
         inputs += [keywords.pop(key) for key in ("input", "other") if isinstance(keywords.get(key), _Value)]
-        return _Call(place, kind, rule, layer, tuple(inputs), tuple(settings), keywords)  # pyright: ignore[reportArgumentType]
+        return _Call(where, rule, layer, tuple(inputs), tuple(settings), keywords)  # pyright: ignore[reportArgumentType]
 
     def _append(self, call: _Call) -> _Value:
-        operation = call.operation()
-        expected = 2 if isinstance(operation, Add) else 1
+        operations = call.operations()
+        expected = 2 if operations and isinstance(operations[0], Add) else 1
         if len(call.inputs) != expected:
             raise UnsupportedLayer(
                 f"{call.where} of {len(call.inputs)} results of the network; bounds exist for {expected}"
             )
         for value in call.inputs:
             self._refuse_stale(call.where, value)
-        if operation is None:
-            return call.inputs[0]
-        self.steps.append(Step(call.place, operation, tuple(value.index for value in call.inputs)))
-        return self._result(call, operation)
+        value, inputs = call.inputs[0], call.inputs
+        for position, operation in enumerate(operations, start=1):
+            name = call.where.place if position == len(operations) else f"{call.where.place}.{position}"
+            self.steps.append(Step(name, operation, tuple(value.index for value in inputs)))
+            value = self._result(call, operation, value)
+            inputs = (value,)
+        return value
 
-    def _result(self, call: _Call, operation: Operation) -> _Value:
-        source, index = call.inputs[0], len(self.steps)
+    def _result(self, call: _Call, operation: Operation, source: _Value) -> _Value:
+        index = len(self.steps)
         if call.is_in_place:
             if source.storage == 0:
-                raise UnsupportedLayer(
-                    f"{call.where} that changes the images in place", hint="use inplace=False"
-                )
+                raise UnsupportedLayer(f"{call.where} changes the images in place", hint="use inplace=False")
             self.versions[source.storage] += 1
             return _Value(index, source.storage, self.versions[source.storage])
         if isinstance(operation, Reshape):
@@ -261,7 +255,7 @@ class _Lowering:
         self.versions[index] = 0
         return _Value(index, storage=index)
 
-    def _refuse_stale(self, where: str, value: _Value) -> None:
+    def _refuse_stale(self, where: Site | str, value: _Value) -> None:
         """The graph keeps results apart that share memory, so one that was overwritten is not what it says."""
         if value.version != self.versions[value.storage]:
             raise UnsupportedLayer(
@@ -299,7 +293,3 @@ def _needed(steps: Sequence[Step], result: int) -> tuple[Step, ...]:
 
 
 _SHAPE = object()
-
-
-def _known_rules() -> str:
-    return f"rules exist for: {', '.join(sorted({key.__name__ for key in LAYER_RULES}))}"

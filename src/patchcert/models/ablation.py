@@ -1,11 +1,11 @@
 """The networks that Random Ablation votes with; they take the doubled channels of its encoded images."""
 
 from collections import OrderedDict
+from typing import NoReturn
 
 from torch import Tensor, nn
 
 from patchcert.bounds import layer_rule
-from patchcert.bounds.operations import Operation
 from patchcert.errors import ModelError, UnsupportedLayer
 from patchcert.models.registry import architecture
 from patchcert.models.spec import ModelSpec
@@ -32,7 +32,7 @@ class AblatedImages(nn.Module):
 
 
 @layer_rule(AblatedImages)
-def _ablated_images(layer: AblatedImages) -> Operation:
+def _ablated_images(layer: AblatedImages) -> NoReturn:
     raise UnsupportedLayer("its network votes on ablated images, so it has no bounds", hint=_VOTE_HINT)
 
 

@@ -1,12 +1,14 @@
 """Rules of pooling layers."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from patchcert.bounds.geometry import Geometry, plain_average_pool
-from patchcert.bounds.lowering import function_rule, layer_rule, pair, refuse
-from patchcert.bounds.operations import AveragePool, MaxPool, Operation
+from patchcert.bounds.lowering import Lowered, function_rule, layer_rule, pair, refuse
+from patchcert.bounds.operations import AveragePool, MaxPool, Operation, Reshape
 
 
 @layer_rule(nn.MaxPool2d)
@@ -76,7 +78,7 @@ def _adaptive_average_pool_layer(layer: nn.AdaptiveAvgPool2d) -> Operation:
 
 
 @function_rule(F.adaptive_avg_pool2d)
-def _adaptive_average_pool(output_size: int | tuple[int | None, int | None] | None) -> Operation:
+def _adaptive_average_pool(output_size: int | tuple[int | None, int | None] | None) -> AveragePool:
     sizes = output_size if isinstance(output_size, tuple) else (output_size, output_size)
 
     def geometry(value: Tensor) -> Geometry | None:
@@ -91,3 +93,33 @@ def _adaptive_average_pool(output_size: int | tuple[int | None, int | None] | No
         return F.adaptive_avg_pool2d(value, sizes)
 
     return AveragePool(pool, lambda value: value.shape[-2] * value.shape[-1], geometry)
+
+
+@function_rule(torch.mean, "mean")
+def _mean(dim: object = None, keepdim: bool = False) -> Lowered:
+    """The mean over height and width is a pooling to one value, and is flattened unless dimensions are kept."""
+    if not isinstance(dim, tuple) or frozenset(dim) not in _HEIGHT_AND_WIDTH or not isinstance(keepdim, bool):
+        refuse(
+            f"it is taken over dim={dim}, bounds exist for the mean over height and width, dim=(2, 3)",
+            hint="use x.mean((2, 3)), or nn.AdaptiveAvgPool2d(1) and nn.Flatten()",
+        )
+    whole = _adaptive_average_pool(1)
+    pool = replace(
+        whole,
+        pool=lambda value: whole.pool(_checked_maps(value)),
+        window=lambda value: whole.window(_checked_maps(value)),
+    )
+    return pool if keepdim else (pool, Reshape(lambda value: value.flatten(1)))
+
+
+_HEIGHT_AND_WIDTH = {frozenset(axes) for axes in ((2, 3), (-2, -1), (2, -1), (-2, 3))}
+
+
+def _checked_maps(value: Tensor) -> Tensor:
+    if value.dim() != 4:
+        refuse(
+            f"the mean over height and width of results of shape {tuple(value.shape)}, expected (n, channels, height, "
+            "width)",
+            hint="take the mean before results are flattened or reshaped",
+        )
+    return value

@@ -18,7 +18,8 @@ from patchcert.errors import ModelError, UnsupportedLayer
 def _add(*terms: object, alpha: float = 1) -> Operation:
     if terms:
         refuse(
-            "it adds a constant, bounds exist for the sum of two results", hint="put it into a layer's bias"
+            "it adds a constant, bounds exist for the sum of two results",
+            hint="put it into a layer's bias; images are centred by patchcert.Normalize(mean, std)",
         )
     if alpha != 1:
         refuse(f"alpha is {alpha}, bounds exist for a plain sum")
