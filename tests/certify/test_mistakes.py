@@ -193,20 +193,20 @@ MISTAKES = {
     ),
     "training mode": (
         ModelError,
-        r"layer '0' is a BatchNorm2d: .*training mode",
+        r"layer '0' \(BatchNorm2d\): .*training mode",
         {"model": lambda m: nn.Sequential(nn.BatchNorm2d(1), m).train()},
     ),
     "dropout in training mode": (
         ModelError,
-        r"layer '0' is a Dropout: it drops values at random",
+        r"layer '0' \(Dropout\): it drops values at random",
         {"model": lambda m: nn.Sequential(nn.Dropout(), m).train()},
     ),
     "an unknown layer": (
         UnsupportedLayer,
-        r"layer '1' is a Softmax, for which no bound is known",
+        r"layer '1' \(Softmax\): no bound is known for it",
         {"model": lambda m: nn.Sequential(m, nn.Softmax(1))},
     ),
-    "hooks": (UnsupportedLayer, "layer '1' is a ReLU with forward hooks", {"model": lambda m: hooked()}),
+    "hooks": (UnsupportedLayer, r"layer '1' \(ReLU\) has forward hooks", {"model": lambda m: hooked()}),
     "a model that differs from its trace": (
         ModelError,
         r"the model gives \[.*\], its traced operations",
@@ -234,7 +234,7 @@ MISTAKES = {
     ),
     "grey images for a model of colours": (
         ModelError,
-        "a scale of 3 channels cannot take images or results of 1",
+        "Normalize has the statistics of 3 channels, got images of shape",
         {"model": lambda m: nn.Sequential(pc.Normalize((0.5,) * 3, (0.2,) * 3), network(3))},
     ),
     "a weight that cannot be converted": (

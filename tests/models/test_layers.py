@@ -1,5 +1,7 @@
+import numpy as np
 import pytest
 import torch
+from torch import fx, nn
 
 from patchcert.errors import ModelError
 from patchcert.models import Normalize
@@ -27,3 +29,43 @@ def test_normalize_refuses_a_deviation_that_is_not_positive(std):
 def test_normalize_refuses_unequal_channels(mean, std):
     with pytest.raises(ModelError, match="one mean and one std per channel"):
         Normalize(mean, std)
+
+
+@pytest.mark.parametrize(
+    "mean", [0.13, (0.13,), [0.13], np.array([0.13]), torch.tensor(0.13, dtype=torch.float64)]
+)
+def test_one_number_is_the_statistic_of_all_channels(mean):
+    layer, images = Normalize(mean, 0.31), torch.rand(2, 3, 4, 4)
+    assert layer.mean.shape == layer.std.shape == (1, 1, 1)
+    torch.testing.assert_close(layer(images), (images - 0.13) / 0.31)
+
+
+def test_what_is_no_number_is_refused():
+    with pytest.raises(
+        ModelError, match="the mean of Normalize must be a number for each channel, got 'mnist'"
+    ):
+        Normalize("mnist", 0.3)
+    with pytest.raises(ModelError, match="the std of Normalize must be a number for each channel, got None"):
+        Normalize(0.1, None)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4, 4), (2, 2, 4, 4), (2, 4, 4, 4), (4, 4)])
+def test_images_of_other_channels_are_refused_and_not_broadcast(shape):
+    with pytest.raises(
+        ModelError, match=r"Normalize has the statistics of 3 channels, got images of shape \("
+    ):
+        Normalize((0.5,) * 3, (0.2,) * 3)(torch.rand(shape))
+
+
+def test_normalize_is_traced_with_its_check():
+    model = nn.Sequential(Normalize((0.5,) * 3, (0.2,) * 3), nn.Conv2d(3, 2, 1))
+    traced, images = fx.symbolic_trace(model), torch.rand(2, 3, 4, 4)
+    assert torch.equal(traced(images), model(images))
+    with pytest.raises(ModelError, match="the statistics of 3 channels"):
+        traced(images[:, :1])
+
+
+def test_normalize_is_one_graph_without_a_break():
+    model, images = Normalize((0.5,) * 3, (0.2,) * 3), torch.rand(2, 3, 4, 4)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(images), model(images))

@@ -6,8 +6,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from patchcert.engine.inputs import check_labels, logits_of
-from patchcert.errors import InvalidInput, ModelError, PatchcertError
+from patchcert.engine.inputs import check_inputs, check_labels, logits_as_given
+from patchcert.errors import ModelError, PatchcertError
 from patchcert.threats import Threat
 
 _MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
@@ -74,6 +74,11 @@ def require_contained(threat: Threat, clean: Tensor, changed: Tensor) -> None:
 
 def check_logits(logits: Tensor, labels: Tensor) -> None:
     """Refuse what is no table of at least two classes, one row per image."""
+    if not isinstance(logits, Tensor):
+        raise ModelError(
+            f"a model must give one tensor of logits, got {type(logits).__name__}",
+            hint="return the logits alone from the forward pass",
+        )
     if logits.ndim != 2 or len(logits) != len(labels) or logits.shape[1] < 2:
         raise ModelError(
             f"a model must give logits of shape ({len(labels)}, classes) with two classes or more, "
@@ -84,22 +89,7 @@ def check_logits(logits: Tensor, labels: Tensor) -> None:
 
 def check_batch(model: nn.Module, images: Tensor, labels: Tensor) -> None:
     """Refuse images, labels and models that do not fit together, before time is spent on them."""
-    if images.ndim != 4 or not images.is_floating_point():
-        raise InvalidInput(
-            f"images must be floats of shape (n, c, h, w), got {images.dtype} of {tuple(images.shape)}",
-            hint="convert to floats in [0, 1] and add the missing dimensions",
-        )
-    if not bool(((images >= 0) & (images <= 1)).all()):
-        raise InvalidInput(
-            "images must have pixels in [0, 1], without NaN",
-            hint="divide by 255 and let the model normalise (patchcert.Normalize)",
-        )
-    if labels.shape != images.shape[:1] or labels.dtype != torch.long or labels.device != images.device:
-        raise InvalidInput(
-            f"labels must be int64 of shape ({len(images)},) on {images.device}, "
-            f"got {labels.dtype} of {tuple(labels.shape)} on {labels.device}",
-            hint="give one class number per image",
-        )
+    check_inputs(model, images, labels)
     for name, module in model.named_modules():
         if module.training and isinstance(module, _MODAL):
             raise ModelError(
@@ -108,4 +98,6 @@ def check_batch(model: nn.Module, images: Tensor, labels: Tensor) -> None:
             )
     if len(images):
         with torch.no_grad():
-            check_labels(labels, logits_of(model, images[:1]).shape[-1])
+            logits = logits_as_given(model, images[:1])
+        check_logits(logits, labels[:1])
+        check_labels(labels, logits.shape[1])

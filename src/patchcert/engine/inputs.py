@@ -170,6 +170,19 @@ def check_trace(
         )
 
 
+def logits_as_given(model: nn.Module, images: Tensor) -> Tensor:
+    """What the model says of images in their own type, which it must take as they are."""
+    try:
+        return _answer(model, images)
+    except RuntimeError as error:
+        logits_of(model, images)  # says what is wrong, unless it is their type alone
+        own = next(iter(float_weights(model)), images).dtype
+        raise InvalidInput(
+            f"the model of {own} does not take images of {images.dtype}",
+            hint=f"convert the images with .to({own})",
+        ) from error
+
+
 def logits_of(model: nn.Module, images: Tensor) -> Tensor:
     """What the model says as it is, in its own type."""
     own = next(iter(float_weights(model)), images)
@@ -208,9 +221,13 @@ def check_logits(logits: Tensor, images: Tensor, labels: Tensor) -> None:
 def check_labels(labels: Tensor, classes: int) -> None:
     """Every label names a class of the model."""
     if len(labels) and not bool(((labels >= 0) & (labels < classes)).all()):
+        lowest, highest = int(labels.min()), int(labels.max())
+        counted = "count classes from 0, and leave out images without a label"
         raise InvalidInput(
-            f"labels must lie in 0..{classes - 1}, got {int(labels.min())} to {int(labels.max())}",
-            hint="the model has fewer classes than the labels speak of",
+            f"labels must lie in 0..{classes - 1}, got {lowest} to {highest}",
+            hint=counted
+            if lowest < 0
+            else f"the model has {classes} classes, fewer than the labels speak of",
         )
 
 

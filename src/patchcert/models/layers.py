@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from patchcert.bounds import layer_rule
 from patchcert.bounds.operations import ChannelScale, Operation
@@ -11,16 +11,21 @@ from patchcert.errors import ModelError
 
 
 class Normalize(nn.Module):
-    """(image - mean) / std per channel, as a layer: threats then stay in raw pixels of [0, 1]."""
+    """(image - mean) / std per channel, as a layer: threats then stay in raw pixels of [0, 1].
+
+    A single mean and deviation, also as plain numbers, are those of all channels.
+    """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
         super().__init__()
+        mean, std = _statistics("mean", mean), _statistics("std", std)
         if len(mean) != len(std) or len(mean) == 0:
             raise ModelError(
-                f"Normalize needs one mean and one std per channel, got {len(mean)} and {len(std)} values"
+                f"Normalize needs one mean and one std per channel, got {len(mean)} and {len(std)} values",
+                hint="give as many numbers for each as images have channels: Normalize((0.13,), (0.31,))",
             )
         if not all(value > 0 for value in std):
             raise ModelError(f"Normalize needs positive standard deviations, got {tuple(std)}")
@@ -29,11 +34,35 @@ class Normalize(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """The images with every channel centred and scaled."""
+        _check_channels(images, len(self.mean))
         return (images - self.mean) / self.std
 
     def extra_repr(self) -> str:
         """Shows the values in `print(model)`."""
         return f"mean={_rounded(self.mean)}, std={_rounded(self.std)}"
+
+
+def _statistics(name: str, values: float | Sequence[float]) -> list[float]:
+    try:
+        return torch.as_tensor(values, dtype=torch.float64, device="cpu").flatten().tolist()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"the {name} of Normalize must be a number for each channel, got {values!r}",
+            hint="give a sequence of numbers, such as (0.13,) for grey images",
+        ) from error
+
+
+@fx.wrap
+def _check_channels(images: Tensor, channels: int) -> None:
+    """More statistics than channels would be broadcast, to channels that the images do not have.
+
+    Looks at the shape alone; torch.fx keeps the call as it is, so that layers with it can be traced.
+    """
+    if images.dim() < 3 or channels not in (1, images.shape[-3]):
+        raise ModelError(
+            f"Normalize has the statistics of {channels} channels, got images of shape {tuple(images.shape)}",
+            hint="give images with as many channels as the model was made for",
+        )
 
 
 def _rounded(values: Tensor) -> list[float]:
