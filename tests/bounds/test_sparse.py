@@ -1,8 +1,11 @@
 """The first layer under sparse changes, against every choice of pixels and extreme values."""
 
 import copy
+import random
+from fractions import Fraction
 from itertools import combinations, product
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import patchcert as pc
 from patchcert.bounds import NEAREST, Interval, Rounding, trace
 from patchcert.bounds.sparse import (
     FirstLayer,
@@ -312,3 +316,29 @@ def test_grouped_convolutions_are_refused():
 def test_unknown_bounds_are_refused():
     with pytest.raises(InvalidInput, match="unknown sparse bound 'wide'; expected one of tight, per-pixel"):
         sparse_margins(nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), bound="wide")
+
+
+def test_every_scale_before_the_first_layer_is_paid_for():
+    """Scales and their running product all round down: folded into the weights they lose a unit or more each."""
+    stds, computed, exact = [], np.float32(1), Fraction(1)
+    draw = random.Random(0)
+    for _ in range(100):
+        tried = [np.float32(draw.uniform(0.5, 2)) for _ in range(300)]
+        kept = [std for std in tried if Fraction(1, 2) < exact / Fraction(float(std)) < 2]
+        std = min(
+            kept, key=lambda std: Fraction(float(computed * np.float32(1 / std))) * Fraction(float(std))
+        )
+        computed, exact = computed * np.float32(1 / std), exact / Fraction(float(std))
+        stds.append(float(std))
+    assert float(1 - Fraction(float(computed)) / exact) > 100 * 2**-24
+    bar = np.float32(float(exact))
+    bar = np.nextafter(bar, np.float32(0)) if Fraction(float(bar)) >= exact else bar
+    scales = [pc.Normalize([0.0], [std]) for std in stds]
+    model = nn.Sequential(*scales, nn.Flatten(), nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 2)).eval()
+    with torch.no_grad():
+        model[-3].weight.fill_(1), model[-3].bias.fill_(0)
+        model[-1].weight.copy_(torch.tensor([[0.0], [1.0]]))
+        model[-1].bias.copy_(torch.tensor([0.0, -float(bar)]))
+    found = pc.certify(model, torch.zeros(1, 1, 1, 1), torch.tensor([0]), pc.SparsePixels(1))
+    assert Fraction(float(found.margins[0, 1])) <= Fraction(float(bar)) - exact
+    assert not found.certified

@@ -252,3 +252,40 @@ def test_votes_on_a_gpu_are_complete_and_reproducible(precision):
     assert first.estimation.sum(dim=1).tolist() == [400] * 3
     masks = draw_retained(1_000, 28, 28, 45, torch.Generator("cuda").manual_seed(3))
     assert (masks.flatten(1).sum(dim=1) == 45).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_model_that_gives_no_numbers_proves_nothing(value):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 3)).eval()
+    with torch.no_grad():
+        model[1].weight.fill_(value)
+    ablation = RandomAblation(model, 5, 10, 50, batch_size=64)
+    images, labels = torch.full((4, 1, 4, 4), 0.5), torch.arange(4) % 3
+    found = ablation.certify(images, labels, seeded(0))
+    assert (found.radius == -1).all()
+    assert (ablation.predict(images, seeded(0)) == ABSTAINED).all()
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (torch.rand(4, 1, 4, 4) * torch.nan, torch.zeros(4).long(), "images must lie in"),
+        (torch.rand(4, 1, 4, 4) * 255, torch.zeros(4).long(), "images must lie in"),
+        (torch.rand(4, 1, 4, 4), torch.zeros(4, 1).long(), "labels must be a long tensor"),
+        (torch.rand(4, 1, 4, 4), torch.zeros(1).long(), "labels must be a long tensor"),
+        (torch.rand(4, 1, 4, 4), torch.zeros(4), "labels must be a long tensor"),
+        (torch.rand(4, 1, 4, 4), torch.full((4,), 99), "99"),
+        (torch.rand(0, 1, 4, 4), torch.zeros(0).long(), "one at least"),
+    ],
+)
+def test_images_and_labels_are_checked_before_votes_are_believed(images, labels, message):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 3)).eval()
+    with pytest.raises(InvalidInput, match=message):
+        RandomAblation(model, 5, 10, 50, batch_size=64).certify(images, labels, seeded(0))
+
+
+def test_less_than_no_pixels_cannot_be_asked_for():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 3)).eval()
+    found = RandomAblation(model, 5, 10, 50).certify(torch.rand(2, 1, 4, 4), torch.zeros(2).long(), seeded(0))
+    with pytest.raises(InvalidInput, match="-1 pixels cannot change"):
+        found.certified(-1)

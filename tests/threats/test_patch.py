@@ -271,3 +271,10 @@ def test_a_patch_stays_as_it_is_whatever_is_done_to_its_stamp_and_corners():
     assert torch.equal(patch.stamp, torch.tensor([[True, True], [True, False]]))
     assert patch.placements(4, 4) == Patch([[True, True], [True, False]]).placements(4, 4)
     assert patch.placements(4, 4).corners[0].tolist() == [0, 0]
+
+
+def test_projection_tells_huge_values_apart():
+    """Values far outside [0, 1] are clamped whatever they are; the placement that saves most distance is kept."""
+    clean = torch.full((1, 1, 1, 3), 0.5, dtype=torch.float64)
+    changed = torch.tensor([2e16, 0.5, 9e16], dtype=torch.float64).reshape(1, 1, 1, 3)
+    assert Patch(1).project(clean, changed).flatten().tolist() == [0.5, 0.5, 1.0]

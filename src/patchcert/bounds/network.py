@@ -131,8 +131,8 @@ def merged_margins(head: Linear, box: Interval, labels: Tensor, rounding: Roundi
         radius = radius * (1 + 8 * unit) + centre.abs() * (2 * gamma + 4 * unit) + rounding.tiny
         radius = radius * (1 + 2 * gamma)
         slack = rounding.tiny / unit
-    middle = torch.einsum("mcf,mf->mc", difference, centre)
-    spread = torch.einsum("mcf,mf->mc", difference.abs(), radius)
+    middle = _row_products(difference, centre)
+    spread = _row_products(difference.abs(), radius)
     if bias is not None:
         middle = middle + (bias[labels].unsqueeze(1) - bias)
     margins = middle - spread
@@ -142,6 +142,17 @@ def merged_margins(head: Linear, box: Interval, labels: Tensor, rounding: Roundi
             magnitude = magnitude + bias[labels].abs().unsqueeze(1) + bias.abs()
         margins = margins - (magnitude * (8 * rounding.unit) + slack)
     return zero_at_label(margins, labels)
+
+
+def _row_products(weights: Tensor, values: Tensor) -> Tensor:
+    """Of each row (m, features) with its own weights (m, classes, features).
+
+    Libraries sum a lone row in another order, so it is given a copy: on a CPU a row's result does not depend on how
+    many others there are.
+    """
+    if len(values) != 1:
+        return torch.einsum("mcf,mf->mc", weights, values)
+    return torch.einsum("mcf,mf->mc", torch.cat([weights, weights]), torch.cat([values, values]))[:1]
 
 
 def _separate_margins(logits: Interval, labels: Tensor, rounding: Rounding) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Size, Tensor
 from patchcert.bounds.geometry import Geometry, under_kernel
 from patchcert.bounds.interval import Interval
 from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape
-from patchcert.bounds.rounding import Rounding, lifted
+from patchcert.bounds.rounding import Rounding, blocked_product, lifted
 from patchcert.errors import InvalidInput, UnsupportedLayer
 
 if TYPE_CHECKING:
@@ -102,19 +102,25 @@ def sparse_first_layer(
         )
     weight = layer.pixel_weight(images.shape[1], rounding)
     if bound == "tight":
-        up, down = _tight_moves(layer, weight, images, epsilon, pixels)
+        up, down = _tight_moves(layer, weight, images, epsilon, pixels, rounding)
     else:
         up = down = _free_moves(layer, weight, bound, pixels, clean.lower) * epsilon
     if not rounding.is_outward:
         return Interval(clean.lower - down, clean.upper + up)
-    widen = 1 + 4 * rounding.gamma(2 * images.shape[1] + pixels + 16)
+    roundings = 2 * images.shape[1] + pixels + 4 * len(layer.scales) + 16
+    widen = 1 + 4 * rounding.gamma(roundings)
     lower, upper = clean.lower - down * widen, clean.upper + up * widen
     unit, tiny = 4 * rounding.unit, rounding.tiny / rounding.unit
     return Interval(lower - (lower.abs() * unit + tiny), upper + (upper.abs() * unit + tiny))
 
 
 def _tight_moves(
-    layer: FirstLayer, weight: Tensor, images: Tensor, epsilon: float | Tensor, pixels: int
+    layer: FirstLayer,
+    weight: Tensor,
+    images: Tensor,
+    epsilon: float | Tensor,
+    pixels: int,
+    rounding: Rounding,
 ) -> tuple[Tensor, Tensor]:
     """The most each neuron can rise and fall: per pixel, the sum over channels of the better direction.
 
@@ -129,7 +135,8 @@ def _tight_moves(
     if isinstance(layer.operation, Convolution):
         size = layer.operation.geometry.output_size(images.shape[-2], images.shape[-1])
         below = _footprints(room, layer.operation.geometry, size)
-    moves = top_sum(parts.permute(2, 0, 1) @ below, pixels)
+    product = blocked_product if rounding.is_outward else torch.matmul
+    moves = top_sum(product(parts.permute(2, 0, 1), below), pixels)
     up, down = moves.reshape(len(parts), len(images), *size).transpose(0, 1).chunk(2, dim=1)
     return up, down
 

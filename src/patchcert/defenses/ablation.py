@@ -10,6 +10,7 @@ from torch import Generator, Tensor, nn
 
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
 from patchcert.defenses.ablation_statistics import certified_radius, decided_class, probability_lower_bound
+from patchcert.engine.inputs import check_inputs, check_labels
 from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
 
@@ -67,6 +68,8 @@ class AblationCertificates:
 
     def certified(self, pixels: int) -> Tensor:
         """True (n,) where the vote stays right whichever `pixels` pixels change."""
+        if pixels < 0:
+            raise InvalidInput(f"{pixels} pixels cannot change", hint="ask for 0 or more")
         return self.radius >= pixels
 
     def certified_accuracy(self, pixels: int) -> float:
@@ -125,7 +128,9 @@ class RandomAblation:
         self, images: Tensor, labels: Tensor, generator: Generator, progress: Progress | None = None
     ) -> AblationCertificates:
         """A radius per image: the class comes from some samples, its probability from fresh ones."""
+        check_inputs(self.model, images, labels)
         ballots = self.ballots(images, generator, progress)
+        check_labels(labels, ballots.selection.shape[1])
         predictions = ballots.selected
         agreeing = ballots.estimation.gather(1, predictions[:, None])[:, 0].cpu().numpy()
         lower = probability_lower_bound(agreeing, self.estimation_samples, self.error_rate)
@@ -138,7 +143,11 @@ class RandomAblation:
     def _count(
         self, images: Tensor, parts: tuple[int, ...], generator: Generator, progress: Progress | None
     ) -> Tensor:
-        """Votes by image, part and class; the last batch is filled up with votes that do not count."""
+        """Votes by image, part and class.
+
+        The last batch is filled up with votes that do not count. Nor do logits that are NaN or infinite, so that they
+        never help to prove anything.
+        """
         self._check(images)
         device, each, total = images.device, sum(parts), len(images) * sum(parts)
         ends = torch.tensor(parts).cumsum(0).to(device)
@@ -151,12 +160,16 @@ class RandomAblation:
                 counts = counts.new_zeros(len(images) * len(parts) * logits.shape[1])
             part = torch.bucketize(position % each, ends, right=True)
             bins = (owner * len(parts) + part) * logits.shape[1] + logits.argmax(dim=1)
-            counts.scatter_add_(0, bins, (position < total).long())
+            counts.scatter_add_(0, bins, ((position < total) & logits.isfinite().all(dim=1)).long())
             if progress is not None:
                 progress(min(start + self.batch_size, total), total)
         return counts.reshape(len(images), len(parts), -1)
 
     def _check(self, images: Tensor) -> None:
+        if images.dim() != 4 or not len(images):
+            raise InvalidInput(
+                f"votes need images (n, channels, height, width) and one at least, got {tuple(images.shape)}"
+            )
         if self.retained > images.shape[2] * images.shape[3]:
             raise InvalidInput(
                 f"{self.retained} pixels cannot be retained in images of {images.shape[2]}x{images.shape[3]}",

@@ -42,4 +42,4 @@ def gains(clean: Tensor, changed: Tensor) -> Tensor:
     """The squared distance (float64) saved by keeping each changed value, clamped, not the clean one."""
     kept = changed.clamp(0, 1).double()
     clean, changed = clean.double(), changed.double()
-    return (changed - clean).square() - (changed - kept).square()
+    return torch.where(kept == clean, 0.0, (kept - clean) * (2 * changed - clean - kept))

@@ -40,7 +40,9 @@ def vote_run(
     index = drawn_images(len(dataset.test), plan.images or len(dataset.test), plan.seed)
     images = dataset.test[index].to(device)
     ablation = _ablation(run, plan, strategy.retained, device)
-    kept = _count(run, plan, ablation, images, progress)
+    sums = json.dumps(dict(dataset.checksums), sort_keys=True)
+    origin = f"{sha256(run.weights)} on {device_name(device)} by {ablation.batch_size} of {sums}"
+    kept = _count(run, plan, ablation, images, origin, progress)
     pixels = images.images.shape[2] * images.images.shape[3]
     rules = Rules(pixels, strategy.retained, plan.estimation, plan.error_rate)
     columns = vote_columns(rules, index.numpy(), images.labels.cpu().numpy(), kept.selected, kept.votes)
@@ -51,10 +53,14 @@ def vote_run(
 
 
 def _count(
-    run: Run, plan: VotePlan, ablation: RandomAblation, images: Split, progress: Progress | None
+    run: Run,
+    plan: VotePlan,
+    ablation: RandomAblation,
+    images: Split,
+    origin: str,
+    progress: Progress | None,
 ) -> "_Kept":
     """All votes. What is counted is kept every few seconds, and in any case when it is cut short."""
-    origin = f"{sha256(run.weights)} on {device_name(images.images.device)} by {ablation.batch_size}"
     kept, kept_at = _Kept.read(run, plan, origin), time.monotonic()
     try:
         while len(kept) < len(images):
