@@ -49,6 +49,22 @@ def test_a_quick_look_trains_certifies_collects_and_packs(capsys, tmp_path):
     assert all(line.endswith(",quick") for line in lines[1:])
 
 
+def test_a_whole_table_takes_its_shape_in_a_quick_look(capsys, tmp_path):
+    asked = ["sparse-detail", "--scale", "quick", "--device", "cpu", "--jobs", "2", "--format", "json"]
+    assert run(["reproduce", *asked, "--runs", str(tmp_path / "runs")]) == 0
+    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    assert len(table["rows"]) == 14
+    for row in table["rows"]:
+        assert row["status"] == "measured"
+        assert row["paper"]["certified"] is not None
+        assert 0 <= row["certified"] <= row["clean"] <= 100
+
+
+def test_attacks_on_imagenet_have_no_quick_look(capsys):
+    assert run(["reproduce", "break-imagenet", "--scale", "quick"]) == 2
+    assert "have no quick look" in capsys.readouterr().err
+
+
 def test_settings_of_defenses_are_tried_on_all_runs_before_one_is_attacked(monkeypatch, tmp_path):
     asked = []
 

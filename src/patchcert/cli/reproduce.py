@@ -105,6 +105,11 @@ def reproduce(
 
         effort = Effort(parse_scale(scale or "paper"), seeds or 1, tf32, bfloat16, voted_images)
         chosen = _choose(table, rows or [], source is not None)
+        if effort.scale.quick and all(entry.dataset == "imagenet" for _, found in chosen for entry in found):
+            raise InvalidInput(
+                "attacks on ImageNet train nothing and have no quick look",
+                hint="leave out --scale, and name the folder of the images and the network with --data-dir.",
+            )
         if source is None:
             deadline = None if time_limit is None else began + time_limit
             place = str(parse_device(device))
