@@ -3,7 +3,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from patchcert.errors import ModelError
+from patchcert.bounds import trace
+from patchcert.errors import ModelError, UnsupportedLayer
 from patchcert.models import Normalize
 
 
@@ -63,6 +64,8 @@ def test_normalize_is_traced_with_its_check():
     assert torch.equal(traced(images), model(images))
     with pytest.raises(ModelError, match="the statistics of 3 channels"):
         traced(images[:, :1])
+    with pytest.raises(UnsupportedLayer, match="a Normalize layer has been taken apart by torch.fx"):
+        trace(traced)
 
 
 def test_normalize_is_one_graph_without_a_break():

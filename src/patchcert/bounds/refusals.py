@@ -60,11 +60,12 @@ class Site:
 def supported(kind: Kind) -> list[str]:
     """The names of all layers, functions or methods that have bounds."""
     rules = {**LAYER_RULES, **FUNCTION_RULES}
-    known = [target for target, rule in rules.items() if not _always_refuses(rule)]
+    known = [target for target, rule in rules.items() if not always_refuses(rule)]
     return sorted({spoken(target) for target in known if Kind.of(target) is kind}, key=str.lower)
 
 
-def _always_refuses(rule: Callable) -> bool:
+def always_refuses(rule: Callable) -> bool:
+    """Whether the rule is there for its message alone."""
     return inspect.signature(rule).return_annotation is NoReturn
 
 

@@ -1,13 +1,14 @@
 """Layers that PyTorch does not bring."""
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 
-from patchcert.bounds import layer_rule
+from patchcert.bounds import function_rule, layer_rule
 from patchcert.bounds.operations import ChannelScale, Operation
-from patchcert.errors import ModelError
+from patchcert.errors import ModelError, UnsupportedLayer
 
 
 class Normalize(nn.Module):
@@ -72,3 +73,11 @@ def _rounded(values: Tensor) -> list[float]:
 @layer_rule(Normalize)
 def _normalize(layer: Normalize) -> Operation:
     return ChannelScale(lambda: layer.mean.flatten(), lambda: layer.std.flatten(), None, None)
+
+
+@function_rule(_check_channels)
+def _taken_apart(channels: int) -> NoReturn:
+    raise UnsupportedLayer(
+        "a Normalize layer has been taken apart by torch.fx",
+        hint="give the model as it was before it was traced",
+    )
