@@ -298,3 +298,14 @@ def test_a_memory_budget_is_a_positive_number_of_bytes(budget):
     images, labels = batch()
     with pytest.raises(InvalidInput, match=r"memory_budget is .* expected a positive number of bytes"):
         pc.certify(network(), images, labels, pc.Patch(2), memory_budget=budget)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-8, 1e-20])
+def test_a_wrong_trace_is_found_however_small_the_logits_are(scale):
+    model = Watched().eval()
+    with torch.no_grad():
+        model.head.weight.mul_(scale)
+        model.head.bias.mul_(scale)
+    images = torch.rand(2, 1, 4, 5)
+    with pytest.raises(ModelError, match="its traced operations"):
+        pc.certify(model, images, torch.zeros(2, dtype=torch.long), pc.Patch(2))

@@ -160,7 +160,7 @@ def check_trace(
             f"a copy of the model {type(twin).__name__} in float64 is another function",
             hint="let copy.deepcopy copy it as it is, and let it compute the same in every type",
         )
-    leeway = (bounds.upper - bounds.lower) + 1e-6 * (1 + logits.abs())
+    leeway = (bounds.upper - bounds.lower) + 1e-6 * logits.abs().amax(dim=1, keepdim=True)
     apart = torch.maximum(bounds.lower - logits, logits - bounds.upper)
     if bool((apart > leeway).any()):
         worst = int((apart - leeway).amax(dim=1).argmax())
