@@ -153,6 +153,10 @@ def test_the_other_settings_are_passed_on(capsys, model_file):
             "is no name of an evidence file",
         ),
         (["--patch", "5x5", "--data", "mnist-mini", "--memory-budget", "lots"], "is no size in bytes"),
+        (
+            ["--patch", "5x5", "--data", "mnist-mini", "--memory-budget", "2"],
+            "2 is 2 bytes, too few to work in",
+        ),
     ],
 )
 def test_mistakes_get_one_message_and_exit_code_2(capsys, model_file, arguments, message):

@@ -110,6 +110,13 @@ def test_certifying_recomputes_the_card(capsys, zoo, options):
     assert summary["evidence"] is None
 
 
+def test_models_of_a_folder_of_ones_own_are_checked_like_those_of_the_package(capsys, folder, tmp_path):
+    assert run(["zoo", "add", str(folder), "--zoo", str(tmp_path / "mine")]) == 0
+    assert run(["certify", f"zoo:{tmp_path}/mine/{NAME}", "--limit", "20", "--device", "cpu"]) == 0
+    assert f"matches the card of {NAME}, image by image" in capsys.readouterr().err
+    assert run(["certify", f"zoo:{tmp_path}/other/{NAME}", "--limit", "20", "--device", "cpu"]) == 2
+
+
 def test_a_card_that_says_otherwise_gives_exit_code_1(capsys, zoo):
     file = zoo.folder / f"{NAME}.json"
     plain = json.loads(file.read_text())

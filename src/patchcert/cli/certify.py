@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import shlex
 import sys
@@ -34,11 +35,13 @@ if TYPE_CHECKING:
     from patchcert.threats import Patch, SparsePixels
 
 DIFFERS = 1
+LEAST_BUDGET = 100_000
 
 
 def certify(
     target: Annotated[
-        str, typer.Argument(help="A run folder, a .safetensors file with a model, or zoo:NAME.")
+        str,
+        typer.Argument(help="A run folder, a .safetensors file with a model, zoo:NAME, or zoo:FOLDER/NAME."),
     ],
     patch: PatchOption = None,
     shape: ShapeOption = None,
@@ -74,6 +77,7 @@ def certify(
     threat = parse_threat(patch, shape, sparse, bound, placements, opened.threat)
     precision, budget, place = parse_dtype(dtype), parse_bytes(memory_budget), parse_device(device)
     _check_output(out)
+    _check_budget(memory_budget, budget)
     dataset = open_data(opened, data, data_dir)
     images = choose_images(opened, dataset, split, limit).to(place)
     model, pixels = opened.model.to(place), images.floats()
@@ -185,8 +189,21 @@ def _compare(target: Target, certificates: "Certificates", meta: dict[str, Any])
 
 def _check_output(path: Path | None) -> None:
     """Found out before the work, not after it."""
-    if path is not None and (path.suffix != ".npz" or path.is_dir()):
+    if path is None:
+        return
+    if path.suffix != ".npz" or path.is_dir():
         raise InvalidInput(f"--out {path} is no name of an evidence file", hint="end it with .npz.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        raise InvalidInput(f"--out {path} cannot be written", hint="name a file in a folder of yours.")
+
+
+def _check_budget(text: str | None, budget: int | None) -> None:
+    if budget is not None and budget < LEAST_BUDGET:
+        raise InvalidInput(
+            f"--memory-budget {text} is {budget:,} bytes, too few to work in",
+            hint="write it with its unit, like 2GiB or 500MB.",
+        )
 
 
 def _run_evidence(target: Target, name: str) -> Path | None:

@@ -31,7 +31,9 @@ def carry_out(entries: "Sequence[Entry]", effort: Effort, shop: Workshop) -> int
     pieces = available_pieces(entries, effort, shop)
     tasks = plan(entries, effort, shop.data_dir)
     also = f" and {len(pieces)} attacks on ImageNet" if pieces else ""
-    say(f"{len(entries)} rows need {len(tasks)} runs{also} ({effort.scale.words}) on {shop.device}")
+    rows, runs = _counted(len(entries), "row"), _counted(len(tasks), "run")
+    verb = "needs" if len(entries) == 1 else "need"
+    say(f"{rows} {verb} {runs}{also} ({effort.scale.words}) on {shop.device}")
     with stop_on_signals() as stop:
         states = run_in_stages(tasks, shop, stop)
         states |= PieceRunner(shop, PieceTalk(), stop).run(pieces)
@@ -68,6 +70,10 @@ def available_pieces(entries: "Sequence[Entry]", effort: Effort, shop: Workshop)
         say(f"left out the attacks on ImageNet: {error}")
         return ()
     return pieces
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 class PieceTalk:

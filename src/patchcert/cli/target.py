@@ -47,7 +47,7 @@ class Target:
 
 
 def open_target(target: str) -> Target:
-    """The model in a run folder, in a file that `patchcert.models.save` wrote, or of `zoo:NAME`."""
+    """The model in a run folder, in a file that `patchcert.models.save` wrote, or of `zoo:NAME`, `zoo:FOLDER/NAME`."""
     from patchcert.models import load
 
     if target.startswith(ZOO):
@@ -86,9 +86,11 @@ def _instead_of(target: str) -> str:
 
 
 def _open_zoo(name: str) -> Target:
-    from patchcert.zoo import shipped
+    """Of the package's models, or with a path before the name of those in a folder of one's own."""
+    from patchcert.zoo import Zoo, shipped
 
-    zoo = shipped()
+    folder, slash, name = name.rpartition("/")
+    zoo = Zoo(Path(folder or slash)) if slash else shipped()
     card = zoo.card(name)
     return Target(zoo.load(name), card.model, zoo.weights(name), card=card)
 
