@@ -130,7 +130,7 @@ class Result:
             if self.spec.fingerprint(rows.meta["data"]["sha256"]) != self.path.name:
                 raise RunError(
                     f"{rows.path} is not evidence of the run that its folder is named after",
-                    hint="the specification, the data or the version of training have changed; train or collect the run again",
+                    hint="the specification, the data or the version of training changed; collect or train it again",
                 )
 
     def evidence(self, threat: AnyThreat, limit: int | None) -> Rows | None:
