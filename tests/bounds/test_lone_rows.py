@@ -1,4 +1,4 @@
-"""On a CPU what is proven of an image does not depend on how many others are bounded with it."""
+"""On a CPU, in float32, what is proven of an image does not depend on how many others are bounded with it."""
 
 import pytest
 import torch

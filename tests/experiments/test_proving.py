@@ -1,13 +1,16 @@
 """Certificates in blocks are those of one call, and an interruption loses no block that was done."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import patchcert as pc
+from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.certificates import IntervalCertifier
 from patchcert.experiments import proving
-from patchcert.experiments.proving import COLUMNS, Proving, partial_of
+from patchcert.experiments.proving import COLUMNS, Proving, has_foreign_code, partial_of
 from patchcert.threats import Patch
 
 THREAT = Patch(2)
@@ -42,7 +45,7 @@ class Interrupt:
 def test_blocks_give_the_certificates_of_one_call(case, verdicts_only):
     certifier = IntervalCertifier(verdicts_only=verdicts_only)
     told = []
-    found = Proving(certifier).certify(*case, THREAT, lambda *counts: told.append(counts))
+    found = Proving(certifier).certify(*case, THREAT, lambda *counts: told.append(counts)).certificates
     whole = certifier.certify(*case, THREAT)
     assert found.certified.equal(whole.certified)
     assert verdicts_only or same(found, whole)
@@ -57,11 +60,14 @@ def test_an_interrupted_proof_goes_on_after_its_last_block(case, tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         work.certify(*case, THREAT, Interrupt(11))
     left = work.kept(case[2])
-    assert 3 <= len(left.labels) < 20
+    assert 3 <= len(left) < 20
     progress = Interrupt(100)
-    assert same(work.certify(*case, THREAT, progress), pc.certify(*case, THREAT))
-    assert progress.told[0] == (len(left.labels), 20)
-    assert not partial.exists()
+    proof = work.certify(*case, THREAT, progress)
+    assert same(proof.certificates, pc.certify(*case, THREAT))
+    assert proof.seconds > left.seconds > 0
+    assert progress.told[0] == (len(left), 20)
+    assert same(work.kept(case[2]).certificates, proof.certificates)
+    work.discard()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -77,8 +83,9 @@ def test_blocks_of_another_claim_or_other_code_are_not_taken_up(case, tmp_path, 
     assert Proving(IntervalCertifier(verdicts_only=True), partial, {"weights": "a"}).kept(labels) is None
     assert work.kept((labels + 1) % 4) is None
     assert work.kept(labels[:2]) is None
-    monkeypatch.setattr(proving, "source_sha256", lambda: "other code")
-    assert work.kept(labels) is None
+    for code in ("other code", ""):
+        monkeypatch.setattr(proving, "source_sha256", lambda code=code: code)
+        assert work.kept(labels) is None
 
 
 def test_a_broken_file_of_blocks_is_as_good_as_none(case, tmp_path):
@@ -86,10 +93,29 @@ def test_a_broken_file_of_blocks_is_as_good_as_none(case, tmp_path):
     partial.write_bytes(b"no tensors")
     work = Proving(IntervalCertifier(), partial)
     assert work.kept(case[2]) is None
-    assert same(work.certify(*case, THREAT), pc.certify(*case, THREAT))
+    assert same(work.certify(*case, THREAT).certificates, pc.certify(*case, THREAT))
+
+
+def test_the_clock_has_no_part_in_blocks_whose_sums_depend_on_their_size(case):
+    model, images, _ = case
+    narrow, wide = Proving(IntervalCertifier()), Proving(IntervalCertifier(torch.float64))
+    assert narrow._blocks(model, images).after(0.001).size != narrow._blocks(model, images).size
+    assert wide._blocks(model, images).after(0.001) == wide._blocks(model, images)
+    double = copy.deepcopy(model).double()
+    assert narrow._blocks(double, images.double()).after(0.001) == wide._blocks(model, images)
+
+
+def test_layers_and_rules_of_others_are_seen(case, monkeypatch):
+    class Mine(nn.ReLU):
+        pass
+
+    model = case[0]
+    assert not has_foreign_code(model)
+    assert has_foreign_code(nn.Sequential(model, Mine()))
+    monkeypatch.setitem(LAYER_RULES, nn.ReLU, lambda layer: None)
+    assert has_foreign_code(model)
 
 
 def test_no_images_are_certified_too(case):
     model, images, labels = case
-    found = Proving(IntervalCertifier()).certify(model, images[:0], labels[:0], THREAT)
-    assert len(found.labels) == 0
+    assert len(Proving(IntervalCertifier()).certify(model, images[:0], labels[:0], THREAT)) == 0

@@ -1,6 +1,6 @@
 """Runs are found again by their specification, their data and the version of training, so that must be the true one.
 
-Whoever changes what training computes, and so meets a failure here, raises `TRAINING_VERSION` and puts the new losses
+Whoever changes what training computes, and so meets a failure here, raises `TRAINING_VERSION` and puts its losses
 below; finished runs of the old version then no longer count as done. Faster code for the same losses changes neither.
 """
 
@@ -27,31 +27,34 @@ SMALL = (
 SPARSE = ("threat.kind=sparse", "threat.pixels=2")
 MLP, CNN = ("model.hidden=16",), ("model.name=cnn2", "data.limit=16")
 LOSSES = {
-    ("strategy.kind=natural", *MLP): (2.2586, 2.2079, 2.1631, 2.1280),
-    ("strategy.kind=all", *MLP): (2.2586, 2.3450, 2.4995, 2.4968),
-    ("strategy.kind=all", "data.flip=true", "data.crop_padding=2", *CNN): (2.3071, 4.6497, 5.8154, 5.6070),
-    ("strategy.kind=random", "strategy.placements=3", *CNN): (2.3060, 4.3219, 5.5371, 5.2684),
-    ("strategy.kind=guided", "strategy.width=2", *MLP): (2.2586, 2.3318, 2.4710, 2.4676),
-    ("strategy.kind=pooled", "strategy.blocks=[4]", *CNN): (2.3060, 6.9764, 9.4743, 9.1339),
-    ("strategy.kind=sparse", *SPARSE, *MLP): (2.2586, 2.2300, 2.2365, 2.2283),
-    ("strategy.kind=sparse", "strategy.bound=per-pixel", *SPARSE, *MLP): (2.2586, 2.2302, 2.2371, 2.2294),
-    (
-        "strategy.kind=ablated",
-        "strategy.retained=200",
-        "model.name=cnn2_ablation",
-        "data.limit=16",
-        *SPARSE,
-        "schedule.epsilon.natural_epochs=0",
-        "schedule.epsilon.ramp_epochs=0",
-    ): (2.3111, 2.2775, 2.2235, 2.1413),
+    1: {
+        ("strategy.kind=natural", *MLP): (2.2586, 2.2079, 2.1631, 2.1280),
+        ("strategy.kind=all", *MLP): (2.2586, 2.3450, 2.4995, 2.4968),
+        ("strategy.kind=all", "data.flip=true", "data.crop_padding=2", *CNN): (
+            2.3071,
+            4.6497,
+            5.8154,
+            5.6070,
+        ),
+        ("strategy.kind=random", "strategy.placements=3", *CNN): (2.3060, 4.3219, 5.5371, 5.2684),
+        ("strategy.kind=guided", "strategy.width=2", *MLP): (2.2586, 2.3318, 2.4710, 2.4676),
+        ("strategy.kind=pooled", "strategy.blocks=[4]", *CNN): (2.3060, 6.9764, 9.4743, 9.1339),
+        ("strategy.kind=sparse", *SPARSE, *MLP): (2.2586, 2.2300, 2.2365, 2.2283),
+        ("strategy.kind=sparse", "strategy.bound=per-pixel", *SPARSE, *MLP): (2.2586, 2.2302, 2.2371, 2.2294),
+        (
+            "strategy.kind=ablated",
+            "strategy.retained=200",
+            "model.name=cnn2_ablation",
+            "data.limit=16",
+            *SPARSE,
+            "schedule.epsilon.natural_epochs=0",
+            "schedule.epsilon.ramp_epochs=0",
+        ): (2.3111, 2.2775, 2.2235, 2.1413),
+    }
 }
 
 
-def test_losses_are_those_of_the_version():
-    assert spec_module.TRAINING_VERSION == 1
-
-
-@pytest.mark.parametrize(("changes", "losses"), LOSSES.items())
+@pytest.mark.parametrize(("changes", "losses"), LOSSES[spec_module.TRAINING_VERSION].items())
 def test_training_is_that_of_its_version(changes, losses, tmp_path):
     spec = read_spec("paper-mnist", [*SMALL, *changes])
     run = train_run(spec, tmp_path / "run", Workplace(torch.device("cpu")))
@@ -63,4 +66,3 @@ def test_another_version_is_another_run(monkeypatch):
     first = spec.fingerprint({"images": "0"})
     monkeypatch.setattr(spec_module, "TRAINING_VERSION", 2)
     assert spec.fingerprint({"images": "0"}) != first
-    assert spec.fingerprint() != read_spec("paper-mnist", ["seed=1"]).fingerprint()

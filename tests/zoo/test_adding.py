@@ -132,6 +132,15 @@ def test_evidence_may_lie_in_the_folder_of_results(run, tmp_path):
     assert make_card(run, tmp_path / "results") == expected
 
 
+def test_an_attack_that_was_collected_and_repeated_counts_once(run, tmp_path):
+    index = np.arange(10)
+    broken = ~run.evidence(CERTIFY)["verdict"][index]
+    write_attack(run, "attack-a", index, broken, seconds=1.0)
+    collect(run, run.spec.fingerprint(run.environment()["data"]["checksums"]), tmp_path / "results")
+    write_attack(run, "attack-a", index, broken, seconds=2.0)
+    assert len(make_card(run, tmp_path / "results").attacks) == 1
+
+
 def test_how_many_runs_shared_the_device_is_read_from_collected_results(run, tmp_path):
     name = make_card(run).training.run
     collect(run, name, tmp_path)

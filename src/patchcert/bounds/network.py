@@ -147,8 +147,8 @@ def merged_margins(head: Linear, box: Interval, labels: Tensor, rounding: Roundi
 def _row_products(weights: Tensor, values: Tensor) -> Tensor:
     """Of each row (m, features) with its own weights (m, classes, features).
 
-    Libraries sum a lone row in another order, so it is given a copy: on a CPU a row's result does not depend on how
-    many others there are.
+    Libraries sum a lone row in another order, so it is given a copy: on a CPU, in float32, a row's result does not
+    depend on how many others there are.
     """
     if len(values) != 1:
         return torch.einsum("mcf,mf->mc", weights, values)

@@ -1,6 +1,5 @@
 """How a refused call is named, what else of its kind has bounds, and what to write in its place."""
 
-import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ def supported(kind: Kind) -> list[str]:
 
 def always_refuses(rule: Callable) -> bool:
     """Whether the rule is there for its message alone."""
-    return inspect.signature(rule).return_annotation is NoReturn
+    return getattr(rule, "__annotations__", {}).get("return") is NoReturn
 
 
 _PUBLIC = {"F": F, "torch": torch, "operator": operator}

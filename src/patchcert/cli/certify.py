@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from patchcert.certificates import Certificates
-    from patchcert.experiments.proving import Proving
+    from patchcert.experiments.proving import Proof, Proving
     from patchcert.threats import Patch, SparsePixels
 
 DIFFERS = 1
@@ -69,7 +68,7 @@ def certify(
     """
     from patchcert.certificates import IntervalCertifier
     from patchcert.experiments.environment import describe_machine
-    from patchcert.experiments.proving import Proving, partial_of
+    from patchcert.experiments.proving import Proving, has_foreign_code, partial_of
     from patchcert.files import sha256
 
     opened = open_target(target)
@@ -93,19 +92,20 @@ def certify(
         **describe_machine(place),
     }
     certifier = IntervalCertifier(precision, budget)
-    proving = Proving(certifier, None if out is None else partial_of(out), claim)
-    before, started = proving.kept(images.labels), time.perf_counter()
+    proving = Proving(certifier, None if out is None or has_foreign_code(model) else partial_of(out), claim)
+    before = proving.kept(images.labels)
     if before is not None:
-        say(f"going on after {len(before.labels)} images that were certified before")
-    certificates = _prove(proving, model, pixels, images.labels, threat)
+        say(f"going on after {len(before)} images that were certified before")
+    proof = _prove(proving, model, pixels, images.labels, threat)
+    certificates = proof.certificates
     circumstances = {
         "command": shlex.join(["patchcert", *sys.argv[1:]]),
-        "seconds": round(time.perf_counter() - started, 3),
-        "resumed_after": 0 if before is None else len(before.labels),
+        "seconds": round(proof.seconds, 3),
     }
     meta = claim | circumstances
     if out is not None:
         write_evidence(out, certificates, meta)
+    proving.discard()
     card = _compare(opened, certificates, meta)
     print_json({**summarise(certificates), **meta, "evidence": None if out is None else str(out), **card})
     if card.get("card", {}).get("differences"):
@@ -114,7 +114,7 @@ def certify(
 
 def _prove(
     proving: "Proving", model: "nn.Module", images: "Tensor", labels: "Tensor", threat: "Patch | SparsePixels"
-) -> "Certificates":
+) -> "Proof":
     """The certificates; an interruption says what is left of the work."""
     try:
         with progress_bar("certifying", "images") as report:
@@ -122,9 +122,9 @@ def _prove(
     except KeyboardInterrupt:
         kept = proving.kept(labels)
         if proving.partial is None:
-            say("nothing is kept without --out")
+            say("nothing is kept: that needs --out or a run folder, and a model without layers of your own")
         elif kept is not None:
-            say(f"{len(kept.labels)} of {len(labels)} images are kept: the same command goes on from there")
+            say(f"{len(kept)} of {len(labels)} images are kept: the same command goes on from there")
         raise
 
 

@@ -90,7 +90,7 @@ def _open_zoo(name: str) -> Target:
     from patchcert.zoo import Zoo, shipped
 
     folder, slash, name = name.rpartition("/")
-    zoo = Zoo(Path(folder or slash)) if slash else shipped()
+    zoo = Zoo(Path(folder or slash).expanduser()) if slash else shipped()
     card = zoo.card(name)
     return Target(zoo.load(name), card.model, zoo.weights(name), card=card)
 

@@ -57,13 +57,22 @@ def _versions() -> dict[str, str]:
 
 
 def source_sha256() -> str:
-    """A sum over the package's own files, which tells the code apart where there is no commit."""
+    """A sum over the package's own files as they were when this module was read, which tells the code apart where there
+    is no commit; empty where there are no such files."""
+    return _SOURCE_SHA256
+
+
+def _sum_of_sources() -> str:
     package = Path(patchcert.__file__).parent
     total = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
+    files = sorted(package.rglob("*.py"))
+    for file in files:
         total.update(f"{file.relative_to(package).as_posix()}\n".encode())
         total.update(file.read_bytes())
-    return total.hexdigest()
+    return total.hexdigest() if files else ""
+
+
+_SOURCE_SHA256 = _sum_of_sources()
 
 
 def device_name(device: torch.device) -> str:

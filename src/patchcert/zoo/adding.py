@@ -11,6 +11,7 @@ import numpy as np
 
 from patchcert.errors import RunError
 from patchcert.experiments.read import write_spec
+from patchcert.experiments.reproduce.collecting import collected_names
 from patchcert.experiments.reproduce.orders import read_orders
 from patchcert.experiments.reproduce.results import TRIMMED
 from patchcert.experiments.reproduce.summaries import SUMMARY
@@ -131,8 +132,11 @@ def _evidence_files(run: Run, results: Path | None, fingerprint: str) -> list[Pa
     if results is not None:
         whole = results / fingerprint
         collected = sorted((whole / TRIMMED if run.model_spec().widths else whole).glob("*.npz"))
-    names, sums = {file.name for file in own}, {sha256(file) for file in own}
-    return own + [file for file in collected if file.name not in names and sha256(file) not in sums]
+    names = {file.name for file in own} | set(collected_names(run))
+    distinct = {
+        sha256(file): file for file in (*reversed(collected), *own) if file in own or file.name not in names
+    }
+    return sorted(distinct.values(), key=lambda file: (file not in own, file.name))
 
 
 def _headline(run: Run, files: Sequence[Path], weights: str) -> tuple[Path, CertificateRows]:

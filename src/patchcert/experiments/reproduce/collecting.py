@@ -20,7 +20,7 @@ UNPLANNED = "unplanned-"
 def collect(run: Run, name: str, folder: Path, scale: float = 1.0) -> Result:
     """Copy what a finished run leaves into the folder of results; evidence of other weights is removed."""
     target = folder / name
-    _bring(run, _collected_names(run), target)
+    _bring(run, collected_names(run), target)
     write_text(target / ENVIRONMENT, json.dumps(run.environment(), indent=2) + "\n")
     write_summary(run, target, scale)
     _copy(run.path / SPEC, target / SPEC)
@@ -29,7 +29,7 @@ def collect(run: Run, name: str, folder: Path, scale: float = 1.0) -> Result:
 
 def collect_trimmed(run: Run, result: Path) -> None:
     """Copy all evidence of a trimmed model to a folder of its own below that of the network as it was trained."""
-    _bring(run, _collected_names(run), result / TRIMMED)
+    _bring(run, collected_names(run), result / TRIMMED)
 
 
 def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
 def _collect_one(run: Run, folder: Path) -> str | None:
     """The name among the results, where there was something to bring."""
     name = run.spec.fingerprint(run.environment().get("data", {}).get("checksums", {}))
-    if all(new.startswith(UNPLANNED) for new in _collected_names(run)):
+    if all(new.startswith(UNPLANNED) for new in collected_names(run)):
         return name if add_loss(run, folder / name) else None
     if run.model_spec().widths:
         collect_trimmed(run, folder / name)
@@ -65,7 +65,7 @@ def _bring(run: Run, files: Mapping[str, Path], target: Path) -> None:
             _copy(file, target / name)
 
 
-def _collected_names(run: Run) -> dict[str, Path]:
+def collected_names(run: Run) -> dict[str, Path]:
     """The files of evidence by their names among results, where challenges and unplanned attacks are told apart."""
     found = {}
     for file in sorted((run.path / EVIDENCE).glob("*.npz")):

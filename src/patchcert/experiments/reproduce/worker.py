@@ -113,13 +113,13 @@ def _certify(
     """Verdicts, and margins where the threat is the one that was trained against: without them it is faster."""
     from patchcert.certificates import IntervalCertifier
     from patchcert.experiments.environment import describe_machine
-    from patchcert.experiments.proving import Proving, partial_of
+    from patchcert.experiments.proving import Proving, has_foreign_code, partial_of
     from patchcert.experiments.reproduce.evidence import certificate_columns, certify_command, evidence_name
     from patchcert.experiments.runs import EVIDENCE
     from patchcert.files import sha256
 
     images = dataset.test.take(limit or len(dataset.test)).to(device)
-    began, name, is_other = time.perf_counter(), evidence_name(threat, limit), threat != run.spec.threat
+    name, is_other = evidence_name(threat, limit), threat != run.spec.threat
     claim = {
         "kind": "certify",
         "command": certify_command(run.path.name, threat, limit),
@@ -129,15 +129,19 @@ def _certify(
         **describe_machine(device),
     }
     partial = partial_of(run.path / EVIDENCE / f"{name}.npz")
+    model = run.model(device)
+    partial = None if has_foreign_code(model) else partial
     proving = Proving(IntervalCertifier(verdicts_only=is_other), partial, claim)
-    found = proving.certify(run.model(device), images.floats(), images.labels, threat)
+    proof = proving.certify(model, images.floats(), images.labels, threat)
+    found = proof.certificates
     settings = {
         "dtype": "float32",
         "memory_budget": None,
         "verdicts_only": bool(found.margins.isnan().all()),
     }
-    seconds = round(time.perf_counter() - began, 3)
-    run.write_evidence(name, certificate_columns(found), claim | {"settings": settings, "seconds": seconds})
+    circumstances = {"settings": settings, "seconds": round(proof.seconds, 3)}
+    run.write_evidence(name, certificate_columns(found), claim | circumstances)
+    proving.discard()
     _log(f"{threat}: {found.clean_accuracy:.2%} right, {found.certified_accuracy:.2%} certified")
 
 
