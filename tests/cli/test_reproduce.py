@@ -60,11 +60,6 @@ def test_a_whole_table_takes_its_shape_in_a_quick_look(capsys, tmp_path):
         assert 0 <= row["certified"] <= row["clean"] <= 100
 
 
-def test_attacks_on_imagenet_have_no_quick_look(capsys):
-    assert run(["reproduce", "break-imagenet", "--scale", "quick"]) == 2
-    assert "have no quick look" in capsys.readouterr().err
-
-
 def test_settings_of_defenses_are_tried_on_all_runs_before_one_is_attacked(monkeypatch, tmp_path):
     asked = []
 
