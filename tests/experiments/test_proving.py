@@ -116,6 +116,22 @@ def test_layers_and_rules_of_others_are_seen(case, monkeypatch):
     assert has_foreign_code(model)
 
 
+def test_another_network_of_the_same_weights_does_not_go_on(case, tmp_path):
+    """As when the code that registers an architecture is changed between two calls."""
+    model, _, labels = case
+    evidence = tmp_path / "proof.npz"
+    work = Proving.towards(evidence, IntervalCertifier(), model, {"weights": "a"})
+    with pytest.raises(KeyboardInterrupt):
+        work.certify(*case, THREAT, Interrupt(11))
+    again = copy.deepcopy(model)
+    assert Proving.towards(evidence, IntervalCertifier(), again, {"weights": "a"}).kept(labels) is not None
+    again[1] = nn.LeakyReLU(0.5)
+    assert Proving.towards(evidence, IntervalCertifier(), again, {"weights": "a"}).kept(labels) is None
+    foreign = nn.Sequential(type("Mine", (nn.ReLU,), {"__module__": "mine"})())
+    assert Proving.towards(evidence, IntervalCertifier(), foreign, {}).partial is None
+    assert Proving.towards(None, IntervalCertifier(), model, {}).partial is None
+
+
 def test_no_images_are_certified_too(case):
     model, images, labels = case
     assert len(Proving(IntervalCertifier()).certify(model, images[:0], labels[:0], THREAT)) == 0

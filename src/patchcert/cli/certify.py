@@ -68,7 +68,7 @@ def certify(
     """
     from patchcert.certificates import IntervalCertifier
     from patchcert.experiments.environment import describe_machine
-    from patchcert.experiments.proving import Proving, has_foreign_code, partial_of
+    from patchcert.experiments.proving import Proving
     from patchcert.files import sha256
 
     opened = open_target(target)
@@ -91,8 +91,7 @@ def certify(
         "settings": {"dtype": dtype, "memory_budget": budget},
         **describe_machine(place),
     }
-    certifier = IntervalCertifier(precision, budget)
-    proving = Proving(certifier, None if out is None or has_foreign_code(model) else partial_of(out), claim)
+    proving = Proving.towards(out, IntervalCertifier(precision, budget), model, claim)
     before = proving.kept(images.labels)
     if before is not None:
         say(f"going on after {len(before)} images that were certified before")

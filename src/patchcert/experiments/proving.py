@@ -53,6 +53,17 @@ class Proving:
     partial: Path | None = None
     claim: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def towards(
+        cls, evidence: Path | None, certifier: IntervalCertifier, model: nn.Module, claim: Mapping[str, Any]
+    ) -> "Proving":
+        """Blocks wait beside the file of evidence that they are to become, unless the model has code of others.
+
+        What others register may build another network for the same weights, so that the claim spells it out.
+        """
+        partial = None if evidence is None or has_foreign_code(model) else partial_of(evidence)
+        return cls(certifier, partial, {**claim, "model": str(model)})
+
     def certify(
         self,
         model: nn.Module,

@@ -113,7 +113,7 @@ def _certify(
     """Verdicts, and margins where the threat is the one that was trained against: without them it is faster."""
     from patchcert.certificates import IntervalCertifier
     from patchcert.experiments.environment import describe_machine
-    from patchcert.experiments.proving import Proving, has_foreign_code, partial_of
+    from patchcert.experiments.proving import Proving
     from patchcert.experiments.reproduce.evidence import certificate_columns, certify_command, evidence_name
     from patchcert.experiments.runs import EVIDENCE
     from patchcert.files import sha256
@@ -128,10 +128,8 @@ def _certify(
         "threat": threat.to_dict(),
         **describe_machine(device),
     }
-    partial = partial_of(run.path / EVIDENCE / f"{name}.npz")
-    model = run.model(device)
-    partial = None if has_foreign_code(model) else partial
-    proving = Proving(IntervalCertifier(verdicts_only=is_other), partial, claim)
+    model, certifier = run.model(device), IntervalCertifier(verdicts_only=is_other)
+    proving = Proving.towards(run.path / EVIDENCE / f"{name}.npz", certifier, model, claim)
     proof = proving.certify(model, images.floats(), images.labels, threat)
     found = proof.certificates
     settings = {
