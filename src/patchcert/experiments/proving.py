@@ -21,7 +21,7 @@ from patchcert.progress import Progress
 from patchcert.threats import Patch, SparsePixels
 
 FIRST_BLOCK, LARGEST_BLOCK = 64, 4096
-BLOCK_SECONDS = 20.0
+BLOCK_SECONDS = 10.0
 FIXED_BLOCK, GPU_BLOCK = 256, 2048
 """In float64 and on a GPU sums depend on how many images are bounded at once: there the clock must have no part."""
 CLAIM, SECONDS = "claim", "seconds"
