@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from patchcert.experiments.reproduce.outcome import outcomes
-from patchcert.experiments.reproduce.tables import OURS, find_table
 from patchcert.models import registry
+from patchcert.papers.chiang2020.outcome import outcomes
+from patchcert.papers.chiang2020.tables import OURS, find_table
 
 ROOT = Path(__file__).parents[1]
 NEEDS_OWN_FILES = ("folder:~/photos",)

@@ -7,7 +7,13 @@ if TYPE_CHECKING:
     from patchcert import zoo
     from patchcert.attacks import PatchAttack, SparseAttack
     from patchcert.bounds import Interval
-    from patchcert.certificates import Certificates, Certifier, IntervalCertifier, certify, placement_margins
+    from patchcert.certify.intervals import (
+        Certificates,
+        Certifier,
+        IntervalCertifier,
+        certify,
+        placement_margins,
+    )
     from patchcert.data import load_dataset
     from patchcert.errors import PatchcertError
     from patchcert.models import ModelSpec, Normalize
@@ -37,10 +43,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Certificates": "patchcert.certificates",
-    "Certifier": "patchcert.certificates",
+    "Certificates": "patchcert.certify",
+    "Certifier": "patchcert.certify",
     "Interval": "patchcert.bounds",
-    "IntervalCertifier": "patchcert.certificates",
+    "IntervalCertifier": "patchcert.certify",
     "ModelSpec": "patchcert.models",
     "Normalize": "patchcert.models",
     "Patch": "patchcert.threats",
@@ -48,10 +54,10 @@ _HOMES = {
     "PatchcertError": "patchcert.errors",
     "SparseAttack": "patchcert.attacks",
     "SparsePixels": "patchcert.threats",
-    "certify": "patchcert.certificates",
+    "certify": "patchcert.certify",
     "load": "patchcert.zoo",
     "load_dataset": "patchcert.data",
-    "placement_margins": "patchcert.certificates",
+    "placement_margins": "patchcert.certify",
     "shapes": "patchcert.threats",
     "zoo": "patchcert.zoo",
 }

@@ -14,10 +14,10 @@ from patchcert.cli.attack_steps import draw_images, parse_settings
 from patchcert.data import load_dataset
 from patchcert.defenses import Defended, LocalGradientSmoothing, smoothing_grid
 from patchcert.errors import InvalidInput
-from patchcert.experiments.runs import Run
-from patchcert.experiments.spec import AllTraining, DataChoice, ModelChoice, Spec
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
+from patchcert.train.run_folder import Run
+from patchcert.train.spec import AllTraining, DataChoice, ModelChoice, Spec
 
 QUICK = ["--steps", "4", "--restarts", "2", "--images", "25"]
 

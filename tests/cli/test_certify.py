@@ -5,14 +5,14 @@ import pytest
 import torch
 
 import patchcert as pc
-from patchcert import certificates
+from patchcert.certify import intervals as certificates
 from patchcert.cli.app import run
 from patchcert.data import load_dataset
-from patchcert.experiments import proving
-from patchcert.experiments.runs import Run
-from patchcert.experiments.spec import AllTraining, DataChoice, ModelChoice, Spec
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
+from patchcert.train import proving
+from patchcert.train.run_folder import Run
+from patchcert.train.spec import AllTraining, DataChoice, ModelChoice, Spec
 
 
 def answer(capsys):

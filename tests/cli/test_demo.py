@@ -9,7 +9,7 @@ import pytest
 from patchcert.cli import demo_steps
 from patchcert.cli.app import run
 from patchcert.errors import DataError
-from patchcert.experiments.runs import Run
+from patchcert.train.run_folder import Run
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from patchcert.cli import reproduce_steps
 from patchcert.cli.app import run
 from patchcert.cli.reproduce_steps import stop_on_signals
 from patchcert.errors import InvalidInput
-from patchcert.experiments.reproduce.pack import unpack
-from patchcert.experiments.reproduce.tables import table_names
+from patchcert.papers.chiang2020.pack import unpack
+from patchcert.papers.chiang2020.tables import table_names
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("strategy-detail-5x5", "--rows", "MNIST random mlp", "--scale", "quick", "--device", "cpu")

@@ -7,8 +7,8 @@ import pytest
 
 from patchcert.cli.app import run
 from patchcert.cli.training_view import Figures, Several, TensorBoard, training_view
-from patchcert.experiments.runs import Run
 from patchcert.train.loop import Position
+from patchcert.train.run_folder import Run
 
 TINY = (
     "data.name=mnist-mini",

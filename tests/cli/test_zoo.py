@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from patchcert.cli.app import run
-from patchcert.experiments.read import read_spec
-from patchcert.experiments.runs import Run
 from patchcert.files import sha256
+from patchcert.train.read import read_spec
+from patchcert.train.run_folder import Run
 from patchcert.zoo import Zoo
 
 NAME = "mnist-mini-2x2-mlp"

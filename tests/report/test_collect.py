@@ -9,13 +9,13 @@ import torch
 
 import patchcert as pc
 from patchcert.errors import RunError
-from patchcert.experiments.runs import Run
-from patchcert.experiments.spec import AllTraining, DataChoice, ModelChoice, Spec
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, save
 from patchcert.report import Pictures, RunSummary, summarise_run, write_report
 from patchcert.report.samples import telling_rows
 from patchcert.report.statistics import Proportion
+from patchcert.train.run_folder import Run
+from patchcert.train.spec import AllTraining, DataChoice, ModelChoice, Spec
 
 IMAGES = 60
 

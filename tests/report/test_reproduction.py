@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from patchcert.experiments.read import read_spec
-from patchcert.experiments.reproduce.counts import Count, Outcome, RunOutcome
-from patchcert.experiments.reproduce.tables import find_table
+from patchcert.papers.chiang2020.counts import Count, Outcome, RunOutcome
+from patchcert.papers.chiang2020.tables import find_table
 from patchcert.report.reproduction import reproduction_document, reproduction_json, reproduction_table
 from patchcert.threats import Patch
+from patchcert.train.read import read_spec
 
 TABLE = find_table("strategy-detail-5x5")
 (ENTRY,) = TABLE.chosen(["mnist all mlp"])

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from patchcert.errors import InvalidInput
-from patchcert.experiments.read import read_spec
-from patchcert.experiments.reproduce.counts import Count, Outcome, RunOutcome
-from patchcert.experiments.reproduce.outcome import outcomes
-from patchcert.experiments.reproduce.tables import find_table, table_names
+from patchcert.papers.chiang2020.counts import Count, Outcome, RunOutcome
+from patchcert.papers.chiang2020.outcome import outcomes
+from patchcert.papers.chiang2020.tables import find_table, table_names
 from patchcert.report.reproduction_charts import charts
 from patchcert.report.reproduction_page import write_reproduction_page
 from patchcert.report.reproduction_view import duration, table_view
 from patchcert.report.statistics import clopper_pearson
 from patchcert.threats import Patch
+from patchcert.train.read import read_spec
 
 ROOT = Path(__file__).parents[2]
 TABLE = find_table("strategy-detail-5x5")

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
-from patchcert.certificates import certify, placement_margins
-from patchcert.engine import dense_margins
+from patchcert.certify.intervals import certify, placement_margins
 from patchcert.models import ModelSpec, build
 from patchcert.testing.strategies import seeds
 from patchcert.threats import Patch, SparsePixels
+from patchcert.windows import dense_margins
 
 as_fractions = np.vectorize(Fraction, otypes=[object])
 

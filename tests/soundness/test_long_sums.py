@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
-from patchcert.certificates import certify, placement_margins
-from patchcert.engine import covering_sweep, reference_margins
+from patchcert.certify.intervals import certify, placement_margins
 from patchcert.testing.blocks import ResidualBlock
 from patchcert.threats import Patch, SparsePixels
+from patchcert.windows import covering_sweep, reference_margins
 
 LARGE, SMALL = 2.0**24, 0.49
 

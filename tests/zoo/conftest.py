@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from patchcert.certificates import certify
+from patchcert.certify.intervals import certify
 from patchcert.data import load_dataset
-from patchcert.experiments.read import read_spec
-from patchcert.experiments.reproduce.evidence import certificate_columns, evidence_name
-from patchcert.experiments.runs import Run
-from patchcert.experiments.training import Workplace, train_run
 from patchcert.files import sha256
+from patchcert.papers.chiang2020.evidence import certificate_columns, evidence_name
+from patchcert.train.read import read_spec
+from patchcert.train.run_folder import Run
+from patchcert.train.training import Workplace, train_run
 from patchcert.zoo import Zoo
 from patchcert.zoo.adding import add_run
 

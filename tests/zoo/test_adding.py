@@ -11,13 +11,13 @@ import torch
 import patchcert as pc
 from patchcert.data import load_dataset
 from patchcert.errors import RunError
-from patchcert.experiments.read import read_spec
-from patchcert.experiments.reproduce.attack_plan import AttackPlan
-from patchcert.experiments.reproduce.collecting import collect
-from patchcert.experiments.reproduce.results import TRIMMED
-from patchcert.experiments.runs import Run
-from patchcert.experiments.trimming import trim_run
 from patchcert.files import sha256
+from patchcert.papers.chiang2020.attack_plan import AttackPlan
+from patchcert.papers.chiang2020.collecting import collect
+from patchcert.papers.chiang2020.results import TRIMMED
+from patchcert.train.read import read_spec
+from patchcert.train.run_folder import Run
+from patchcert.train.trimming import trim_run
 from patchcert.zoo import Zoo
 from patchcert.zoo.adding import add_run, make_card
 from patchcert.zoo.copying import copy_to_run

@@ -7,7 +7,7 @@ import torch
 
 import patchcert as pc
 from patchcert.errors import ModelError
-from patchcert.experiments.runs import Run
+from patchcert.train.run_folder import Run
 from patchcert.zoo import Zoo, shelf
 
 NAME = "mnist-mini-2x2-mlp"

@@ -10,10 +10,10 @@ import pytest
 import patchcert as pc
 from patchcert.data import load_dataset
 from patchcert.errors import DataError
-from patchcert.experiments.read import read_spec
-from patchcert.experiments.reproduce.evidence import Rows
-from patchcert.experiments.reproduce.results import TRIMMED
+from patchcert.papers.chiang2020.evidence import Rows
+from patchcert.papers.chiang2020.results import TRIMMED
 from patchcert.report.evidence import read_files
+from patchcert.train.read import read_spec
 from patchcert.zoo import shelf
 from patchcert.zoo.naming import entry_name
 from patchcert.zoo.recheck import differences

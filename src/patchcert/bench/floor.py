@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from patchcert.bench.timing import Ceilings
 from patchcert.bounds.operations import Convolution, Linear
-from patchcert.engine import PlacementSweep
-from patchcert.engine.groups import Group
+from patchcert.windows import PlacementSweep
+from patchcert.windows.groups import Group
 
 
 @dataclass(frozen=True, slots=True)

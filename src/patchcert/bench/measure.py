@@ -14,14 +14,14 @@ from patchcert.bench.floor import Work
 from patchcert.bench.timing import Ceilings, seconds, synchronise
 from patchcert.bounds import Network, precise_arithmetic, trace
 from patchcert.bounds.rounding import fast_arithmetic
-from patchcert.certificates import certify
+from patchcert.certify.intervals import certify
 from patchcert.data import Split, load_dataset
-from patchcert.engine import PlacementSweep, clean_pass, default_budget, dense_margins
 from patchcert.train.capture import CapturedStep
 from patchcert.train.distributed import ALONE
 from patchcert.train.step import StepSettings, Trainee, TrainingStep
 from patchcert.train.strategies import AllPlacements
 from patchcert.train.strategy import margin_loss
+from patchcert.windows import PlacementSweep, clean_pass, default_budget, dense_margins
 
 Call = Callable[[], object]
 

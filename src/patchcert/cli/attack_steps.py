@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from patchcert.attacks import Attack, AttackResult, evidence_columns, tune_defense
 from patchcert.attacks.imagenet_corners import find_imagenet
-from patchcert.certificates import certify
+from patchcert.certify.intervals import certify
 from patchcert.cli.progress import Report
 from patchcert.cli.target import choose_images, open_data, open_target
 from patchcert.data import Dataset, Split, load_dataset
@@ -27,10 +27,10 @@ from patchcert.defenses import (
     watermarking_grid,
 )
 from patchcert.errors import InvalidInput
-from patchcert.experiments.runs import Run
 from patchcert.files import atomic_write, sha256
 from patchcert.models.imagenet import load_imagenet
 from patchcert.threats import Patch, SparsePixels
+from patchcert.train.run_folder import Run
 
 IMAGENET = "imagenet:"
 

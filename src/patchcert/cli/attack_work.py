@@ -32,10 +32,10 @@ from patchcert.cli.parsing import parse_threat
 from patchcert.cli.progress import progress_bar
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
-from patchcert.experiments.environment import describe_machine
 from patchcert.files import sha256
 from patchcert.report.statistics import clopper_pearson
 from patchcert.threats import Patch, SparsePixels
+from patchcert.train.environment import describe_machine
 
 
 @final

@@ -29,8 +29,8 @@ from patchcert.errors import InvalidInput
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from patchcert.certificates import Certificates
-    from patchcert.experiments.proving import Proof, Proving
+    from patchcert.certify.intervals import Certificates
+    from patchcert.evidence.proving import Proof, Proving
     from patchcert.threats import Patch, SparsePixels
 
 DIFFERS = 1
@@ -66,10 +66,10 @@ def certify(
     Without a threat the one that the model was trained on is taken. The summary is JSON on stdout. A proof of
     zoo:NAME is compared with its card, image by image; where they differ, the exit code is 1.
     """
-    from patchcert.certificates import IntervalCertifier
-    from patchcert.experiments.environment import describe_machine
-    from patchcert.experiments.proving import Proving
+    from patchcert.certify.intervals import IntervalCertifier
+    from patchcert.evidence.proving import Proving
     from patchcert.files import sha256
+    from patchcert.train.environment import describe_machine
 
     opened = open_target(target)
     weights = sha256(opened.weights)

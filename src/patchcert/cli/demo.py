@@ -64,7 +64,7 @@ def _carry_out(out: Path, quick: bool, device: str, threads: int) -> "tuple[RunS
 
 
 def _greet(out: Path) -> None:
-    from patchcert.experiments.runs import WEIGHTS
+    from patchcert.train.run_folder import WEIGHTS
 
     if (out / WEIGHTS).is_file():
         say(

@@ -11,15 +11,18 @@ from typing import Any, final
 import torch
 
 from patchcert.attacks import PatchAttack
-from patchcert.certificates import certify
+from patchcert.certify.intervals import certify
 from patchcert.cli.attack_choice import describe_attack
 from patchcert.cli.attack_steps import evidence_arrays, evidence_name
 from patchcert.cli.progress import Report, progress_bar
 from patchcert.cli.training_view import training_view
 from patchcert.data import Split, load_dataset
-from patchcert.experiments.environment import describe_machine
-from patchcert.experiments.runs import Run
-from patchcert.experiments.spec import (
+from patchcert.files import sha256
+from patchcert.threats import Patch
+from patchcert.train.environment import describe_machine
+from patchcert.train.run_folder import Run
+from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
+from patchcert.train.spec import (
     AllTraining,
     DataChoice,
     ModelChoice,
@@ -27,10 +30,7 @@ from patchcert.experiments.spec import (
     RunSettings,
     Spec,
 )
-from patchcert.experiments.training import Workplace, train_run
-from patchcert.files import sha256
-from patchcert.threats import Patch
-from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
+from patchcert.train.training import Workplace, train_run
 
 SIDE = 2
 

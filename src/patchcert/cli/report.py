@@ -9,9 +9,9 @@ from patchcert.cli.output import print_error, print_json, say
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from patchcert.experiments.runs import Run
     from patchcert.report import RunSummary
     from patchcert.report.statistics import Proportion
+    from patchcert.train.run_folder import Run
 
 INCONSISTENT = 1
 

@@ -12,8 +12,8 @@ from patchcert.cli.parsing import parse_bytes, parse_device
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from patchcert.experiments.reproduce.counts import Outcome
-    from patchcert.experiments.reproduce.tables import Entry, PaperTable
+    from patchcert.papers.chiang2020.counts import Outcome
+    from patchcert.papers.chiang2020.tables import Entry, PaperTable
 
 FORMATS = ("table", "markdown", "csv", "latex", "json")
 
@@ -98,10 +98,10 @@ def reproduce(
         _list(output)
     else:
         from patchcert.cli.reproduce_steps import carry_out
-        from patchcert.experiments.reproduce.outcome import outcomes
-        from patchcert.experiments.reproduce.plan import Effort
-        from patchcert.experiments.reproduce.runner import Workshop
-        from patchcert.experiments.reproduce.scales import parse_scale
+        from patchcert.papers.chiang2020.outcome import outcomes
+        from patchcert.papers.chiang2020.plan import Effort
+        from patchcert.papers.chiang2020.runner import Workshop
+        from patchcert.papers.chiang2020.scales import parse_scale
 
         effort = Effort(parse_scale(scale or "paper"), seeds or 1, tf32, bfloat16, voted_images)
         chosen = _choose(table, rows or [], source is not None)
@@ -136,7 +136,7 @@ def _refuse(options: Mapping[str, object], reason: str) -> None:
 
 def _check_options(output: str, pack: Path | None, write: Path | None, page: Path | None) -> None:
     """Found out before the work, not after it."""
-    from patchcert.experiments.reproduce.pack import compression
+    from patchcert.papers.chiang2020.pack import compression
 
     if output not in FORMATS:
         raise InvalidInput(f"--format {output} is unknown", hint=f"choose one of {', '.join(FORMATS)}")
@@ -155,7 +155,7 @@ def _require_folder(path: Path, hint: str) -> None:
 
 def _choose(name: str, texts: list[str], everything: bool) -> "list[tuple[PaperTable, tuple[Entry, ...]]]":
     """The tables asked for with the rows asked for; of all tables, only those that have such rows."""
-    from patchcert.experiments.reproduce.tables import find_table, table_names
+    from patchcert.papers.chiang2020.tables import find_table, table_names
 
     if name != "all":
         table = find_table(name)
@@ -185,7 +185,7 @@ def _show(
     write: Path | None,
     folder: Path,
 ) -> None:
-    from patchcert.experiments.reproduce.results import Results
+    from patchcert.papers.chiang2020.results import Results
     from patchcert.report.reproduction import reproduction_document, reproduction_json, reproduction_table
 
     if write is not None:
@@ -209,7 +209,7 @@ def _show(
 
 
 def _list(output: str) -> None:
-    from patchcert.experiments.reproduce.tables import find_table, table_names
+    from patchcert.papers.chiang2020.tables import find_table, table_names
 
     tables = [find_table(name) for name in table_names()]
     if output == "json":
@@ -220,7 +220,7 @@ def _list(output: str) -> None:
 
 
 def _collect(runs: Path, results: Path) -> None:
-    from patchcert.experiments.reproduce.collecting import collect_all
+    from patchcert.papers.chiang2020.collecting import collect_all
 
     _require_folder(runs, "name the folder that holds the run folders with --runs")
     names = collect_all(runs, results)
@@ -230,7 +230,7 @@ def _collect(runs: Path, results: Path) -> None:
 
 
 def _pack(path: Path, results: Path, runs: Path | None, unfinished: bool, weights: bool, limit: str) -> None:
-    from patchcert.experiments.reproduce.pack import pack
+    from patchcert.papers.chiang2020.pack import pack
 
     packed = pack(path, results, runs, unfinished, weights, parse_bytes(limit))
     size = path.stat().st_size / 2**20
@@ -240,7 +240,7 @@ def _pack(path: Path, results: Path, runs: Path | None, unfinished: bool, weight
 
 
 def _unpack(path: Path, results: Path, runs: Path) -> None:
-    from patchcert.experiments.reproduce.pack import unpack
+    from patchcert.papers.chiang2020.pack import unpack
 
     found = unpack(path, results, runs)
     say(f"unpacked {found.results} results into {results} and {found.runs} runs into {runs}")

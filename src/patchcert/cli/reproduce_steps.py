@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from patchcert.cli.output import say
 from patchcert.errors import DataError
-from patchcert.experiments.reproduce.imagenet_plan import Piece, pieces_of
-from patchcert.experiments.reproduce.imagenet_runner import PieceRunner, require_material
-from patchcert.experiments.reproduce.plan import Effort, Task, plan
-from patchcert.experiments.reproduce.runner import Runner, State, StopOrder, Workshop
+from patchcert.papers.chiang2020.imagenet_plan import Piece, pieces_of
+from patchcert.papers.chiang2020.imagenet_runner import PieceRunner, require_material
+from patchcert.papers.chiang2020.plan import Effort, Task, plan
+from patchcert.papers.chiang2020.runner import Runner, State, StopOrder, Workshop
 
 if TYPE_CHECKING:
-    from patchcert.experiments.reproduce.runner import Job
-    from patchcert.experiments.reproduce.tables import Entry
+    from patchcert.papers.chiang2020.runner import Job
+    from patchcert.papers.chiang2020.tables import Entry
 
 FAILED, LEFT_OVER, INTERRUPTED = 1, 3, 130
 TALK_EVERY = 30.0

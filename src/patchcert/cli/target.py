@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from patchcert.data import Dataset, Split
-    from patchcert.experiments.runs import Run
     from patchcert.models import ModelSpec
     from patchcert.threats import Patch, SparsePixels
+    from patchcert.train.run_folder import Run
     from patchcert.zoo import Card
 
 ZOO = "zoo:"
@@ -54,7 +54,7 @@ def open_target(target: str) -> Target:
         return _open_zoo(target.removeprefix(ZOO))
     path = Path(target)
     if path.is_dir():
-        from patchcert.experiments.runs import Run
+        from patchcert.train.run_folder import Run
 
         run = Run.open(path)
         return Target(run.model(), run.model_spec(), run.weights, run)
@@ -66,7 +66,7 @@ def open_target(target: str) -> Target:
 
 def open_run(folder: Path) -> "Run":
     """The run in a folder, for commands that need more than a model."""
-    from patchcert.experiments.runs import Run
+    from patchcert.train.run_folder import Run
 
     if str(folder).startswith(ZOO):
         name = str(folder).removeprefix(ZOO)

@@ -12,7 +12,7 @@ from patchcert.cli.parsing import parse_device
 if TYPE_CHECKING:
     import torch
 
-    from patchcert.experiments.spec import Spec
+    from patchcert.train.spec import Spec
 
 INTERRUPTED = 130
 
@@ -42,8 +42,8 @@ def train(
     """Train a model that can be certified. A killed or interrupted run goes on with --resume."""
     import torch
 
-    from patchcert.experiments.observer import Interrupted
     from patchcert.train.distributed import local_device
+    from patchcert.train.observer import Interrupted
 
     wanted, folder = _request(spec, changes or [], scale, out)
     _warn_of_half_a_threat(wanted)
@@ -67,8 +67,8 @@ def _carry_out(
 ) -> dict[str, Any]:
     """The summary of the finished run; empty in all processes but the main one."""
     from patchcert.cli.training_view import Several, tensorboard_view, training_view
-    from patchcert.experiments.training import Workplace, summarise, train_run
     from patchcert.train.distributed import joined_world
+    from patchcert.train.training import Workplace, summarise, train_run
 
     with ExitStack() as stack:
         world = stack.enter_context(joined_world(device))
@@ -94,8 +94,8 @@ def _warn_of_half_a_threat(spec: "Spec") -> None:
 
 def _request(source: str, changes: list[str], scale: float, out: Path | None) -> tuple["Spec", Path]:
     """The specification asked for and the folder for it; a run folder stands for its own specification."""
-    from patchcert.experiments.read import read_spec
-    from patchcert.experiments.runs import SPEC
+    from patchcert.train.read import read_spec
+    from patchcert.train.run_folder import SPEC
 
     path = Path(source)
     is_run = (path / SPEC).is_file()

@@ -10,8 +10,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from patchcert.cli.output import say, stderr_console
 from patchcert.errors import InvalidInput
-from patchcert.experiments.observer import Listener
 from patchcert.train.loop import Position
+from patchcert.train.observer import Listener
 
 REDRAW_SECONDS = 0.1
 

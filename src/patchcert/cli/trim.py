@@ -11,7 +11,7 @@ from patchcert.cli.parsing import parse_device
 from patchcert.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from patchcert.experiments.runs import Run
+    from patchcert.train.run_folder import Run
 
 
 def trim(
@@ -29,9 +29,9 @@ def trim(
     count for it: certify it next.
     """
     from patchcert.cli.target import choose_images, open_data, open_run, open_target
-    from patchcert.experiments.build import choose_data
-    from patchcert.experiments.trimming import trim_run
     from patchcert.files import sha256
+    from patchcert.train.build import choose_data
+    from patchcert.train.trimming import trim_run
 
     whole, place = open_run(run), parse_device(device)
     target = open_target(str(run))

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from patchcert.experiments.runs import Run
 from patchcert.report.collect import Pictures as Pictures
 from patchcert.report.collect import summarise_run as summarise_run
 from patchcert.report.html import Page as Page
 from patchcert.report.html import write_page as write_page
 from patchcert.report.summary import RunSummary as RunSummary
+from patchcert.train.run_folder import Run
 
 
 def write_report(

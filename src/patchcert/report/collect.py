@@ -9,12 +9,12 @@ import torch
 
 from patchcert.data import Dataset, ImageShape, load_dataset
 from patchcert.errors import DataError, RunError
-from patchcert.experiments.read import write_spec
-from patchcert.experiments.runs import EVIDENCE, Run
 from patchcert.files import sha256
 from patchcert.report.evidence import read_evidence
 from patchcert.report.samples import attacked_images, certificate_maps, telling_rows
 from patchcert.report.summary import CertificateRows, RunSummary
+from patchcert.train.read import write_spec
+from patchcert.train.run_folder import EVIDENCE, Run
 
 CHECKED_FILES = ("spec.toml", "weights.safetensors", f"{EVIDENCE}/*.npz")
 

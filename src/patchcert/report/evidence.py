@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from patchcert.errors import PatchcertError, RunError
-from patchcert.experiments.runs import EVIDENCE, Run, can_be_proven, read_arrays, read_meta
 from patchcert.files import sha256
 from patchcert.report.summary import AnyThreat, AttackRows, CertificateRows
 from patchcert.threats import threat_from_dict
+from patchcert.train.run_folder import EVIDENCE, Run, can_be_proven, read_arrays, read_meta
 
 
 @dataclass(frozen=True, eq=False)

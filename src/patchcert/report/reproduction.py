@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from patchcert.experiments.reproduce.challenges import Challenge
-from patchcert.experiments.reproduce.counts import Outcome, RunOutcome, certified_gaps
-from patchcert.experiments.reproduce.results import Result
-from patchcert.experiments.reproduce.tables import DATA_NAMES, PaperTable
+from patchcert.papers.chiang2020.challenges import Challenge
+from patchcert.papers.chiang2020.counts import Outcome, RunOutcome, certified_gaps
+from patchcert.papers.chiang2020.results import Result
+from patchcert.papers.chiang2020.tables import DATA_NAMES, PaperTable
 from patchcert.report.reproduction_seeds import SEEDS, seeds_table
 from patchcert.report.reproduction_words import (
     ABSENT,

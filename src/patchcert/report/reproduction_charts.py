@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from patchcert.experiments.reproduce.counts import Count, Outcome, RunOutcome
-from patchcert.experiments.reproduce.tables import DATA_NAMES, Entry
+from patchcert.papers.chiang2020.counts import Count, Outcome, RunOutcome
+from patchcert.papers.chiang2020.tables import DATA_NAMES, Entry
 from patchcert.report.dots import DotGroup, Measured, dot_group
 from patchcert.report.reproduction_words import schedule_words, training_words
 from patchcert.report.statistics import Proportion, mean_interval

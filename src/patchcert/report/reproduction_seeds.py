@@ -2,8 +2,8 @@
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from patchcert.experiments.reproduce.counts import Outcome, RunOutcome
-from patchcert.experiments.reproduce.tables import DATA_NAMES, PaperTable
+from patchcert.papers.chiang2020.counts import Outcome, RunOutcome
+from patchcert.papers.chiang2020.tables import DATA_NAMES, PaperTable
 from patchcert.report.reproduction_words import ABSENT, training_words
 from patchcert.report.tables import Cell, Column, Table
 

@@ -4,10 +4,10 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from patchcert.experiments.reproduce.counts import Count, Outcome, RunOutcome, certified_gaps
-from patchcert.experiments.reproduce.imagenet_plan import corner_plan
-from patchcert.experiments.reproduce.rows import recipe
-from patchcert.experiments.reproduce.tables import DATA_NAMES, PaperTable
+from patchcert.papers.chiang2020.counts import Count, Outcome, RunOutcome, certified_gaps
+from patchcert.papers.chiang2020.imagenet_plan import corner_plan
+from patchcert.papers.chiang2020.rows import recipe
+from patchcert.papers.chiang2020.tables import DATA_NAMES, PaperTable
 from patchcert.report.reproduction import decimals
 from patchcert.report.reproduction_charts import ChartView, Counter, charts, share_of
 from patchcert.report.reproduction_words import (

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from patchcert.experiments.reproduce.counts import Outcome
+from patchcert.papers.chiang2020.counts import Outcome
 
 ABSENT = "-"
 

@@ -10,17 +10,17 @@ from typing import Any, Literal, final
 import numpy as np
 
 from patchcert.errors import RunError
-from patchcert.experiments.read import write_spec
-from patchcert.experiments.reproduce.collecting import collected_names
-from patchcert.experiments.reproduce.orders import read_orders
-from patchcert.experiments.reproduce.results import TRIMMED
-from patchcert.experiments.reproduce.summaries import SUMMARY
-from patchcert.experiments.runs import EVIDENCE, Run
-from patchcert.experiments.spec import Spec
 from patchcert.files import sha256
 from patchcert.models import is_half
+from patchcert.papers.chiang2020.collecting import collected_names
+from patchcert.papers.chiang2020.orders import read_orders
+from patchcert.papers.chiang2020.results import TRIMMED
+from patchcert.papers.chiang2020.summaries import SUMMARY
 from patchcert.report.evidence import read_files
 from patchcert.report.summary import AttackRows, CertificateRows, RunSummary
+from patchcert.train.read import write_spec
+from patchcert.train.run_folder import EVIDENCE, Run
+from patchcert.train.spec import Spec
 from patchcert.zoo.card import AttackCount, Card, Proof, Training
 from patchcert.zoo.naming import entry_name
 from patchcert.zoo.shelf import Zoo

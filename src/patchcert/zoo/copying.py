@@ -3,9 +3,9 @@
 import shutil
 from pathlib import Path
 
-from patchcert.experiments.read import read_spec
-from patchcert.experiments.runs import SPEC, WEIGHTS, Run, check_new, write_text
 from patchcert.files import atomic_write
+from patchcert.train.read import read_spec
+from patchcert.train.run_folder import SPEC, WEIGHTS, Run, check_new, write_text
 from patchcert.zoo.shelf import Zoo
 
 

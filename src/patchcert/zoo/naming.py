@@ -4,8 +4,8 @@ import hashlib
 import json
 import re
 
-from patchcert.experiments.spec import Spec
 from patchcert.threats import Patch, SparsePixels, shapes
+from patchcert.train.spec import Spec
 
 
 def entry_name(spec: Spec) -> str:

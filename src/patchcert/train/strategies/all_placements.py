@@ -7,10 +7,10 @@ import torch
 from torch import Generator, Tensor
 
 from patchcert.bounds import Network
-from patchcert.engine import WeakestPlacements
 from patchcert.threats import Patch
 from patchcert.train.strategies.placed import PlacedPatch
 from patchcert.train.strategy import Batch, WorstCase
+from patchcert.windows import WeakestPlacements
 
 
 @final

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import Interval, Network
-from patchcert.engine import ChosenPlacements, Clean, covering_placements
 from patchcert.threats import Patch
+from patchcert.windows import ChosenPlacements, Clean, covering_placements
 
 
 class PlacedPatch:

@@ -11,15 +11,15 @@ from torch.utils.checkpoint import checkpoint
 from patchcert.bounds import Interval, Network
 from patchcert.bounds.operations import Convolution, Linear
 from patchcert.bounds.rounding import NEAREST
-from patchcert.engine import ChosenPlacements, PlacementSweep
-from patchcert.engine.geometry import Layout, NotCovered
-from patchcert.engine.merging import Merging
-from patchcert.engine.search import search_budget, weakest
 from patchcert.errors import InvalidInput, InvalidThreat, UnsupportedLayer
 from patchcert.threats import Patch, Placements
 from patchcert.train.strategies.all_placements import worst_of_classes
 from patchcert.train.strategies.placed import PlacedPatch
 from patchcert.train.strategy import Batch, WorstCase
+from patchcert.windows import ChosenPlacements, PlacementSweep
+from patchcert.windows.geometry import Layout, NotCovered
+from patchcert.windows.merging import Merging
+from patchcert.windows.search import search_budget, weakest
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Evidence: one row per image, written once and counted ever after."""

@@ -1,1 +1,0 @@
-"""Experiments as data: specifications, the runs they lead to, and the evidence that runs leave behind."""

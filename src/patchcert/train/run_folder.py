@@ -1,0 +1,217 @@
+"""The folder of a training run: what was asked for, what came out, and the evidence gathered since."""
+
+import json
+import re
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from patchcert.errors import InvalidInput, RunError
+from patchcert.files import atomic_write
+from patchcert.models import ModelSpec, load
+from patchcert.train.read import read_spec, write_spec
+from patchcert.train.spec import Spec
+
+SPEC, WEIGHTS, STATE = "spec.toml", "weights.safetensors", "state.safetensors"
+METRICS, ENVIRONMENT, EVIDENCE = "metrics.jsonl", "environment.json", "evidence"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training run on disk. Files appear whole or not at all, so a folder is never half written."""
+
+    path: Path
+    spec: Spec
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Run":
+        """The run in a folder that `patchcert train` wrote, finished or not."""
+        folder = Path(path)
+        if not (folder / SPEC).is_file():
+            raise _no_run(folder)
+        return cls(folder, read_spec(folder / SPEC))
+
+    @classmethod
+    def create(cls, path: Path, spec: Spec) -> "Run":
+        """A new run in an empty or new folder."""
+        path.mkdir(parents=True, exist_ok=True)
+        write_text(path / SPEC, write_spec(spec))
+        return cls(path, spec)
+
+    @property
+    def weights(self) -> Path:
+        """The file of the trained weights, which exists once the run has finished."""
+        return self.path / WEIGHTS
+
+    @property
+    def state(self) -> Path:
+        """The file from which an unfinished run goes on."""
+        return self.path / STATE
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether training has come to its end."""
+        return self.weights.is_file()
+
+    def model(self, device: torch.device | str = "cpu") -> nn.Sequential:
+        """The trained model, in eval mode."""
+        return self._load()[0].to(device)
+
+    def model_spec(self) -> ModelSpec:
+        """What the trained model was built from."""
+        return self._load()[1]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row per finished epoch."""
+        file = self.path / METRICS
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        return [row for row in map(_row, lines) if row is not None]
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """Add the row of an epoch."""
+        with (self.path / METRICS).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(dict(row)) + "\n")
+
+    def truncate_metrics(self, epoch: int) -> None:
+        """Forget the rows of this epoch and all later ones."""
+        rows = [row for row in self.metrics() if row["epoch"] < epoch]
+        write_text(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
+
+    @property
+    def training_seconds(self) -> float:
+        """Wall time of all epochs, without the checks between them."""
+        return sum(row["seconds"] for row in self.metrics())
+
+    def environment(self) -> dict[str, Any]:
+        """Versions, device, commit and data sums of the training; empty before it began."""
+        file = self.path / ENVIRONMENT
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    def write_environment(self, facts: Mapping[str, Any]) -> None:
+        """Record where and with what the run is trained."""
+        write_text(self.path / ENVIRONMENT, json.dumps(dict(facts), indent=2) + "\n")
+
+    def write_evidence(
+        self, name: str, arrays: Mapping[str, Any], meta: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Store one row per image under a name; `meta` is kept as JSON in the array of that name."""
+        columns = {key: _plain_array(key, value) for key, value in arrays.items()}
+        if meta is not None:
+            columns["meta"] = np.array(json.dumps(dict(meta)))
+        file = self._evidence_file(name)
+        with atomic_write(file) as stream:
+            np.savez_compressed(stream, **columns)  # pyright: ignore[reportArgumentType]
+        return file
+
+    def evidence(self, name: str) -> dict[str, NDArray[Any]]:
+        """The arrays stored under a name."""
+        file = self._evidence_file(name)
+        if not file.is_file():
+            known = ", ".join(self.evidence_names()) or "none"
+            raise RunError(f"{self.path} has no evidence named {name!r}; it has: {known}")
+        return read_arrays(file)
+
+    def evidence_meta(self, name: str) -> dict[str, Any]:
+        """The settings under which evidence was gathered."""
+        return read_meta(self._evidence_file(name), self.evidence(name))
+
+    def evidence_names(self) -> tuple[str, ...]:
+        """All evidence in the folder, sorted."""
+        return tuple(sorted(file.stem for file in (self.path / EVIDENCE).glob("*.npz")))
+
+    def _evidence_file(self, name: str) -> Path:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise InvalidInput(
+                f"evidence cannot be named {name!r}", hint="use letters, digits, dots, dashes and underscores"
+            )
+        return self.path / EVIDENCE / f"{name}.npz"
+
+    def _load(self) -> tuple[nn.Sequential, ModelSpec]:
+        if not self.is_finished:
+            raise RunError(
+                f"the run in {self.path} has not finished training",
+                hint=f"go on with: patchcert train {self.path} --resume",
+            )
+        return load(self.weights)
+
+
+def _no_run(folder: Path) -> RunError:
+    if folder.is_file():
+        return RunError(
+            f"{folder} is a file, no run folder", hint="give the folder it lies in, if that is one"
+        )
+    what = "holds no run" if folder.is_dir() else "is not there"
+    return RunError(
+        f"the run folder {folder} {what}", hint=f"train one with: patchcert train ... --out {folder}"
+    )
+
+
+def check_new(folder: Path) -> None:
+    """Refuse a folder for a whole run at once unless it is empty or not there yet."""
+    place = folder.resolve()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise RunError(f"{folder} is not empty", hint="name a new folder")
+
+
+def read_arrays(file: Path) -> dict[str, NDArray[Any]]:
+    """The arrays in a file of evidence; a damaged file is refused by name."""
+    try:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
+            return {key: stored[key] for key in stored.files}
+    except (EOFError, OSError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise RunError(
+            f"{file} is no readable file of evidence: {error}",
+            hint="it may be cut short; delete it and gather the evidence again",
+        ) from error
+
+
+def read_meta(file: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    """How the evidence of a file came about: the table in its array of that name, empty where there is none."""
+    try:
+        meta = json.loads(str(arrays["meta"])) if "meta" in arrays else {}
+    except json.JSONDecodeError as error:
+        raise RunError(f"{file} does not say how it came about: {error}") from error
+    parts = (meta, *(meta.get(key, {}) for key in ("data", "threat"))) if isinstance(meta, dict) else (meta,)
+    if not all(isinstance(part, dict) for part in parts):
+        raise RunError(f"{file} does not say in tables how it came about", hint="gather the evidence again")
+    return meta
+
+
+def can_be_proven(margins: NDArray[Any], meta: Mapping[str, Any]) -> NDArray[np.bool_]:
+    """Where a margin goes with a proof: positive, or NaN everywhere if only verdicts were asked for."""
+    settings = meta.get("settings")
+    is_bare = isinstance(settings, Mapping) and bool(settings.get("verdicts_only", False))
+    return np.isnan(margins) if is_bare else margins > 0
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file whole."""
+    with atomic_write(path) as stream:
+        stream.write(text.encode())
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """A metrics row; None for a line cut short by a kill."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
+def _plain_array(name: str, value: Any) -> NDArray[Any]:  # noqa: ANN401 - tensors, arrays and lists alike
+    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if array.dtype.hasobject:
+        kind = type(value[0]).__name__ if isinstance(value, Sequence) and len(value) else type(value).__name__
+        raise InvalidInput(
+            f"evidence column {name!r} holds objects ({kind}); expected numbers, booleans or text"
+        )
+    return array

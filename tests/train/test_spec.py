@@ -1,0 +1,257 @@
+"""Specifications are read strictly, name what is wrong with them, and survive writing and reading."""
+
+import tomllib
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patchcert.data import ImageShape
+from patchcert.errors import SpecError
+from patchcert.threats import Patch, SparsePixels, shapes
+from patchcert.train.decode import Place, decode
+from patchcert.train.plain import decisive, to_toml
+from patchcert.train.read import preset_names, read_spec, write_spec
+from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
+from patchcert.train.spec import (
+    AllTraining,
+    DataChoice,
+    GuidedTraining,
+    ModelChoice,
+    NaturalTraining,
+    OptimiserChoice,
+    PooledTraining,
+    RandomTraining,
+    RunSettings,
+    SparseTraining,
+    Spec,
+)
+
+MINIMAL = """
+[data]
+name = "mnist"
+[model]
+name = "mlp"
+[threat]
+stamp = "5x5"
+[strategy]
+kind = "all"
+"""
+
+
+def spec_of(tmp_path, text, *changes):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return read_spec(path, changes)
+
+
+def test_a_minimal_file_gets_the_stated_defaults(tmp_path):
+    spec = spec_of(tmp_path, MINIMAL)
+    assert spec == Spec(DataChoice("mnist"), ModelChoice("mlp"), Patch(5), AllTraining())
+    assert spec.select == "last"
+    assert spec.data.validation == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message", "hint"),
+    [
+        ('name = "mlp"', 'nam = "mlp"', "model.nam is not a known key", "did you mean name?"),
+        ("[data]", "[dat]", "dat is not a known key", "did you mean data?"),
+        ('kind = "all"', 'kind = "alll"', "strategy.kind is 'alll'; expected one of", "did you mean all?"),
+        (
+            'kind = "all"',
+            'kind = "all"\nplacements = 3',
+            "strategy.placements is not a known key",
+            "known: kind",
+        ),
+        (
+            'kind = "all"',
+            'kind = "random"\nplacements = "3"',
+            "strategy.placements is '3'; expected a whole",
+            "",
+        ),
+        (
+            'kind = "all"',
+            'kind = "random"\nplacements = true',
+            "strategy.placements is True; expected a whole",
+            "",
+        ),
+        ('kind = "all"', 'kind = "random"\nplacements = 0', "placements is 0; expected at least 1", ""),
+        ('kind = "all"', 'kind = "pooled"\nblocks = 2', "strategy.blocks is 2; expected a list", "write [2]"),
+        ('kind = "all"', 'kind = "pooled"\nblocks = ["a"]', "strategy.blocks.0 is 'a'; expected a whole", ""),
+        ('kind = "all"', "", "strategy.kind is missing", "choose one of natural, all"),
+        ('[strategy]\nkind = "all"', "", "strategy is missing", "add a section [strategy]"),
+        ('name = "mnist"', 'name = "mnist"\nflip = 1', "data.flip is 1; expected true or false", ""),
+        ('stamp = "5x5"', 'stmp = "5x5"', "threat.stmp is not a known key", "did you mean stamp?"),
+        ('stamp = "5x5"', "", "threat is no threat", ""),
+        (
+            'stamp = "5x5"',
+            'kind = "sparse"\npixels = 4',
+            "the strategy 'all' cannot train against",
+            "kind = 'patch'",
+        ),
+        ("[threat]", "[schedule]\nepochs = 0\n[threat]", "schedule does not hold together: epochs is 0", ""),
+        ("[threat]", "[schedule.epsilon]\nramp = 'steep'\n[threat]", "schedule.epsilon.ramp is 'steep'", ""),
+        (
+            "[data]",
+            "select = 'best-validation'\n[data]",
+            "no training images are held out",
+            "data.validation",
+        ),
+        (
+            'name = "mnist"',
+            'name = "mnist"\nsize = "32x32"',
+            "size is '32x32', but the images of mnist have a size of their own",
+            "leave data.size out",
+        ),
+        (
+            'name = "mnist"',
+            'name = "folder:photos"\nsize = "32"',
+            "size is '32'; expected height x width",
+            'write data.size = "32x32"',
+        ),
+        ("[data]", "model = 3\n[data]", "", ""),
+    ],
+)
+def test_mistakes_are_named_with_key_file_and_nearest_key(tmp_path, old, new, message, hint):
+    with pytest.raises(SpecError) as caught:
+        spec_of(tmp_path, MINIMAL.replace(old, new, 1))
+    assert "mine.toml" in caught.value.message
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_changes_go_through_the_same_decoder_and_are_named_in_errors(tmp_path):
+    spec = spec_of(
+        tmp_path, MINIMAL, "threat.stamp=2x8", "strategy.kind=random", "strategy.placements=5", "seed=7"
+    )
+    assert (spec.threat, spec.strategy, spec.seed) == (Patch((2, 8)), RandomTraining(placements=5), 7)
+    with pytest.raises(SpecError, match=r"^--set model.nme=cnn2: model.nme is not a known key") as caught:
+        spec_of(tmp_path, MINIMAL, "model.nme=cnn2")
+    assert caught.value.hint == "did you mean name?"
+    with pytest.raises(SpecError, match=r"--set seed=x: seed is 'x'; expected a whole number"):
+        spec_of(tmp_path, MINIMAL, "seed=x")
+    with pytest.raises(SpecError, match="--set seed is not of the form key=value"):
+        spec_of(tmp_path, MINIMAL, "seed")
+    with pytest.raises(SpecError, match=r"--set seed.x=1: seed is no table"):
+        spec_of(tmp_path, "seed = 3\n" + MINIMAL, "seed.x=1")
+
+
+def test_a_new_kind_starts_its_table_afresh():
+    changes = ("threat.kind=sparse", "threat.pixels=4", "strategy.kind=sparse")
+    spec = read_spec("paper-mnist", changes)
+    assert spec.threat == SparsePixels(4)
+    assert spec.strategy == SparseTraining()
+
+
+def test_an_unknown_source_lists_the_presets():
+    with pytest.raises(SpecError, match="paper-mnis is neither a file nor a preset") as caught:
+        read_spec("paper-mnis")
+    assert caught.value.hint.startswith("did you mean paper-mnist")
+
+
+def test_a_broken_file_is_named(tmp_path):
+    with pytest.raises(SpecError, match=r"mine.toml is not valid TOML"):
+        spec_of(tmp_path, "[data\n")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_decodes_and_keeps_the_rules_of_fair_choice(name):
+    spec = read_spec(name)
+    assert spec.select == "last"
+    assert spec.data.validation == 0
+    assert decode(Spec, tomllib.loads(write_spec(spec)), Place("again")) == spec
+
+
+def test_the_presets_hold_the_papers_settings():
+    assert {"paper-mnist", "paper-cifar10", "paper-mnist-sparse", "paper-cifar10-sparse"} <= set(
+        preset_names()
+    )
+    mnist, cifar = read_spec("paper-mnist"), read_spec("paper-cifar10")
+    assert mnist.schedule == Schedule(100, EpsilonSchedule(1, 60), LearningRateSchedule(5e-4))
+    assert cifar.schedule == Schedule(200, EpsilonSchedule(10, 120), LearningRateSchedule(1e-3))
+    assert read_spec("paper-mnist-sparse").schedule.epsilon == EpsilonSchedule(1, 10)
+    assert (mnist.data.flip, mnist.data.crop_padding) == (False, 0)
+    assert (cifar.data.flip, cifar.data.crop_padding) == (True, 4)
+    assert mnist.optimiser == OptimiserChoice(batch_size=256)
+
+
+trainings = st.one_of(
+    st.just(AllTraining()),
+    st.just(NaturalTraining()),
+    st.builds(RandomTraining, placements=st.integers(1, 50)),
+    st.builds(
+        GuidedTraining,
+        per_class=st.integers(1, 3),
+        width=st.none() | st.integers(1, 9),
+        inverse_temperature=st.floats(-1e3, 1e3),
+    ),
+    st.builds(PooledTraining, blocks=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)),
+)
+threats = st.one_of(
+    st.builds(Patch, st.tuples(st.integers(1, 9), st.integers(1, 9))),
+    st.just(Patch(shapes.diamond(25), placements=[(0, 1), (2, 3)])),
+    st.just(Patch(3, placements="corners")),
+)
+schedules = st.builds(
+    Schedule,
+    epochs=st.integers(1, 500),
+    epsilon=st.builds(
+        EpsilonSchedule, st.integers(0, 9), st.integers(0, 99), st.sampled_from(["linear", "smooth"])
+    ),
+    learning_rate=st.builds(
+        LearningRateSchedule, st.floats(1e-9, 1.0), st.floats(0.01, 1.0), st.integers(1, 30)
+    ),
+)
+specs = st.builds(
+    Spec,
+    data=st.builds(DataChoice, name=st.text(max_size=9), validation=st.integers(0, 9), flip=st.booleans()),
+    model=st.builds(ModelChoice, name=st.text(max_size=9), hidden=st.none() | st.integers(1, 99)),
+    threat=threats,
+    strategy=trainings,
+    schedule=schedules,
+    optimiser=st.builds(OptimiserChoice, clip_norm=st.none() | st.floats(0.1, 9)),
+    seed=st.integers(0, 2**31),
+    run=st.builds(RunSettings, cuda_graph=st.sampled_from(["auto", "on", "off"])),
+)
+
+
+@given(specs)
+def test_a_written_spec_reads_back_equal(spec):
+    again = decode(Spec, tomllib.loads(write_spec(spec)), Place("again"))
+    assert again == spec
+    assert again.fingerprint() == spec.fingerprint()
+
+
+@given(
+    st.recursive(
+        st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans(), st.lists, max_leaves=5
+    )
+)
+def test_toml_text_reads_back_to_the_same_values(value):
+    table = {"a": value, "b": {"c": {"d": value}}, "e": {}}
+    assert tomllib.loads(to_toml(table)) == table
+
+
+def test_the_fingerprint_sees_what_decides_the_weights_and_nothing_else():
+    spec = read_spec("paper-mnist")
+    assert spec.fingerprint() == replace(spec, run=RunSettings(cuda_graph="off", check_every=1)).fingerprint()
+    assert spec.fingerprint() != replace(spec, seed=1).fingerprint()
+    assert spec.fingerprint() != spec.fingerprint({"train": "abc"})
+    assert spec.scaled(0.1).schedule.epochs == 10
+    assert len(spec.fingerprint()) == 16
+
+
+def test_the_size_of_a_folders_images_can_be_chosen(tmp_path):
+    spec = spec_of(tmp_path, MINIMAL, "data.name=folder:photos", "data.size=32x48")
+    assert spec.data.image_shape == ImageShape(3, 32, 48)
+    assert decode(Spec, tomllib.loads(write_spec(spec)), Place("again")) == spec
+    usual = replace(spec, data=replace(spec.data, size=None))
+    assert usual.data.image_shape is None
+    assert usual.fingerprint() != spec.fingerprint()
+
+
+def test_a_size_that_is_not_chosen_is_no_part_of_the_fingerprint():
+    assert decisive(DataChoice("folder:photos")) == {"name": "folder:photos"}
+    assert "\nsize" not in write_spec(read_spec("paper-mnist"))

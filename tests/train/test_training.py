@@ -1,0 +1,225 @@
+"""A specification becomes a finished run: weights, metrics, environment, and no look at test images."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+
+from patchcert.data import load_dataset
+from patchcert.errors import DataError, RunError, SpecError
+from patchcert.train.build import build_strategy, choose_data, describe_model
+from patchcert.train.observer import Interrupted, StopRequest
+from patchcert.train.read import read_spec
+from patchcert.train.run_folder import Run
+from patchcert.train.spec import DataChoice
+from patchcert.train.strategies import GuidedPlacements
+from patchcert.train.training import Workplace, summarise, train_run
+
+CPU = Workplace(torch.device("cpu"))
+TINY = (
+    "data.name=mnist-mini",
+    "data.limit=48",
+    "model.hidden=8",
+    "threat.stamp=20x20",
+    "optimiser.batch_size=16",
+    "schedule.epochs=4",
+    "schedule.epsilon.natural_epochs=1",
+    "schedule.epsilon.ramp_epochs=2",
+    "run.check_every=2",
+    "run.check_images=5",
+)
+
+
+def tiny(*changes):
+    return read_spec("paper-mnist", [*TINY, *changes])
+
+
+class Stopper:
+    """Asks to stop after so many batches, as Ctrl-C would."""
+
+    def __init__(self, after, monkeypatch):
+        self.left, self.request = after, StopRequest()
+        monkeypatch.setattr("patchcert.train.observer.StopRequest", lambda: self.request)
+
+    def on_batch(self, position, batches):
+        self.left -= 1
+        self.request.is_made = self.left <= 0
+
+    def on_epoch(self, row):
+        pass
+
+
+def weights(run):
+    return {name: value for name, value in run.model().state_dict().items()}
+
+
+def test_a_run_leaves_everything_the_next_commands_need(tmp_path):
+    run = train_run(tiny(), tmp_path / "run", CPU)
+    assert Run.open(tmp_path / "run").spec == tiny()
+    rows = run.metrics()
+    assert [row["epoch"] for row in rows] == [0, 1, 2, 3]
+    assert ["certified_accuracy" in row for row in rows] == [False, True, False, True]
+    assert rows[3]["checked_on"] == "train"
+    facts = run.environment()
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["data"]["checksums"] == load_dataset("mnist-mini").checksums
+    assert len(facts["sessions"]) == 1
+    assert run.model()(torch.rand(2, 1, 28, 28)).shape == (2, 10)
+    summary = summarise(run)
+    assert summary["epochs"] == 4
+    assert summary["fingerprint"] == tiny().fingerprint()
+    assert train_run(tiny(), tmp_path / "run", CPU, resume=True).metrics() == rows
+
+
+@pytest.mark.parametrize("after", [1, 4, 6])
+def test_an_interrupted_run_saves_and_goes_on_to_the_same_weights(after, tmp_path, monkeypatch):
+    spec = tiny("strategy.kind=random", "strategy.placements=3", "data.flip=true", "data.crop_padding=2")
+    straight = train_run(spec, tmp_path / "straight", CPU)
+    with pytest.raises(Interrupted, match=r"go on with: patchcert train .*broken --resume"):
+        train_run(spec, tmp_path / "broken", CPU, listener=Stopper(after, monkeypatch))
+    monkeypatch.undo()
+    Run.open(tmp_path / "broken").append_metrics({"epoch": after // 3, "loss": "of an epoch after the state"})
+    with pytest.raises(RunError, match="holds this run, unfinished"):
+        train_run(spec, tmp_path / "broken", CPU)
+    resumed = train_run(spec, tmp_path / "broken", CPU, resume=True)
+    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(straight).items())
+    ignored = {"seconds"}
+    plain = [{k: v for k, v in row.items() if k not in ignored} for row in straight.metrics()]
+    assert [{k: v for k, v in row.items() if k not in ignored} for row in resumed.metrics()] == plain
+    assert len(resumed.environment()["sessions"]) == 2
+
+
+def test_the_best_epoch_is_chosen_on_held_out_images_only(tmp_path):
+    spec = tiny("select=best-validation", "data.validation=40", "schedule.epochs=6", "data.limit=200")
+    run = train_run(spec, tmp_path / "run", CPU)
+    full = [row for row in run.metrics() if row["epoch"] >= 3]
+    assert all(row["checked_on"] == "validation" and row["checked_images"] == 40 for row in full)
+    best = max(full, key=lambda row: row["certified_accuracy"])
+    _, held_out = choose_data(load_dataset("mnist-mini"), spec.data)
+    correct = (run.model()(held_out.floats()).argmax(1) == held_out.labels).double().mean()
+    assert float(correct) == pytest.approx(best["clean_accuracy"])
+
+
+def test_the_best_weights_survive_an_interruption(tmp_path, monkeypatch):
+    spec = tiny("select=best-validation", "data.validation=40", "schedule.epochs=7")
+    straight = train_run(spec, tmp_path / "straight", CPU)
+    scores = {row["epoch"]: row.get("certified_accuracy") for row in straight.metrics()}
+    best = max((3, 4, 5, 6), key=lambda epoch: scores[epoch])
+    assert best < 6, "choose another seed: the last epoch must not be the best"
+    with pytest.raises(Interrupted):
+        train_run(spec, tmp_path / "broken", CPU, listener=Stopper(3 * (best + 1) + 1, monkeypatch))
+    monkeypatch.undo()
+    resumed = train_run(spec, tmp_path / "broken", CPU, resume=True)
+    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(straight).items())
+
+
+def test_the_seed_decides_the_weights_and_the_run_settings_do_not(tmp_path):
+    same = [
+        train_run(tiny(c), tmp_path / c, CPU) for c in ("run.check_every=0", "run.checkpoint_seconds=0.0")
+    ]
+    other = train_run(tiny("seed=1"), tmp_path / "other", CPU)
+    assert all(torch.equal(value, weights(same[1])[name]) for name, value in weights(same[0]).items())
+    assert not all(torch.equal(value, weights(other)[name]) for name, value in weights(same[0]).items())
+
+
+def test_other_data_files_are_refused_on_resume(tmp_path):
+    run = train_run(tiny("schedule.epochs=1"), tmp_path, CPU)
+    facts = run.environment()
+    run.weights.unlink()
+    run.write_environment(facts | {"data": {"name": "mnist-mini", "checksums": {"a": "b"}}})
+    with pytest.raises(RunError, match="was begun with other files of mnist-mini"):
+        train_run(tiny("schedule.epochs=1"), tmp_path, CPU, resume=True)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """The name of a folder with twelve training and four test images, dark ones and light ones, of 20 x 30 pixels."""
+    for split, count in (("train", 6), ("test", 2)):
+        for name, value in (("dark", 50), ("light", 200)):
+            folder = tmp_path / "photos" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (30, 20), (value, number, 0)).save(folder / f"{number}.png")
+    return f"folder:{tmp_path / 'photos'}"
+
+
+def on_folder(name, *changes):
+    return tiny(f"data.name={name}", "data.size=12x16", "threat.stamp=4x4", "schedule.epochs=1", *changes)
+
+
+def test_a_model_of_a_folder_has_the_chosen_size_and_the_measured_normalisation(photos, tmp_path):
+    run = train_run(on_folder(photos), tmp_path / "run", CPU)
+    model = run.model_spec()
+    assert (model.channels, model.height, model.width, model.classes) == (3, 12, 16, 2)
+    assert model.mean[0] == pytest.approx(125 / 255, abs=1e-4)
+    assert model.std[0] == pytest.approx(75 / 255, abs=1e-4)
+    assert (
+        not train_run(on_folder(photos, "model.normalise=false"), tmp_path / "plain", CPU).model_spec().mean
+    )
+
+
+def test_another_file_of_a_folder_is_refused_on_resume(photos, tmp_path):
+    run = train_run(on_folder(photos), tmp_path / "run", CPU)
+    assert sorted(run.environment()["data"]["checksums"]) == ["test", "train"]
+    run.weights.unlink()
+    Image.new("RGB", (30, 20)).save(tmp_path / "photos" / "train" / "dark" / "0.png")
+    with pytest.raises(RunError, match="was begun with other files of folder:"):
+        train_run(on_folder(photos), tmp_path / "run", CPU, resume=True)
+
+
+def test_a_folder_of_test_images_alone_is_refused_before_anything_is_written(photos, tmp_path):
+    with pytest.raises(DataError, match="has no training images: all 4 are test images") as caught:
+        train_run(on_folder(f"{photos}/test"), tmp_path / "run", CPU)
+    assert "below train/" in caught.value.hint
+    assert not (tmp_path / "run").exists()
+
+
+def test_training_never_sees_test_or_held_out_images():
+    dataset = load_dataset("mnist-mini")
+    train_images, held_out = choose_data(dataset, DataChoice(validation=100))
+    assert held_out is not None
+    assert len(train_images) == len(dataset.train) - 100
+    assert torch.equal(held_out.images, dataset.train.images[-100:])
+    assert choose_data(dataset, DataChoice(limit=7))[1] is None
+    assert len(choose_data(dataset, DataChoice(limit=7))[0]) == 7
+
+
+def test_the_helper_network_follows_the_images_unless_told_otherwise():
+    dataset = load_dataset("mnist-mini")
+    for change, wanted in ((), 39_040), (("strategy.width=3",), None):
+        spec = tiny("strategy.kind=guided", *change)
+        strategy = build_strategy(spec, describe_model(spec.model, dataset))
+        assert isinstance(strategy, GuidedPlacements)
+        count = sum(parameter.numel() for parameter in strategy.helper.parameters())
+        assert count == wanted if wanted else count < 39_040
+
+
+@pytest.mark.parametrize("kind", ["all", "random", "guided"])
+def test_windows_have_the_digits_that_the_optimiser_asks_for(kind):
+    dataset = load_dataset("mnist-mini")
+    for changes, wanted in ((), None), (("optimiser.windows=bfloat16",), torch.bfloat16):
+        spec = tiny(f"strategy.kind={kind}", *changes)
+        strategy = build_strategy(spec, describe_model(spec.model, dataset))
+        assert strategy.patch.dtype is wanted
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("strategy.kind=natural",),
+        ("strategy.kind=guided", "strategy.width=2"),
+        ("strategy.kind=pooled", "strategy.blocks=[4]", "model.name=cnn2", "data.limit=8"),
+        ("threat.kind=sparse", "threat.pixels=2", "strategy.kind=sparse", "strategy.bound=per-pixel"),
+    ],
+    ids=lambda changes: changes[0],
+)
+def test_every_strategy_can_be_asked_for_by_name(changes, tmp_path):
+    run = train_run(tiny(*changes), tmp_path / "run", CPU)
+    assert run.is_finished
+    assert "certified_accuracy" in run.metrics()[-1]
+
+
+def test_a_threat_that_does_not_fit_the_strategy_is_refused():
+    with pytest.raises(SpecError, match="the strategy 'sparse' cannot train against"):
+        replace(tiny(), strategy=read_spec("paper-mnist-sparse").strategy)
