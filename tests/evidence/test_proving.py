@@ -8,7 +8,7 @@ from torch import nn
 
 import patchcert as pc
 from patchcert.bounds.lowering import LAYER_RULES
-from patchcert.certify.intervals import IntervalCertifier
+from patchcert.certificates.intervals import IntervalCertifier
 from patchcert.evidence import proving
 from patchcert.evidence.proving import COLUMNS, Proving, has_foreign_code, partial_of
 from patchcert.threats import Patch

@@ -29,7 +29,7 @@ from patchcert.errors import InvalidInput
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from patchcert.certify.intervals import Certificates
+    from patchcert.certificates.intervals import Certificates
     from patchcert.evidence.proving import Proof, Proving
     from patchcert.threats import Patch, SparsePixels
 
@@ -66,7 +66,7 @@ def certify(
     Without a threat the one that the model was trained on is taken. The summary is JSON on stdout. A proof of
     zoo:NAME is compared with its card, image by image; where they differ, the exit code is 1.
     """
-    from patchcert.certify.intervals import IntervalCertifier
+    from patchcert.certificates.intervals import IntervalCertifier
     from patchcert.evidence.proving import Proving
     from patchcert.files import sha256
     from patchcert.train.environment import describe_machine

@@ -14,7 +14,7 @@ from patchcert.threats import Patch, SparsePixels
 
 def bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) -> torch.dtype:
     """The type of the bounds: the wanted one, or at least float32; it holds weights and images exactly."""
-    own = _weight_dtype(model, images)
+    own = weight_dtype(model, images.dtype)
     dtype = wanted if wanted is not None else torch.promote_types(own, torch.float32)
     if dtype not in (torch.float32, torch.float64):
         raise InvalidInput(
@@ -33,41 +33,9 @@ _HELD = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_inputs(model: nn.Module, images: Tensor, labels: Tensor) -> None:
-    """The model is a module, images are dense floats in [0, 1], with one label each on the same device."""
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(
-            f"the model must be a torch.nn.Module, got {type(model).__name__}",
-            hint="write the function as the forward method of a module",
-        )
-    for name, value in (("images", images), ("labels", labels)):
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            kind = value.layout if isinstance(value, Tensor) else type(value).__name__
-            raise InvalidInput(
-                f"{name} must be a dense torch.Tensor, got {kind}", hint="convert them with torch.as_tensor"
-            )
-    strange = {value.dtype for value in (*float_weights(model), images) if value.is_floating_point()} - {
-        *_HELD
-    }
-    if strange:
-        raise InvalidInput(
-            f"weights and images must be floats of 16, 32 or 64 bits, got {', '.join(map(str, strange))}",
-            hint="convert them with .float()",
-        )
-    _check_images(images, labels)
-    own = next(iter(float_weights(model)), images)
-    if own.device != images.device:
-        raise InvalidInput(
-            f"the model is on {own.device}, images on {images.device}", hint="put both on one device"
-        )
-
-
-def _check_images(images: Tensor, labels: Tensor) -> None:
-    """Images are floats in [0, 1], with one label each on the same device."""
-    if images.dim() != 4 or not images.is_floating_point():
-        raise InvalidInput(
-            f"images must be floats (n, channels, height, width), got {images.dtype} {tuple(images.shape)}",
-            hint="divide 8-bit images by 255 and add a batch dimension",
-        )
+    """The model takes the images, which have one label each on the same device."""
+    _check_dense("labels", labels)
+    check_images(model, images)
     if labels.shape != images.shape[:1] or labels.dtype != torch.long:
         raise InvalidInput(
             f"labels must be a long tensor ({len(images)},), got {labels.dtype} {tuple(labels.shape)}",
@@ -77,10 +45,44 @@ def _check_images(images: Tensor, labels: Tensor) -> None:
         raise InvalidInput(
             f"images are on {images.device}, labels on {labels.device}", hint="put both on one device"
         )
+
+
+def check_images(model: nn.Module, images: Tensor) -> None:
+    """The model is a module, and images are dense floats (n, c, h, w) in [0, 1] on its device."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(
+            f"the model must be a torch.nn.Module, got {type(model).__name__}",
+            hint="write the function as the forward method of a module",
+        )
+    _check_dense("images", images)
+    floats = {value.dtype for value in (*float_weights(model), images) if value.is_floating_point()}
+    if strange := floats - {*_HELD}:
+        raise InvalidInput(
+            f"weights and images must be floats of 16, 32 or 64 bits, got {', '.join(map(str, strange))}",
+            hint="convert them with .float()",
+        )
+    if images.dim() != 4 or not images.is_floating_point():
+        raise InvalidInput(
+            f"images must be floats (n, channels, height, width), got {images.dtype} {tuple(images.shape)}",
+            hint="divide 8-bit images by 255 and add a batch dimension",
+        )
     if images.numel() and not bool(((images >= 0) & (images <= 1)).all()):
         raise InvalidInput(
             f"images must lie in [0, 1], got values from {float(images.min())} to {float(images.max())}",
             hint="threats are in raw pixels: put normalisation into the model as a patchcert.Normalize layer",
+        )
+    own = next(iter(float_weights(model)), images)
+    if own.device != images.device:
+        raise InvalidInput(
+            f"the model is on {own.device}, images on {images.device}", hint="put both on one device"
+        )
+
+
+def _check_dense(name: str, value: object) -> None:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        kind = value.layout if isinstance(value, Tensor) else type(value).__name__
+        raise InvalidInput(
+            f"{name} must be a dense torch.Tensor, got {kind}", hint="convert them with torch.as_tensor"
         )
 
 
@@ -208,14 +210,13 @@ def _answer(model: nn.Module, images: Tensor) -> Tensor:
     return logits
 
 
-def check_logits(logits: Tensor, images: Tensor, labels: Tensor) -> None:
-    """There is one row of logits for each image, and one logit for each label."""
+def check_logits(logits: Tensor, images: Tensor) -> None:
+    """There is one row of logits for each image."""
     if logits.dim() != 2 or len(logits) != len(images):
         raise ModelError(
             f"the model must return logits ({len(images)}, classes), got {tuple(logits.shape)}",
             hint="end the model with one score per class",
         )
-    check_labels(labels, logits.shape[1])
 
 
 def check_labels(labels: Tensor, classes: int) -> None:
@@ -231,10 +232,10 @@ def check_labels(labels: Tensor, classes: int) -> None:
         )
 
 
-def _weight_dtype(model: nn.Module, images: Tensor) -> torch.dtype:
-    """The type that holds all weights exactly; that of the images where there are none."""
+def weight_dtype(model: nn.Module, otherwise: torch.dtype) -> torch.dtype:
+    """The type that holds all weights exactly; the other one where there are none."""
     types = [value.dtype for value in float_weights(model)]
-    return reduce(torch.promote_types, types) if types else images.dtype
+    return reduce(torch.promote_types, types) if types else otherwise
 
 
 def has_finite_weights(model: nn.Module) -> bool:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 
-from patchcert.certify.ablation import draw_retained, encode_ablated
-from patchcert.certify.ablation_statistics import (
+from patchcert.certificates.ablation import draw_retained, encode_ablated
+from patchcert.certificates.ablation_statistics import (
     certified_radius,
     decided_class,
     is_decided,
