@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from patchcert.attacks import Attack, AttackResult, evidence_columns, tune_defense
 from patchcert.attacks.imagenet_corners import find_imagenet
-from patchcert.certificates.intervals import certify
+from patchcert.certificates import certify
 from patchcert.cli.progress import Report
 from patchcert.cli.target import choose_images, open_data, open_target
 from patchcert.data import Dataset, Split, load_dataset

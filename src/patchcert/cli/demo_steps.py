@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 
 from patchcert.attacks import PatchAttack
-from patchcert.certificates.intervals import certify
+from patchcert.certificates import certify
 from patchcert.cli.attack_choice import describe_attack
 from patchcert.cli.attack_steps import evidence_arrays, evidence_name
 from patchcert.cli.progress import Report, progress_bar

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from patchcert.certificates.intervals import Certificates, certify
+from patchcert.certificates import Certificates, certify
 from patchcert.threats import Patch, SparsePixels
 from patchcert.train.distributed import World
 
