@@ -21,7 +21,7 @@ from patchcert.train.read import read_spec
 
 IMAGE = {"mnist": [1, 28, 28], "cifar10": [3, 32, 32], "imagenet": [3, 224, 224]}
 RENAMED = {"verdict": "certified"}
-RESTRUCTURED = ("kind", "threat", "data", "plan", "settings", "seed", "defense", "adaptive", "certified_only", "retained")
+RESTRUCTURED = ("kind", "threat", "data", "plan", "settings", "seed", "defense", "adaptive", "certified_only", "retained", "confidence")
 Meta = dict[str, Any]
 Columns = dict[str, NDArray[Any]]
 
@@ -174,6 +174,8 @@ def more_facts(file: Path, meta: Meta) -> Meta:
     """What old files said elsewhere, or left to their plan; and the command for those that named none."""
     facts: Meta = {}
     plan = meta.get("plan", {})
+    if meta["kind"] in ("certify", "votes"):
+        facts["guarantee"] = {"promise": "recovery", "confidence": meta.get("confidence", 1.0)}
     if meta["kind"] in ("votes", "attack-corners"):
         facts["settings"] = meta["settings"]
     if "tuning" in meta:
