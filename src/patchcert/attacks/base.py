@@ -2,9 +2,11 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Self, final
+from typing import Any, Self, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
 from patchcert.attacks.judging import check_batch, evaluate, require_contained
@@ -106,6 +108,22 @@ class AttackResult:
         return float((self.clean_predictions == self.labels).double().mean())
 
 
+    def columns(self, index: Tensor) -> dict[str, NDArray[np.generic]]:
+        """One row per image as in evidence files; `index` gives the images' positions in their data set."""
+        columns = {
+            "index": index,
+            "label": self.labels,
+            "prediction": self.clean_predictions,
+            "prediction_after": self.predictions,
+            "succeeded": self.succeeded,
+            "top": self.placement[:, 0],
+            "left": self.placement[:, 1],
+            "margin": self.margins,
+            "steps": self.steps,
+        }
+        return {name: column.cpu().numpy() for name, column in columns.items()}
+
+
 class Attack(ABC):
     """Looks for members of a threat that a model gets wrong.
 
@@ -143,6 +161,23 @@ class Attack(ABC):
     @abstractmethod
     def exhaustive(self) -> Self:
         """The same attack, which does not stop at the first success but goes on to the largest margin."""
+
+
+    def describe(self) -> dict[str, Any]:
+        """The kind of attack and its settings in types that JSON has, as they stand in evidence."""
+        settings = {name: _described(value) for name, value in vars(self).items() if value is not None}
+        return {"kind": type(self).__name__, **settings}
+
+
+def _described(value: object) -> object:
+    """A setting in types that JSON has: functions by their name, other objects as they print."""
+    if isinstance(value, Attack):
+        return value.describe()
+    if isinstance(value, tuple | list):
+        return [_described(each) for each in value]
+    if isinstance(value, str | int | float):
+        return value
+    return getattr(value, "__name__", str(value))
 
 
 def judge(

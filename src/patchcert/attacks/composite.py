@@ -27,6 +27,10 @@ class TransferAttack:
 
     attack: Attack
 
+    def describe(self) -> dict[str, object]:
+        """The kind of attack and its settings in types that JSON has, as they stand in evidence."""
+        return {"kind": type(self).__name__, "attack": self.attack.describe()}
+
     @precise_arithmetic()
     def run(
         self,

@@ -10,12 +10,9 @@ from typing import Any, Literal, final
 import numpy as np
 
 from patchcert.errors import RunError
+from patchcert.evidence.results import SUMMARY, TRIMMED, Circumstances
 from patchcert.files import sha256
 from patchcert.models import is_half
-from patchcert.papers.chiang2020.collecting import collected_names
-from patchcert.papers.chiang2020.orders import read_orders
-from patchcert.papers.chiang2020.results import TRIMMED
-from patchcert.papers.chiang2020.summaries import SUMMARY
 from patchcert.report.evidence import read_files
 from patchcert.report.summary import AttackRows, CertificateRows, RunSummary
 from patchcert.train.read import write_spec
@@ -97,7 +94,7 @@ def _runs_at_once(run: Run, collected: Path | None) -> int:
     """How many runs shared the device: as the collected summary says, else as the run was told."""
     summary = None if collected is None else collected / SUMMARY
     if summary is None or not summary.is_file():
-        return read_orders(run.path).jobs
+        return Circumstances.read(run.path).jobs
     return int(json.loads(summary.read_text(encoding="utf-8")).get("jobs", 1))
 
 
@@ -132,7 +129,7 @@ def _evidence_files(run: Run, results: Path | None, fingerprint: str) -> list[Pa
     if results is not None:
         whole = results / fingerprint
         collected = sorted((whole / TRIMMED if run.model_spec().widths else whole).glob("*.npz"))
-    names = {file.name for file in own} | set(collected_names(run))
+    names = {file.name for file in own}
     distinct = {
         sha256(file): file for file in (*reversed(collected), *own) if file in own or file.name not in names
     }
