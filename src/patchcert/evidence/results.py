@@ -28,7 +28,7 @@ FIRST_SEED = 2019
 @final
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What a run's specification does not say: how much its schedule was scaled, and how many runs shared the device."""
+    """What a run's specification does not say: the scale of its schedule, and how many runs shared the device."""
 
     scale: float = 1.0
     jobs: int = 1

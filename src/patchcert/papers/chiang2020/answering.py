@@ -2,7 +2,7 @@
 
 import ast
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ CPU_VOTES = 1_100
 CUDA_IMAGES = {"cnn2_ablation": 4}
 """Images whose votes fill a batch on a GPU, where it is not one."""
 
-_ATTACKS = {
+_ATTACKS: Mapping[str, Callable[..., Any]] = {
     kind.__name__: kind
     for kind in (
         PatchAttack,
@@ -123,6 +123,7 @@ def command_of(question: Question, run: Run) -> str:
 
 
 def words_of(evidence: Evidence) -> str:
+    """What was found, in a line."""
     if evidence.kind == "attack":
         return f"{evidence.threat}: {evidence.withstood / evidence.total:.2%} withstood"
     right, proven = evidence.correct / evidence.total, evidence.certified / evidence.total

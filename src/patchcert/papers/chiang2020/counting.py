@@ -19,7 +19,7 @@ from patchcert.train.spec import Spec
 
 Status = Literal["measured", "partly run", "not run"]
 ATTACKED_SEEDS = 1
-"""How many seeds are considered of rows under attack, unless a number is asked for: the others were not all attacked."""
+"""How many seeds of rows under attack are considered unless a number is given: not all were attacked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,18 +10,19 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Generator
 
-from patchcert.attacks import Task, evidence_columns
+from patchcert.attacks import Task
 from patchcert.attacks.imagenet_corners import CornerExperiment, CornerRow, DefenseName, Tell, find_imagenet
 from patchcert.data import Dataset, load_dataset
 from patchcert.data.folder import FolderSplit
-from patchcert.defenses import Defended
+from patchcert.defenses import LocalGradientSmoothing
 from patchcert.errors import DataError
 from patchcert.evidence import EvidenceFolder, Question, Selection, Subject
 from patchcert.files import sha256
 from patchcert.models.imagenet import load_imagenet
-from patchcert.papers.chiang2020.answering import attack_from, defense_from
+from patchcert.papers.chiang2020.answering import attack_from
 from patchcert.papers.chiang2020.networks import network_name, with_seed
 from patchcert.papers.chiang2020.planning import Assignment
 from patchcert.papers.chiang2020.recipes import IMAGENET, CornerAttack, recipe
@@ -103,87 +104,37 @@ def answer_corners(
     data_dir: Path | None,
     tell: Tell,
 ) -> None:
-    """Attacks each defense that is asked about, plainly and adaptively; its evidence is written as soon as it is there."""
-    material = Material.of(network, questions[0].selection, data_dir)
+    """Attacks each defense asked about, plainly and adaptively; its evidence is written as soon as it is there.
+
+    The questions are about one size of patch, so that all attacks share the patches for the undefended network.
+    """
+    first = questions[0]
+    material = Material.of(network, first.selection, data_dir)
     environment = describe_environment(device, material.dataset, processes=1)
     write_text(kept.path.parent / ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
     missing = [each for each in questions if kept.find(each, material.weights_sha256) is None]
-    if missing:
-        _Corners(material, missing[0], kept, device, tell).attack(
-            dict.fromkeys(str(each.classifier["defense"]) for each in missing)
-        )
-
-
-@final
-class _Corners:
-    """The attacks on one network with one size of patch, which share the patches for the undefended network."""
-
-    def __init__(
-        self, material: Material, question: Question, kept: EvidenceFolder, device: torch.device, tell: Tell
-    ) -> None:
-        self.material, self.question, self.kept, self.device, self.tell = (
-            material,
-            question,
-            kept,
-            device,
-            tell,
-        )
-        self.experiment = planned_experiment(question, device)
-        self.model = load_imagenet(material.network, material.folder).to(device)
-
-    def attack(self, defenses: Sequence[str] | dict[str, None]) -> None:
-        """Leaves the evidence of both attacks on each of the defenses."""
-        selection = self.question.selection
-        subject = Subject(
-            self.model, self.material.weights_sha256, self.material.dataset, selection, self.device
-        )
-        images = subject.images(subject.positions())
-        seed, began = selection.seed, time.perf_counter()
-        task = Task(
-            images.floats(), images.labels, self.question.threat, Generator(self.device).manual_seed(seed)
-        )
-        transferred = self.experiment.transferred(self.model, task, self.tell)
-        shared = time.perf_counter() - began
-        for defense in defenses:
-            began = time.perf_counter()
-            again = replace(task, generator=Generator(self.device).manual_seed(seed))
-            name: DefenseName = "lgs" if defense.startswith("LocalGradient") else "dw"
-            rows = self.experiment.rows(name, self.model, again, transferred, self.tell)
-            whole = shared + time.perf_counter() - began
-            for row, seconds in zip(rows, (shared, whole), strict=True):
-                self._write(subject, defense, row, seconds)
-
-    def _write(self, subject: Subject, defense: str, row: CornerRow, seconds: float) -> None:
-        attack = CornerAttack(self.experiment.attack, row.adaptive).describe()
-        question = replace(
-            self.question,
-            classifier={"name": "Defended", "defense": defense},
-            attack={**attack, "seed": self.question.selection.seed},
-        )
-        columns: dict[str, Any] = {
-            **evidence_columns(row.result, subject.positions()),
-            "undefended": row.undefended.cpu().numpy(),
-            "undefended_after": row.undefended_after.cpu().numpy(),
-        }
-        for name in ("index", "label", "prediction", "prediction_after", "top", "left", "undefended"):
-            columns[name] = columns[name].astype(np.int32)
-        subject.evidence(question, columns, self._facts(defense, row.adaptive, seconds)).write(
-            self.kept.file(question)
-        )
-
-    def _facts(self, defense: str, adaptive: bool, seconds: float) -> dict[str, Any]:
-        environment = json.loads((self.kept.path.parent / ENVIRONMENT).read_text(encoding="utf-8"))
-        ascent = "bfloat16" if self.experiment.reduced else "float32"
-        return {
-            "network": self.material.network,
-            "stages": _stages(
-                self.experiment, Defended(defense_from(defense, self.model), self.model), adaptive
-            ),
-            "settings": {"ascent": ascent, "judged": "float32"},
-            "source_sha256": environment["source_sha256"],
-            "command": f"patchcert reproduce break-imagenet --rows {self.question.threat.height}x{self.question.threat.width}",
-            "seconds": round(seconds, 3),
-        }
+    if not missing:
+        return
+    model, experiment = load_imagenet(network, material.folder).to(device), planned_experiment(first, device)
+    subject = Subject(model, material.weights_sha256, material.dataset, first.selection, device)
+    images, clock = subject.images(subject.positions()), Clock()
+    task = Task(images.floats(), images.labels, first.threat, _generator(first, device))
+    transferred = experiment.transferred(model, task, tell)
+    shared = clock.lap()
+    for defense in dict.fromkeys(str(each.classifier["defense"]) for each in missing):
+        name: DefenseName = "lgs" if defense.startswith(LocalGradientSmoothing.__name__) else "dw"
+        again = replace(task, generator=_generator(first, device))
+        rows = experiment.rows(name, model, again, transferred, tell)
+        seconds = shared, shared + clock.lap()
+        for row, taken in zip(rows, seconds, strict=True):
+            asked = _question(first, defense, experiment, row.adaptive)
+            facts = {
+                "network": network,
+                "settings": {"ascent": "bfloat16" if experiment.reduced else "float32", "judged": "float32"},
+                "source_sha256": environment["source_sha256"],
+                "seconds": round(taken, 3),
+            }
+            subject.evidence(asked, _columns(row, subject), facts).write(kept.file(asked))
 
 
 def planned_experiment(question: Question, device: torch.device) -> CornerExperiment:
@@ -196,13 +147,36 @@ def planned_experiment(question: Question, device: torch.device) -> CornerExperi
     return CornerExperiment(attack, judged_at_once=max(at_once // 4, 1), reduced=device.type == "cuda")
 
 
-def _stages(experiment: CornerExperiment, defended: Defended, adaptive: bool) -> list[str]:
-    """The climbs of an attack, in words."""
-    stages = ["undefended network, cross-entropy, to the largest margin"]
-    if adaptive:
-        names = [surrogate.__name__ for surrogate in reversed(defended.defense.surrogates())]
-        attacks = experiment.attacks(defended)
-        stages += [
-            f"{name}, {attack.attack.loss}" for name, attack in zip([*names, names[0]], attacks, strict=True)
-        ]
-    return stages
+def _question(first: Question, defense: str, experiment: CornerExperiment, adaptive: bool) -> Question:
+    """What an attack on this defense answers."""
+    attack = {**CornerAttack(experiment.attack, adaptive).describe(), "seed": first.selection.seed}
+    return replace(first, classifier={"name": "Defended", "defense": defense}, attack=attack)
+
+
+def _columns(row: CornerRow, subject: Subject) -> dict[str, NDArray[Any]]:
+    """The rows of evidence, with the answers of the undefended network to the same images."""
+    own = {"undefended": row.undefended, "undefended_after": row.undefended_after}
+    found = {
+        **row.result.columns(subject.positions()),
+        **{name: each.cpu().numpy() for name, each in own.items()},
+    }
+    wide = ("succeeded", "margin", "steps")
+    return {name: each if name in wide else each.astype(np.int32) for name, each in found.items()}
+
+
+def _generator(question: Question, device: torch.device) -> Generator:
+    return Generator(device).manual_seed(question.selection.seed)
+
+
+@final
+class Clock:
+    """Counts the seconds from one lap to the next."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    def lap(self) -> float:
+        """The seconds since the last one."""
+        now = time.perf_counter()
+        passed, self._began = now - self._began, now
+        return passed

@@ -1,4 +1,4 @@
-"""Results about networks that were not trained here: one folder for each network and threat, counted from its evidence."""
+"""Results about networks that were not trained here: one folder for each network and threat."""
 
 import hashlib
 import json

@@ -18,7 +18,7 @@ QUESTIONS, STOP_FILE = ".questions.json", ".stop"
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one process does: train a run, if it is none of a `network` that comes trained, and answer questions about it.
+    """What one process does: train a run, unless a `network` comes trained, and answer questions about it.
 
     Specification and data decide the name, which its folders have among runs and results.
     """

@@ -50,9 +50,10 @@ TUNED = {
         "DW",
     ): "DigitalWatermarking(window=7, quantile=0.95, opening=1, saliency_kind='guided', fill='ring')",
 }
-"""The settings of defenses by data set and patch, one for all models of a row: the best of those in `tuning-*.json` among
-the results, which `patchcert attack RUN --shape 2x2 --defense lgs --tune 2000 --search sweep` tries one model at a time,
-with `--largest-drop 0.02` (2x2) or `0.16` (5x5). Decision 5 says how it is chosen, and a test repeats the choice."""
+"""The settings of defenses by data set and patch, one for all models of a row: the best of those in the files
+`tuning-*.json` among the results. All of them are tried on one model by `patchcert attack RUN --shape 2x2 --defense lgs
+--tune 2000 --search sweep`, with `--largest-drop 0.02` (2x2) or `0.16` (5x5). Decision 5 says how one is chosen for all
+models, and a test repeats the choice."""
 
 HELD_OUT = 5000
 ATTACKED, RESTARTS, STEPS, VERTICES = 400, 80, 150, 16

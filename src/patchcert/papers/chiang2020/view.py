@@ -1,4 +1,4 @@
-"""The paper's tables beside ours: one view for terminals, documents, programs and the page; what was not run says so."""
+"""The paper's tables beside ours, in one view for every format; what was not run says so."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -362,15 +362,15 @@ def seeds_table(views: Sequence[TableView]) -> Table:
         Column("counts", numeric=False),
     )
     several: dict[Hashable, tuple[RowView, CountedRun]] = {}
-    for row, run in ((row, run) for view in views for row in view.rows for run in row.counted.runs):
+    rows = [row for view in views for row in view.rows]
+    for row, run in ((each, run) for each in rows for run in each.counted.runs):
         seeds = [each.fingerprint for each in row.counted.seeds_of(run)]
         if len(seeds) > 1:
             threats = tuple(threat for threat, _ in run.certified)
             several.setdefault((run.fingerprint, *seeds, threats, run.defense), (row, run))
-    rows = tuple(
-        _seed_row(row, run, each) for row, run in several.values() for each in row.counted.seeds_of(run)
-    )
-    return Table("Seeds", columns, rows)
+    found = several.values()
+    shown = (_seed_row(row, run, each) for row, run in found for each in row.counted.seeds_of(run))
+    return Table("Seeds", columns, tuple(shown))
 
 
 def _seed_row(row: RowView, best: CountedRun, run: CountedRun) -> tuple[Cell, ...]:

@@ -58,7 +58,7 @@ def carry_out(folder: Path, device_name: str, data_dir: Path | None) -> None:
     if network:
         from patchcert.papers.chiang2020.imagenet import answer_corners
 
-        answer_corners(network, questions, kept, device, data_dir, _ProgressLog())
+        answer_corners(network, questions, kept, device, data_dir, _ProgressLog().tell)
         return
     spec = Run.open(folder).spec
     run = train_run(spec, folder, Workplace(device, data_dir), resume=True, listener=_EpochLog())
@@ -83,16 +83,18 @@ class _ProgressLog:
     """A line of the log every few seconds while images are certified or attacked."""
 
     def __init__(self) -> None:
-        self._said_at = time.monotonic()
+        self._said, self._said_at = "", time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         """Say how many images are done, unless it was said just now."""
-        self.tell(f"{done:,} of {total:,} images")
+        if time.monotonic() - self._said_at >= LOG_EVERY or done == total:
+            self._said_at = time.monotonic()
+            _log(f"{done:,} of {total:,} images")
 
     def tell(self, words: str) -> None:
-        """Say something, unless something was said just now."""
-        if time.monotonic() - self._said_at >= LOG_EVERY:
-            self._said_at = time.monotonic()
+        """Say what begins."""
+        if words != self._said:
+            self._said = words
             _log(words)
 
 
