@@ -9,8 +9,8 @@ from torch import nn
 from patchcert.bounds import trace
 from patchcert.testing.strategies import seeds
 from patchcert.threats import Patch
-from patchcert.windows import chosen, covering_placements
-from patchcert.windows.sparse_rows import is_sparse, sparse_product
+from patchcert.windows import covering_placements, differentiable
+from patchcert.windows.products import is_sparse, sparse_product
 
 
 def whole_product(part, columns, cells):
@@ -48,7 +48,9 @@ def test_rows_without_weights_before_them_and_few_entries_are_taken():
 @pytest.mark.parametrize("first", [nn.Identity(), nn.Conv2d(1, 1, 3, padding=1)], ids=["pixels", "convolved"])
 def test_only_a_first_linear_layer_takes_sparse_rows(monkeypatch, first):
     calls = []
-    monkeypatch.setattr(chosen, "sparse_product", lambda *given: calls.append(1) or sparse_product(*given))
+    monkeypatch.setattr(
+        differentiable, "sparse_product", lambda *given: calls.append(1) or sparse_product(*given)
+    )
     model = nn.Sequential(first, nn.Flatten(), nn.Linear(196, 4), nn.ReLU(), nn.Linear(4, 3))
     images, corners = torch.rand(2, 1, 14, 14), torch.tensor([[[0, 0]], [[12, 12]]])
     placements = covering_placements(trace(model), images, Patch(2))

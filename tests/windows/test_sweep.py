@@ -21,8 +21,8 @@ from patchcert.windows import (
     clean_pass,
     covering_sweep,
     exact_clean_pass,
+    passes,
     reference_margins,
-    windows,
 )
 
 BUDGET = 2**22
@@ -366,7 +366,7 @@ def test_large_windows_take_their_weights_row_by_row_to_the_same_margins(name, r
             return sweep.margins(clean, labels, rounding=rounding)
 
     gathered = swept()
-    monkeypatch.setattr(windows, "_LARGE_WINDOW", 1)
+    monkeypatch.setattr(passes, "_LARGE_WINDOW", 1)
     by_rows = swept()
     assert not torch.equal(gathered, by_rows)
     assert distance(by_rows, gathered) < 2e-6

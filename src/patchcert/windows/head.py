@@ -10,9 +10,10 @@ from patchcert.bounds import Network, Rounding
 from patchcert.bounds.operations import is_relu
 from patchcert.bounds.rounding import summed_roundings
 from patchcert.windows.clean import Clean
-from patchcert.windows.fused import fused_head
+from patchcert.windows.kernels import fused_head
+from patchcert.windows.passes import GroupPass, Windows
+from patchcert.windows.products import product
 from patchcert.windows.rules import before_head, propagate, relu_terms
-from patchcert.windows.windows import GroupPass, Windows, product
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,11 @@ from patchcert.bounds.operations import (
     Reshape,
 )
 from patchcert.bounds.rounding import lifted, summed_roundings
-from patchcert.windows.fused import differentiable_relu, fused_relu
+from patchcert.windows.affine import convolution_with_relu, moved_channels, only, product_of_windows, slide
 from patchcert.windows.geometry import FeatureMap, Window, is_global
-from patchcert.windows.joint import convolution_with_relu, product_of_windows
-from patchcert.windows.sliding import slide
-from patchcert.windows.unmoved import moved_channels, only
-from patchcert.windows.windows import WindowPass, Windows, product
+from patchcert.windows.kernels import differentiable_relu, fused_relu
+from patchcert.windows.passes import WindowPass, Windows
+from patchcert.windows.products import product
 
 
 def propagate(sweep: WindowPass, start: Windows, last: int, first: int = 0) -> Windows:

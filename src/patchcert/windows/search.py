@@ -7,8 +7,8 @@ from patchcert.bounds import Network
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.threats import Patch
 from patchcert.windows.clean import Clean, clean_pass
-from patchcert.windows.dense import dense_margins
-from patchcert.windows.memory import default_budget, rows_within
+from patchcert.windows.dense import dense_weakest
+from patchcert.windows.memory import default_budget
 from patchcert.windows.sweep import PlacementSweep, covering_sweep
 
 _TRAINING_BUDGET = 2**30
@@ -41,7 +41,7 @@ class WeakestPlacements:
         if sweep is not None:
             return weakest(sweep, images, labels, epsilon, clean)
         with fast_arithmetic():
-            return dense_worst(network, images, labels, self.threat, epsilon, budget)
+            return dense_weakest(network, images, labels, self.threat, epsilon, budget)
 
     def _sweep(self, network: Network, images: Tensor, budget: int) -> PlacementSweep | None:
         key = (id(network), images.shape[1:], images.device, images.dtype, budget)
@@ -69,22 +69,3 @@ def weakest(
         if clean is None:
             clean = clean_pass(sweep.layout.network, images, labels)
         return sweep.worst(clean.detached(), labels, epsilon, dtype)
-
-
-def dense_worst(
-    network: Network, images: Tensor, labels: Tensor, threat: Patch, epsilon: float | Tensor, budget: int
-) -> Tensor:
-    """The same search where windows do not cover the network: whole images, a few placements at a time."""
-    corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
-    size = rows_within(network, images, budget, len(images))
-    least, worst = None, None
-    for start in range(0, len(corners), size):
-        margins = dense_margins(network, images, labels, threat, corners[start : start + size], epsilon)
-        values, position = margins.min(dim=1)
-        if least is None or worst is None:
-            least, worst = values, position + start
-        else:
-            lower = values < least
-            least, worst = least.where(~lower, values), worst.where(~lower, position + start)
-    assert worst is not None
-    return worst

@@ -12,15 +12,14 @@ from patchcert.bounds import NEAREST, Network, Rounding
 from patchcert.bounds.network import zero_at_label
 from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape, is_relu
 from patchcert.threats import Patch
+from patchcert.windows.affine import is_read_in_place
+from patchcert.windows.blocks import PlacementBlocks, masked
 from patchcert.windows.clean import Clean
-from patchcert.windows.fused import is_fused
 from patchcert.windows.geometry import Layout, NotCovered
-from patchcert.windows.groups import Group, groups
 from patchcert.windows.head import Head, Moves
-from patchcert.windows.joint import is_read_in_place
-from patchcert.windows.merging import Merging, RepeatedPass, masked
+from patchcert.windows.kernels import is_fused
+from patchcert.windows.passes import Group, GroupPass, RepeatedPass, Shared, Windows, groups
 from patchcert.windows.rules import propagate
-from patchcert.windows.windows import GroupPass, Shared, Windows
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +39,15 @@ class PlacementSweep:
     order: Tensor
     placements: int
     memory_budget: int
-    merging: Merging | None = None
+    merging: PlacementBlocks | None = None
 
     @staticmethod
     def of(
-        network: Network, images: Tensor, threat: Patch, memory_budget: int, merging: Merging | None = None
+        network: Network,
+        images: Tensor,
+        threat: Patch,
+        memory_budget: int,
+        merging: PlacementBlocks | None = None,
     ) -> "PlacementSweep":
         """Raises NotCovered where the network holds a step that windows cannot follow."""
         with torch.no_grad():
@@ -178,7 +181,11 @@ _LIVE_COPIES_FUSED = 6
 
 
 def _footprint(
-    layout: Layout, group: Group, rounding: Rounding, merging: Merging | None, dtype: torch.dtype | None
+    layout: Layout,
+    group: Group,
+    rounding: Rounding,
+    merging: PlacementBlocks | None,
+    dtype: torch.dtype | None,
 ) -> tuple[int, int]:
     """Numbers held per placement and image, and numbers of gathered weights per placement."""
     sizes, columns, unfolded = [1], 1, 0

@@ -13,7 +13,7 @@ from patchcert.testing.blocks import ResidualBlock, randomise
 from patchcert.testing.strategies import cases, seeds
 from patchcert.threats import Patch, shapes
 from patchcert.windows import WeakestPlacements, covering_placements, dense_margins, reference_margins
-from patchcert.windows.search import dense_worst
+from patchcert.windows.dense import dense_weakest
 
 SHAPE = (2, 9, 7)
 MODELS = {
@@ -69,7 +69,7 @@ def test_the_weakest_placement_is_found_for_every_class(name, patch, epsilon):
         margins = reference_margins(network, images, labels, patch, float(epsilon))
     for found in (
         WeakestPlacements(patch).find(network, images, labels, epsilon),
-        dense_worst(network, images, labels, patch, epsilon, 2**16),
+        dense_weakest(network, images, labels, patch, epsilon, 2**16),
     ):
         reached = margins.gather(1, found[:, None]).squeeze(1)
         torch.testing.assert_close(reached, margins.amin(dim=1))

@@ -15,20 +15,19 @@ from torch import Tensor
 
 from patchcert.bounds import NEAREST, Network
 from patchcert.threats import Patch
+from patchcert.windows.blocks import PlacementBlocks, covered_pixels, masked
 from patchcert.windows.clean import Clean, clean_pass
-from patchcert.windows.fused import is_fused, placed
 from patchcert.windows.geometry import FeatureMap, Layout, NotCovered, Window, seen_by_pool
-from patchcert.windows.groups import cells
-from patchcert.windows.merging import Merging, covered_pixels, masked, repeated
+from patchcert.windows.kernels import is_fused, placed
+from patchcert.windows.passes import Shared, WindowPass, Windows, cells, repeated
+from patchcert.windows.products import is_sparse, product, sparse_product
 from patchcert.windows.rules import before_head
-from patchcert.windows.sparse_rows import is_sparse, sparse_product
-from patchcert.windows.windows import Shared, WindowPass, Windows, product
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenPlacements:
+class DifferentiablePlacements:
     """The common geometry of all placements of one patch on one network and image size.
 
     `bases` are the corners (b, 2) that windows can be drawn back to, in rows; what depends on them or on the
@@ -42,14 +41,14 @@ class ChosenPlacements:
     step: tuple[int, int]
     bases: np.ndarray
     covered: Tensor
-    merging: Merging | None = None
+    merging: PlacementBlocks | None = None
     _cells: dict[tuple[Window, FeatureMap], Tensor] = field(default_factory=dict)
     _shifts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(
-        network: Network, images: Tensor, threat: Patch, merging: Merging | None = None
-    ) -> "ChosenPlacements":
+        network: Network, images: Tensor, threat: Patch, merging: PlacementBlocks | None = None
+    ) -> "DifferentiablePlacements":
         """Raises NotCovered where the network holds a step that windows cannot follow."""
         with torch.no_grad():
             layout = Layout.of(network, network.values(images[:1]))
@@ -62,7 +61,7 @@ class ChosenPlacements:
         )
         windows = layout.windows(Window(0, 0, covered.shape[2], covered.shape[3]))
         bases = np.mgrid[0 : images.shape[2] : rows, 0 : images.shape[3] : columns].reshape(2, -1).T
-        return ChosenPlacements(layout, windows, (rows, columns), bases, covered, merging)
+        return DifferentiablePlacements(layout, windows, (rows, columns), bases, covered, merging)
 
     def margins(
         self,
@@ -83,7 +82,7 @@ class ChosenPlacements:
         rows, columns = (corners[..., axis].T for axis in (0, 1))
         in_row = -(-images.shape[3] // self.step[1])
         base = rows // self.step[0] * in_row + columns // self.step[1]
-        chosen = _ChosenPass(Shared(self.layout, clean, NEAREST), self, base)
+        chosen = _OwnPlacementsPass(Shared(self.layout, clean, NEAREST), self, base)
         state, first = self._start(chosen, rows, columns, epsilon)
         if dtype is not None:
             state = state.map(lambda part: part.to(dtype))
@@ -100,7 +99,7 @@ class ChosenPlacements:
         return clean_pass(self.layout.network, images, labels)
 
     def _start(
-        self, chosen: "_ChosenPass", rows: Tensor, columns: Tensor, epsilon: float | Tensor
+        self, chosen: "_OwnPlacementsPass", rows: Tensor, columns: Tensor, epsilon: float | Tensor
     ) -> tuple[Windows, int]:
         """Bounds where the windows begin, and the value they are of: the image, or that of the last merging."""
         pixels, merging = chosen.clean_windows(0), self.merging
@@ -127,30 +126,30 @@ class ChosenPlacements:
         return self._shifts[step]
 
 
-def covering_placements(network: Network, images: Tensor, threat: Patch) -> ChosenPlacements | None:
+def covering_placements(network: Network, images: Tensor, threat: Patch) -> DifferentiablePlacements | None:
     """The windows of chosen placements, or None where only the dense way goes."""
     try:
-        return ChosenPlacements.of(network, images, threat)
+        return DifferentiablePlacements.of(network, images, threat)
     except NotCovered as reason:
         logger.debug("the dense path takes over: %s", reason)
         return None
 
 
 @final
-class _ChosenPass(WindowPass):
+class _OwnPlacementsPass(WindowPass):
     """The same number k of placements for every image, each image's own; `base` (k, n) says which base each has."""
 
     has_gradient = True
 
-    def __init__(self, shared: Shared, placements: ChosenPlacements, base: Tensor) -> None:
+    def __init__(self, shared: Shared, placements: DifferentiablePlacements, base: Tensor) -> None:
         self.shared, self.windows = shared, placements.windows
         self.placements, self.base = placements, base
         self.is_fused = is_fused(shared.clean.values[0])
         self._cells: dict[tuple[Window, FeatureMap], Tensor] = {}
 
-    def repeated(self, count: int) -> "_ChosenPass":
+    def repeated(self, count: int) -> "_OwnPlacementsPass":
         """Each placement so many times in a row."""
-        return _ChosenPass(self.shared, self.placements, repeated(self.base, count))
+        return _OwnPlacementsPass(self.shared, self.placements, repeated(self.base, count))
 
     def outside(self, index: int) -> Tensor | None:
         window = self.windows[index]
@@ -216,7 +215,7 @@ class _ChosenPass(WindowPass):
         return self._cells[window, area]
 
 
-def _margins(chosen: _ChosenPass, state: Windows, labels: Tensor, classes: Tensor | None) -> Tensor:
+def _margins(chosen: _OwnPlacementsPass, state: Windows, labels: Tensor, classes: Tensor | None) -> Tensor:
     """The clean margins moved by the deviation and lowered by the radius."""
     head, index = chosen.layout.network.head, chosen.steps[-1].inputs[0]
     assert head is not None

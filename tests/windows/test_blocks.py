@@ -11,9 +11,9 @@ from patchcert.bounds import NEAREST, trace
 from patchcert.models import Normalize
 from patchcert.testing.blocks import randomise
 from patchcert.threats import Patch, shapes
-from patchcert.windows import ChosenPlacements, PlacementSweep, clean_pass
+from patchcert.windows import DifferentiablePlacements, PlacementSweep, clean_pass
+from patchcert.windows.blocks import PlacementBlocks
 from patchcert.windows.geometry import Layout, NotCovered
-from patchcert.windows.merging import Merging
 
 SIDE = 14
 NETWORKS = {
@@ -41,7 +41,7 @@ def network_of(kind):
 def merging_of(network, patch, blocks, layers):
     with torch.no_grad():
         layout = Layout.of(network, network.values(IMAGES[:1]))
-    return Merging.of(layout, patch, patch.placements(SIDE, SIDE), blocks, layers, IMAGES.device)
+    return PlacementBlocks.of(layout, patch, patch.placements(SIDE, SIDE), blocks, layers, IMAGES.device)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def passes(network, blocks):
     merging = merging_of(network, Patch(2), blocks, LAYERS["convolutions"][: len(blocks)])
     assert merging.blocks == blocks
     sweep = PlacementSweep.of(network, IMAGES, Patch(2), 2**30, merging)
-    chosen = ChosenPlacements.of(network, IMAGES, Patch(2), merging)
+    chosen = DifferentiablePlacements.of(network, IMAGES, Patch(2), merging)
     corners = merging.corners[:4].expand(len(IMAGES), 4, 2)
     chosen.margins(IMAGES, LABELS, corners, 0.5)
     with torch.no_grad():

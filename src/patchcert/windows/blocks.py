@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +21,12 @@ from torch import Tensor
 from patchcert.bounds.operations import ChannelScale, Convolution, MaxPool, Monotone, Reshape
 from patchcert.threats import Patch, Placements
 from patchcert.windows.geometry import Layout, NotCovered, Window
+from patchcert.windows.passes import WindowPass, Windows
 from patchcert.windows.rules import propagate
-from patchcert.windows.windows import WindowPass, Windows
 
 
 @dataclass(frozen=True, slots=True)
-class Merging:
+class PlacementBlocks:
     """Merges blocks[0] x blocks[0] members after the layer at layers[0], blocks[1] x blocks[1] of what comes out
     after layers[1], and so on; layers where all pixels together do as well are left out.
 
@@ -50,7 +49,7 @@ class Merging:
         blocks: Sequence[int],
         layers: Sequence[int],
         device: torch.device,
-    ) -> "Merging":
+    ) -> "PlacementBlocks":
         """For all placements that fit; raises NotCovered where a block has more than there are."""
         if min(placements.rows, placements.columns) < math.prod(blocks):
             raise NotCovered("a block of placements is larger than the image allows")
@@ -62,7 +61,9 @@ class Merging:
             blocks, layers = blocks[1:], layers[1:]
         index = torch.zeros(placements.image_height, placements.image_width, dtype=torch.long)
         index[corners[:, 0], corners[:, 1]] = torch.arange(len(corners))
-        return Merging(tuple(blocks), tuple(layers), corners.to(device), stamps.to(device), index.to(device))
+        return PlacementBlocks(
+            tuple(blocks), tuple(layers), corners.to(device), stamps.to(device), index.to(device)
+        )
 
     @property
     def first(self) -> int:
@@ -104,42 +105,6 @@ class Merging:
             state = Windows((largest + least) * 0.5, (largest - least) * 0.5, is_ragged=True)
             first = layer + 1
         return state
-
-
-@final
-class RepeatedPass(WindowPass):
-    """Each placement of a pass so many times in a row."""
-
-    def __init__(self, single: WindowPass, count: int) -> None:
-        self.shared, self.windows = single.shared, single.windows
-        self.is_fused, self.has_gradient = single.is_fused, single.has_gradient
-        self.single, self.count = single, count
-
-    def outside(self, index: int) -> Tensor | None:
-        return self._repeated(self.single.outside(index))
-
-    def clean_windows(self, index: int) -> Tensor:
-        values = self.single.clean_windows(index)
-        return values if self.windows[index] is None else repeated(values, self.count)
-
-    def surroundings(self, position: int, height: int, width: int) -> Tensor:
-        return repeated(self.single.surroundings(position, height, width), self.count)
-
-    def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
-        """What is repeated counts as further images, which share their weights."""
-        images = part.unflatten(0, (-1, self.count)).flatten(1, 2)
-        return self.single.flat_product(images, columns, index).unflatten(1, (self.count, -1)).flatten(0, 1)
-
-    def signed_cells(self, index: int) -> Tensor | None:
-        return self._repeated(self.single.signed_cells(index))
-
-    def _repeated(self, table: Tensor | None) -> Tensor | None:
-        return None if table is None else repeated(table, self.count)
-
-
-def repeated(table: Tensor, count: int) -> Tensor:
-    """Each row so many times in a row."""
-    return table.unsqueeze(1).expand(-1, count, *table.shape[1:]).flatten(0, 1)
 
 
 def masked(box: Windows, masks: Tensor) -> Windows:

@@ -12,6 +12,7 @@ cost a few units of |z| and of the radius, and the clean value itself may be off
 to the radius before and after the function.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,11 +24,114 @@ from torch import Tensor
 
 from patchcert.bounds import Rounding
 from patchcert.bounds.network import Step
-from patchcert.bounds.rounding import blocked_product
+from patchcert.threats import Placements
 from patchcert.windows.clean import Clean
-from patchcert.windows.fused import is_fused
-from patchcert.windows.geometry import Layout, Window
-from patchcert.windows.groups import Cells, Group
+from patchcert.windows.geometry import FeatureMap, Layout, Window, seen_by_pool
+from patchcert.windows.kernels import is_fused
+from patchcert.windows.products import product
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """For each placement the cells (p, cells) of the feature map that its window covers, as flat indices.
+
+    `signed` is -1 for cells outside the map; `index` has some cell of the map there, and `outside` (p, 1, h,
+    w, 1) says which they are. It is None where no window sticks out. `spans` (p, 6) are the rows of the window
+    that lie in the map, from and to, the columns likewise, and the row and column of the map it begins at.
+    """
+
+    index: Tensor
+    signed: Tensor
+    outside: Tensor | None
+    spans: Tensor
+
+    def slice(self, start: int, stop: int) -> "Cells":
+        """The cells of some of the placements."""
+        outside = None if self.outside is None else self.outside[start:stop]
+        return Cells(self.index[start:stop], self.signed[start:stop], outside, self.spans[start:stop])
+
+
+def cells(window: Window, shifts: np.ndarray, area: FeatureMap, device: torch.device) -> Cells:
+    """The cells of the window moved by the given image-pixel shifts (p, 2) on the map."""
+    rows = _axis_cells(window.top, window.height, shifts[:, 0], window.row_step)
+    columns = _axis_cells(window.left, window.width, shifts[:, 1], window.column_step)
+    rows_inside, columns_inside = (rows >= 0) & (rows < area.height), (columns >= 0) & (columns < area.width)
+    inside = rows_inside[:, :, None] & columns_inside[:, None, :]
+    flat = np.where(inside, rows[:, :, None] * area.width + columns[:, None, :], -1).astype(np.int32)
+    signed = torch.from_numpy(flat).to(device)
+    outside = None if inside.all() else (signed < 0)[:, None, :, :, None]
+    signed = signed.flatten(1)
+    spans = np.stack([*_span(rows_inside), *_span(columns_inside), rows[:, 0], columns[:, 0]], axis=1)
+    spans = torch.from_numpy(spans.astype(np.int32)).to(device)
+    return Cells(signed.clamp(min=0).long(), signed, outside, spans)
+
+
+def _span(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """From where to where (p,) each row of flags (p, extent), which are true side by side, is true."""
+    first = inside.argmax(axis=1)
+    return first, first + inside.sum(axis=1)
+
+
+def _axis_cells(origin: int, extent: int, shifts: np.ndarray, step: int) -> np.ndarray:
+    return (origin + shifts // step)[:, None] + np.arange(extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Placements whose windows differ by whole steps on every feature map, so that one geometry serves them
+    all.
+
+    `cells` are those of the windows; `surroundings`, for a max pooling, those that its output window looks
+    at.
+    """
+
+    members: Tensor
+    windows: tuple[Window | None, ...]
+    cells: tuple[Cells | None, ...]
+    surroundings: tuple[Cells | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+
+def groups(layout: Layout, placements: Placements, device: torch.device) -> list[Group]:
+    """All placements, grouped by their alignment to the strides of the network."""
+    windows = [
+        window for window in layout.windows(Window(0, 0, placements.height, placements.width)) if window
+    ]
+    row_step = math.lcm(*(window.row_step for window in windows))
+    column_step = math.lcm(*(window.column_step for window in windows))
+    corners = placements.corners.cpu()
+    alignment = (corners[:, 0] % row_step) * column_step + corners[:, 1] % column_step
+    return [
+        _group(layout, placements, corners, (alignment == value).nonzero().flatten(), device)
+        for value in alignment.unique().tolist()
+    ]
+
+
+def _group(
+    layout: Layout, placements: Placements, corners: Tensor, members: Tensor, device: torch.device
+) -> Group:
+    first = corners[members[0]]
+    windows = layout.windows(Window(int(first[0]), int(first[1]), placements.height, placements.width))
+    shifts = (corners[members] - first).numpy()
+    made: dict[tuple[Window, FeatureMap], Cells] = {}
+
+    def covered(window: Window | None, area: FeatureMap | None) -> Cells | None:
+        if window is None or area is None:
+            return None
+        if (window, area) not in made:
+            made[window, area] = cells(window, shifts, area, device)
+        return made[window, area]
+
+    around = []
+    for position, step in enumerate(layout.network.steps):
+        source = step.inputs[0]
+        seen = seen_by_pool(step.operation, windows[source], windows[position + 1])
+        around.append(covered(seen, layout.maps[source]))
+    inner = [covered(window, area) for window, area in zip(windows, layout.maps, strict=True)]
+    return Group(members.to(device), windows, tuple(inner), tuple(around))
+
 
 _LARGE_WINDOW = 2**20
 """From so many weights under a window on, a CPU reads them where they lie instead of gathering them."""
@@ -231,9 +335,37 @@ class GroupPass(WindowPass):
         return places.index_select(1, cells.flatten()).unflatten(1, cells.shape).transpose(0, 1)
 
 
-def product(left: Tensor, right: Tensor, rounding: Rounding, terms: int | None = None) -> Tensor:
-    """The matrix product, in the form whose rounding is known where bounds must be sound.
+@final
+class RepeatedPass(WindowPass):
+    """Each placement of a pass so many times in a row."""
 
-    `terms` is how many products of a sum can differ from zero, where that is fewer than all.
-    """
-    return blocked_product(left, right, terms) if rounding.is_outward else left @ right
+    def __init__(self, single: WindowPass, count: int) -> None:
+        self.shared, self.windows = single.shared, single.windows
+        self.is_fused, self.has_gradient = single.is_fused, single.has_gradient
+        self.single, self.count = single, count
+
+    def outside(self, index: int) -> Tensor | None:
+        return self._repeated(self.single.outside(index))
+
+    def clean_windows(self, index: int) -> Tensor:
+        values = self.single.clean_windows(index)
+        return values if self.windows[index] is None else repeated(values, self.count)
+
+    def surroundings(self, position: int, height: int, width: int) -> Tensor:
+        return repeated(self.single.surroundings(position, height, width), self.count)
+
+    def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
+        """What is repeated counts as further images, which share their weights."""
+        images = part.unflatten(0, (-1, self.count)).flatten(1, 2)
+        return self.single.flat_product(images, columns, index).unflatten(1, (self.count, -1)).flatten(0, 1)
+
+    def signed_cells(self, index: int) -> Tensor | None:
+        return self._repeated(self.single.signed_cells(index))
+
+    def _repeated(self, table: Tensor | None) -> Tensor | None:
+        return None if table is None else repeated(table, self.count)
+
+
+def repeated(table: Tensor, count: int) -> Tensor:
+    """Each row so many times in a row."""
+    return table.unsqueeze(1).expand(-1, count, *table.shape[1:]).flatten(0, 1)

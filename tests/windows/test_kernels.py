@@ -15,15 +15,22 @@ from patchcert.certify.intervals import certify, placement_margins
 from patchcert.testing.blocks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
 from patchcert.windows import (
-    chosen,
     clean_pass,
     covering_placements,
     covering_sweep,
+    differentiable,
     exact_clean_pass,
-    windows,
+    passes,
 )
-from patchcert.windows.fused import differentiable_relu, fused_head, fused_relu, fused_rows, is_fused, placed
-from patchcert.windows.groups import Cells
+from patchcert.windows.kernels import (
+    differentiable_relu,
+    fused_head,
+    fused_relu,
+    fused_rows,
+    is_fused,
+    placed,
+)
+from patchcert.windows.passes import Cells
 
 pytestmark = [
     pytest.mark.gpu,
@@ -200,7 +207,7 @@ def test_chosen_placements_have_the_same_gradient_with_and_without_kernels(name,
     corners = torch.randint(0, 9, (len(images), 4, 2), generator=torch.Generator().manual_seed(0)).cuda()
     found = []
     for has_kernels in (True, False):
-        monkeypatch.setattr(chosen, "is_fused", lambda value, has_kernels=has_kernels: has_kernels)
+        monkeypatch.setattr(differentiable, "is_fused", lambda value, has_kernels=has_kernels: has_kernels)
         placements = covering_placements(trace(model), images, Patch(3))
         assert placements is not None
         with precise_arithmetic():
@@ -303,7 +310,7 @@ def test_sweeps_are_the_same_with_and_without_kernels(name, rounding, monkeypatc
     images, labels = (part.cuda() for part in batch())
     fused = swept(model, images, labels, Patch(3), rounding)
     assert is_fused(images)
-    monkeypatch.setattr(windows, "is_fused", lambda value: False)
+    monkeypatch.setattr(passes, "is_fused", lambda value: False)
     plain = swept(model, images, labels, Patch(3), rounding)
     assert distance(fused, plain) < 2e-6
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from patchcert.bounds.geometry import Geometry
-from patchcert.windows.taps import Taps, window_matrix
+from patchcert.windows.products import ConvolutionMatrix, window_matrix
 
 GEOMETRIES = [
     (Geometry((3, 3), (1, 1), (1, 1, 1, 1), (1, 1)), 1),
@@ -17,7 +17,7 @@ GEOMETRIES = [
 def test_the_matrix_and_its_gradient_are_those_of_the_convolution(geometry, groups):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 4 // groups, *geometry.kernel, generator=generator, requires_grad=True)
-    taps = Taps.of(geometry, weight, groups, (7, 9, 4))
+    taps = ConvolutionMatrix.of(geometry, weight, groups, (7, 9, 4))
     plain, ours = window_matrix(geometry, weight, groups, (7, 9, 4)), taps.matrix(weight)
     assert torch.equal(ours, plain)
     weights = torch.randn(ours.shape, generator=generator)
@@ -28,5 +28,5 @@ def test_the_matrix_and_its_gradient_are_those_of_the_convolution(geometry, grou
 
 def test_weights_that_are_not_finite_stay_where_they_are():
     geometry, weight = GEOMETRIES[0][0], torch.full((1, 1, 3, 3), torch.inf)
-    matrix = Taps.of(geometry, weight, 1, (4, 4, 1)).matrix(weight)
+    matrix = ConvolutionMatrix.of(geometry, weight, 1, (4, 4, 1)).matrix(weight)
     assert set(matrix.unique().tolist()) == {0.0, torch.inf}

@@ -1,0 +1,105 @@
+"""Products of windows with the weights of a layer, in the forms that suit the window and the machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from patchcert.bounds import Rounding
+from patchcert.bounds.geometry import Geometry, convolve
+from patchcert.bounds.rounding import blocked_product
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+
+def product(left: Tensor, right: Tensor, rounding: Rounding, terms: int | None = None) -> Tensor:
+    """The matrix product, in the form whose rounding is known where bounds must be sound.
+
+    `terms` is how many products of a sum can differ from zero, where that is fewer than all.
+    """
+    return blocked_product(left, right, terms) if rounding.is_outward else left @ right
+
+
+_MOST_INPUTS = 1024
+_MOST_WORK = 8
+
+
+def is_worth_a_matrix(inputs: int, taps: int) -> bool:
+    """Whether the window is small, and the matrix costs at most so many times the work of so many taps a place."""
+    return inputs <= min(_MOST_INPUTS, _MOST_WORK * taps)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionMatrix:
+    """Which weight of a convolution stands where in its matrix (inputs, outputs) on a window, if any does.
+
+    Where none does, `index` names weights in turn: adding up a gradient of zeros there then has no bottleneck.
+    """
+
+    index: Tensor
+    is_empty: Tensor
+
+    @staticmethod
+    def of(geometry: Geometry, weight: Tensor, groups: int, shape: Sequence[int]) -> "ConvolutionMatrix":
+        """For weights of this shape, on windows of the given (height, width, channels)."""
+        with torch.no_grad():
+            numbers = torch.arange(1.0, weight.numel() + 1, dtype=torch.float64, device=weight.device)
+            numbers = window_matrix(geometry, numbers.view(weight.shape), groups, shape).long()
+        in_turn = torch.arange(numbers.numel(), device=weight.device) % weight.numel()
+        index = (numbers - 1).flatten().where(numbers.flatten() > 0, in_turn)
+        return ConvolutionMatrix(index, numbers == 0)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The convolution with these weights, exactly, and differentiable in them."""
+        chosen = weight.flatten().index_select(0, self.index).view(self.is_empty.shape)
+        return chosen.masked_fill(self.is_empty, 0.0)
+
+
+def window_matrix(geometry: Geometry, weight: Tensor, groups: int, shape: Sequence[int]) -> Tensor:
+    """The convolution on a window of the given (height, width, channels) as a matrix (inputs, outputs), exactly."""
+    count = shape[0] * shape[1] * shape[2]
+    basis = (
+        torch.eye(count, dtype=weight.dtype, device=weight.device).reshape(count, *shape).permute(0, 3, 1, 2)
+    )
+    return convolve(basis, weight, geometry, groups, precise=True).permute(0, 2, 3, 1).flatten(1)
+
+
+_SPARSE = 10  # a row is worth it with at most one entry in so many
+
+
+def is_sparse(part: Tensor, columns: Tensor) -> bool:
+    """Whether windows (k, n, h, w, c), which must be without a gradient, cover little enough of the places."""
+    entries = part.shape[2] * part.shape[3]
+    return not part.requires_grad and part.device.type == "cpu" and entries * _SPARSE <= len(columns)
+
+
+def sparse_product(part: Tensor, columns: Tensor, cells: Tensor) -> Tensor:
+    """Windows (k, n, h, w, c) at the cells (k, n, h * w) of their maps, times the weights (places, c, out).
+
+    Twice in a row, cells add up. The gradient is that of the weights.
+    """
+    from scipy.sparse import csr_array
+
+    channels, width = part.shape[-1], part[0, 0].numel()
+    entries = (cells.unsqueeze(-1) * channels + torch.arange(channels)).flatten().int()
+    ends = torch.arange(0, entries.numel() + 1, width, dtype=torch.int32)
+    shape = (len(ends) - 1, columns.shape[0] * channels)
+    rows = csr_array((part.reshape(-1).numpy(), entries.numpy(), ends.numpy()), shape=shape)
+    moved: Tensor = _Product.apply(rows, columns.flatten(0, 1))  # pyright: ignore[reportAssignmentType]
+    return moved.unflatten(0, part.shape[:2])
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: "csr_array", matrix: Tensor) -> Tensor:
+        ctx.rows = rows  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.from_numpy(rows @ matrix.numpy())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, torch.from_numpy(ctx.rows.T @ gradient.numpy())  # pyright: ignore[reportAttributeAccessIssue]
