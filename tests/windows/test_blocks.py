@@ -66,7 +66,7 @@ def merging_of(network, patch, blocks, layers):
 def test_members_pass_one_by_one_only_where_a_cell_sees_more_than_one_of_them_holds(
     kind, patch, blocks, left
 ):
-    assert merging_of(network_of(kind), patch, blocks, LAYERS[kind]).blocks == left
+    assert merging_of(network_of(kind), patch, blocks, LAYERS[kind]).sides == left
 
 
 @pytest.mark.parametrize("blocks", [(2,), (3,), (2, 2)])
@@ -107,7 +107,7 @@ class Count(TorchDispatchMode):
 def passes(network, blocks):
     """Operations per group in the search, and in the pass with a gradient."""
     merging = merging_of(network, Patch(2), blocks, LAYERS["convolutions"][: len(blocks)])
-    assert merging.blocks == blocks
+    assert merging.sides == blocks
     sweep = PlacementSweep.of(network, IMAGES, Patch(2), 2**30, merging)
     chosen = DifferentiablePlacements.of(network, IMAGES, Patch(2), merging)
     corners = merging.corners[:4].expand(len(IMAGES), 4, 2)
@@ -135,6 +135,6 @@ def test_chunks_of_the_search_leave_room_for_all_members():
     for patch in (Patch(1), Patch(3)):
         merging = merging_of(network, patch, (2,), (1,))
         sweep = PlacementSweep.of(network, IMAGES, patch, 2**17, merging)
-        sizes.append(sweep.chunk(sweep.groups[0], len(IMAGES), NEAREST))
+        sizes.append(sweep.placements_at_once(sweep.groups[0], len(IMAGES), NEAREST))
     by_members, by_union = sizes
     assert 0 < by_members < by_union

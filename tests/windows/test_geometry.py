@@ -12,7 +12,7 @@ from patchcert.bounds.geometry import Geometry
 from patchcert.testing.blocks import ResidualBlock
 from patchcert.threats import Patch
 from patchcert.windows.geometry import _FOLLOWED, Layout, NotCovered, Window
-from patchcert.windows.passes import groups
+from patchcert.windows.groups import groups
 from patchcert.windows.rules import RULES
 from patchcert.windows.sweep import PlacementSweep
 

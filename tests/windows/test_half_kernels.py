@@ -17,7 +17,7 @@ from patchcert.testing.blocks import randomise
 from patchcert.threats import Patch
 from patchcert.windows import affine, clean_pass, covering_sweep, kernels
 from patchcert.windows.geometry import FeatureMap, Window
-from patchcert.windows.passes import cells
+from patchcert.windows.groups import cells
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
@@ -127,7 +127,7 @@ def test_a_search_with_kernels_of_half_precision_has_nearly_the_exact_margins(bu
     labels = torch.arange(6).cuda() % 5
     sweep = covering_sweep(network, images, Patch(2), budget)
     assert sweep is not None
-    assert sweep.takes_half(images)
+    assert sweep.takes_half_precision(images)
     for name in ("slid_relu", "window_products"):
         kernel = getattr(affine, name)
         monkeypatch.setattr(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from patchcert.bench.timing import Ceilings
 from patchcert.bounds.operations import Convolution, Linear
 from patchcert.windows import PlacementSweep
-from patchcert.windows.passes import Group
+from patchcert.windows.groups import Group
 
 
 @dataclass(frozen=True, slots=True)

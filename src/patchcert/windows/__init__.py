@@ -1,7 +1,6 @@
 """Joins networks and threats: exact bounds for every placement of a patch."""
 
 from patchcert.windows.clean import Clean as Clean
-from patchcert.windows.clean import audit_network as audit_network
 from patchcert.windows.clean import clean_pass as clean_pass
 from patchcert.windows.clean import exact_clean_pass as exact_clean_pass
 from patchcert.windows.dense import dense_margins as dense_margins

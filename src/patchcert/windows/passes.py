@@ -5,136 +5,51 @@ and `radius`; everywhere else both are zero and nothing is computed. An affine l
 without its offset, which the clean pass holds already; a monotone layer looks up the clean values on the
 window.
 
-Rounding. The clean image lies in every box, so |deviation| <= radius holds at every step, and the error
+Rounding. What holds at every step, exactly: |value - clean value - deviation| <= radius for every member of the
+box, as the numbers are stored. The clean image is such a member, so |deviation| <= radius, and the error
 gamma |W||deviation| of a product is at most gamma |W| radius: widening the radius by the factor
 (1 + gamma) / (1 - gamma) pays for the products of both. At a monotone layer the sums with the clean value z
-cost a few units of |z| and of the radius, and the clean value itself may be off by its slack; both are added
-to the radius before and after the function.
+cost a few units of |z| and of the radius, and the stored z itself may be off by its slack; both are added to
+the radius before and after the function.
 """
 
+import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Annotated, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from patchcert.bounds import Rounding
 from patchcert.bounds.network import Step
-from patchcert.threats import Placements
 from patchcert.windows.clean import Clean
-from patchcert.windows.geometry import FeatureMap, Layout, Window, seen_by_pool
+from patchcert.windows.geometry import Layout, NotCovered, Window
 from patchcert.windows.kernels import is_fused
-from patchcert.windows.products import product
+
+logger = logging.getLogger(__name__)
+
+OnWindows = Annotated[Tensor, "p n h w c"]
+"""One part of windows, or clean values there."""
+Part = Annotated[Tensor, "_ _ h w c"]
+"""One part of windows, which may be the same for all placements or images."""
+Outside = Annotated[Tensor, "p _ h w 1"]
+"""True for the cells of windows that lie outside the feature map."""
+Columns = Annotated[Tensor, "places c out"]
+"""The weights of a linear layer on a feature map."""
+
+Built = TypeVar("Built")
 
 
-@dataclass(frozen=True, slots=True)
-class Cells:
-    """For each placement the cells (p, cells) of the feature map that its window covers, as flat indices.
-
-    `signed` is -1 for cells outside the map; `index` has some cell of the map there, and `outside` (p, 1, h,
-    w, 1) says which they are. It is None where no window sticks out. `spans` (p, 6) are the rows of the window
-    that lie in the map, from and to, the columns likewise, and the row and column of the map it begins at.
-    """
-
-    index: Tensor
-    signed: Tensor
-    outside: Tensor | None
-    spans: Tensor
-
-    def slice(self, start: int, stop: int) -> "Cells":
-        """The cells of some of the placements."""
-        outside = None if self.outside is None else self.outside[start:stop]
-        return Cells(self.index[start:stop], self.signed[start:stop], outside, self.spans[start:stop])
-
-
-def cells(window: Window, shifts: np.ndarray, area: FeatureMap, device: torch.device) -> Cells:
-    """The cells of the window moved by the given image-pixel shifts (p, 2) on the map."""
-    rows = _axis_cells(window.top, window.height, shifts[:, 0], window.row_step)
-    columns = _axis_cells(window.left, window.width, shifts[:, 1], window.column_step)
-    rows_inside, columns_inside = (rows >= 0) & (rows < area.height), (columns >= 0) & (columns < area.width)
-    inside = rows_inside[:, :, None] & columns_inside[:, None, :]
-    flat = np.where(inside, rows[:, :, None] * area.width + columns[:, None, :], -1).astype(np.int32)
-    signed = torch.from_numpy(flat).to(device)
-    outside = None if inside.all() else (signed < 0)[:, None, :, :, None]
-    signed = signed.flatten(1)
-    spans = np.stack([*_span(rows_inside), *_span(columns_inside), rows[:, 0], columns[:, 0]], axis=1)
-    spans = torch.from_numpy(spans.astype(np.int32)).to(device)
-    return Cells(signed.clamp(min=0).long(), signed, outside, spans)
-
-
-def _span(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """From where to where (p,) each row of flags (p, extent), which are true side by side, is true."""
-    first = inside.argmax(axis=1)
-    return first, first + inside.sum(axis=1)
-
-
-def _axis_cells(origin: int, extent: int, shifts: np.ndarray, step: int) -> np.ndarray:
-    return (origin + shifts // step)[:, None] + np.arange(extent)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Placements whose windows differ by whole steps on every feature map, so that one geometry serves them
-    all.
-
-    `cells` are those of the windows; `surroundings`, for a max pooling, those that its output window looks
-    at.
-    """
-
-    members: Tensor
-    windows: tuple[Window | None, ...]
-    cells: tuple[Cells | None, ...]
-    surroundings: tuple[Cells | None, ...]
-
-    def __len__(self) -> int:
-        return len(self.members)
-
-
-def groups(layout: Layout, placements: Placements, device: torch.device) -> list[Group]:
-    """All placements, grouped by their alignment to the strides of the network."""
-    windows = [
-        window for window in layout.windows(Window(0, 0, placements.height, placements.width)) if window
-    ]
-    row_step = math.lcm(*(window.row_step for window in windows))
-    column_step = math.lcm(*(window.column_step for window in windows))
-    corners = placements.corners.cpu()
-    alignment = (corners[:, 0] % row_step) * column_step + corners[:, 1] % column_step
-    return [
-        _group(layout, placements, corners, (alignment == value).nonzero().flatten(), device)
-        for value in alignment.unique().tolist()
-    ]
-
-
-def _group(
-    layout: Layout, placements: Placements, corners: Tensor, members: Tensor, device: torch.device
-) -> Group:
-    first = corners[members[0]]
-    windows = layout.windows(Window(int(first[0]), int(first[1]), placements.height, placements.width))
-    shifts = (corners[members] - first).numpy()
-    made: dict[tuple[Window, FeatureMap], Cells] = {}
-
-    def covered(window: Window | None, area: FeatureMap | None) -> Cells | None:
-        if window is None or area is None:
-            return None
-        if (window, area) not in made:
-            made[window, area] = cells(window, shifts, area, device)
-        return made[window, area]
-
-    around = []
-    for position, step in enumerate(layout.network.steps):
-        source = step.inputs[0]
-        seen = seen_by_pool(step.operation, windows[source], windows[position + 1])
-        around.append(covered(seen, layout.maps[source]))
-    inner = [covered(window, area) for window, area in zip(windows, layout.maps, strict=True)]
-    return Group(members.to(device), windows, tuple(inner), tuple(around))
-
-
-_LARGE_WINDOW = 2**20
-"""From so many weights under a window on, a CPU reads them where they lie instead of gathering them."""
+def if_covered(build: Callable[[], Built]) -> Built | None:
+    """What `build` makes; None where windows cannot follow the network, so that the dense way takes over."""
+    try:
+        return build()
+    except NotCovered as reason:
+        logger.debug("the dense path takes over: %s", reason)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,24 +58,30 @@ class Windows:
 
     The radius may have p = 1 or n = 1 where it is the same for all. The radius meant is `radius * factor +
     extra`, and cells outside the feature map count as zero, whatever they hold: `settled` carries both out, a
-    monotone layer does it in passing.
+    monotone layer does so in passing.
     """
 
-    deviation: Tensor
-    radius: Tensor
+    deviation: Annotated[Tensor, "p n ..."]
+    radius: Annotated[Tensor, "_ _ ..."]
     factor: float = 1.0
     extra: float = 0.0
     is_ragged: bool = False
+
+    @staticmethod
+    def within(epsilon: float | Tensor, pixels: OnWindows) -> "Windows":
+        """The pixels, each changed by at most epsilon and staying in [0, 1]."""
+        lower, upper = (pixels - epsilon).clamp(min=0), (pixels + epsilon).clamp(max=1)
+        return Windows((upper + lower) * 0.5 - pixels, (upper - lower) * 0.5)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Windows":
         """Both parts, each changed by the same function."""
         return replace(self, deviation=function(self.deviation), radius=function(self.radius))
 
     def slice(self, start: int, stop: int) -> "Windows":
-        """Those of some of the placements."""
+        """The windows of some of the placements."""
         return self.map(lambda part: part if len(part) == 1 else part[start:stop])
 
-    def settled(self, outside: Tensor | None) -> "Windows":
+    def settled(self, outside: Outside | None) -> "Windows":
         """The same windows with nothing left to apply."""
         deviation, radius = self.deviation, self.radius
         if self.factor != 1 or self.extra:
@@ -170,27 +91,29 @@ class Windows:
         return Windows(deviation, radius)
 
     def widened(self, roundings: int, rounding: Rounding) -> "Windows":
-        """With a radius that pays for products whose terms are rounded so many times."""
+        """With a radius that pays for sums of products in which each term is rounded `roundings` times."""
         if not rounding.is_outward:
             return self
         gamma = rounding.gamma(roundings)
+        # (1 + g) / (1 - g) <= 1 + 2 g (1 + 2 g) for g <= 1/2, and gamma is below 1/8. Then the factor is rounded to the
+        # type of the radius (in float64: when it is made, twice), multiplied and added to: at most 4 units. Counts of
+        # roundings have besides one to spare, which is 2 units more.
         factor = 1 + 2 * gamma * (1 + 2 * gamma) + 4 * rounding.unit
+        # A product that underflows is off by unit * tiny at most, and a sum has fewer than 1 / (2 unit^2) of them.
         return replace(self, factor=factor, extra=rounding.tiny / rounding.unit)
 
 
-def _emptied(part: Tensor, outside: Tensor) -> Tensor:
-    """With zeros outside; where nothing looks back for a gradient the tensor itself, unless it stands for several."""
+def _emptied(part: Tensor, outside: Outside) -> Tensor:
+    """The part with zeros outside; written in place where no gradient needs it and it does not stand for several."""
     is_shared = part.shape[0] != outside.shape[0]
-    return (
-        part.masked_fill(outside, 0.0)
-        if torch.is_grad_enabled() or is_shared
-        else part.masked_fill_(outside, 0.0)
-    )
+    if torch.is_grad_enabled() or is_shared:
+        return part.masked_fill(outside, 0.0)
+    return part.masked_fill_(outside, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """What the sweeps of all groups share: the clean pass, and weights in the forms that windows need."""
+class SharedByPasses:
+    """What the passes over one batch of images share: the clean pass, and weights in the forms that windows need."""
 
     layout: Layout
     clean: Clean
@@ -198,50 +121,56 @@ class Shared:
     weights: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
     slacks: dict[tuple, Tensor] = field(default_factory=dict)
 
-    def slack(self, index: int, units: int, extra: float) -> Tensor:
-        """What the clean value `index` may be off by, with some units of rounding in sums with it, (n,), plus extra."""
+    def slack(self, index: int, units: int, extra: float) -> Annotated[Tensor, "n"]:
+        """How far the stored clean value `index` can be from the exact one, with `units` roundings of sums with it, and
+        `extra`."""
         key = (index, units, extra)
         if key not in self.slacks:
             assert self.clean.slack is not None
             assert self.clean.largest is not None
             slack = self.clean.slack[index] + self.clean.largest[index] * (units * self.rounding.unit)
+            # Two products and two sums here, the sum with the radius and the one with the clean value round these terms
+            # 6 times, for which 8 units pay; underflow costs less than 2 tiny, and rounding less than a second `extra`.
             self.slacks[key] = slack * (1 + 8 * self.rounding.unit) + (2 * self.rounding.tiny + 2 * extra)
         return self.slacks[key]
 
 
 class WindowPass(ABC):
-    """Placements on their way through the network; who they are decides where their windows lie."""
+    """Placements on their way through the network; which placements they are decides where their windows lie."""
 
-    shared: Shared
+    shared: SharedByPasses
     windows: tuple[Window | None, ...]
+    has_gradient: bool = False
 
     @abstractmethod
-    def outside(self, index: int) -> Tensor | None:
+    def outside(self, index: int) -> Outside | None:
         """Which cells of the windows on value `index` lie outside the feature map; None where none does."""
 
     @abstractmethod
-    def clean_windows(self, index: int) -> Tensor:
-        """The clean value `index` on the windows (p, n, h, w, c); the value itself where it has no places."""
+    def clean_windows(self, index: int) -> OnWindows | Annotated[Tensor, "n features"]:
+        """The clean value `index` on the windows; the value itself where it has no places."""
 
     @abstractmethod
-    def surroundings(self, position: int, height: int, width: int) -> Tensor:
+    def surroundings(self, position: int, height: int, width: int) -> OnWindows:
         """The clean values that the max pooling at `position` looks at, -infinity outside the feature map."""
 
     @abstractmethod
-    def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
-        """Windows (p, n, h, w, c) times the weights (places, c, out) of the layer after value `index`."""
+    def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
+        """Windows on value `index` times the weights of the linear layer after it."""
 
     @abstractmethod
-    def signed_cells(self, index: int) -> Tensor | None:
-        """The cells (p, cells) or (p, n, cells) of the windows on value `index`, -1 outside; None without places."""
+    def signed_cells(self, index: int) -> Annotated[Tensor, "p ... cells"] | None:
+        """The cells of the windows on value `index`, -1 outside the map; None without places."""
 
-    def spans(self, index: int) -> Tensor | None:
-        """Which part of the windows on value `index` lies in the map, and where, as `Cells` say it; where all images
-        have windows alike, else None."""
+    def spans(self, index: int) -> Annotated[Tensor, "p 6"] | None:
+        """Which part of the windows on value `index` lies in the map, and where, as in `Cells`; None where each image
+        has windows of its own."""
         return None
 
-    is_fused: bool
-    has_gradient: bool = False
+    @property
+    def is_fused(self) -> bool:
+        """Whether steps run as single kernels."""
+        return is_fused(self.clean.values[0])
 
     @property
     def layout(self) -> Layout:
@@ -266,106 +195,9 @@ class WindowPass(ABC):
         return window
 
 
-@final
-class GroupPass(WindowPass):
-    """A slice of one group: the same placements for every image, aligned alike to the strides of the network."""
-
-    def __init__(self, shared: Shared, group: Group, start: int, stop: int) -> None:
-        self.shared, self.windows = shared, group.windows
-        self.group, self.start, self.stop = group, start, stop
-        self.is_fused = is_fused(shared.clean.values[0])
-
-    def cells(self, index: int) -> Cells | None:
-        """The cells of the windows on value `index`."""
-        cells = self.group.cells[index]
-        return None if cells is None else cells.slice(self.start, self.stop)
-
-    def signed_cells(self, index: int) -> Tensor | None:
-        cells = self.cells(index)
-        return None if cells is None else cells.signed
-
-    def spans(self, index: int) -> Tensor | None:
-        cells = self.cells(index)
-        return None if cells is None else cells.spans
-
-    def outside(self, index: int) -> Tensor | None:
-        cells = self.cells(index)
-        return None if cells is None else cells.outside
-
-    def clean_windows(self, index: int) -> Tensor:
-        cells = self.cells(index)
-        if cells is None:
-            return self.clean.values[index].flatten(1)
-        window = self.window(index)
-        return self._gather(index, cells.index).unflatten(2, (window.height, window.width))
-
-    def surroundings(self, position: int, height: int, width: int) -> Tensor:
-        cells = self.group.surroundings[position]
-        assert cells is not None
-        chosen = cells.slice(self.start, self.stop)
-        values = self._gather(self.steps[position].inputs[0], chosen.index).unflatten(2, (height, width))
-        return values if chosen.outside is None else values.masked_fill(chosen.outside, -torch.inf)
-
-    def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
-        cells, window = self.cells(index), self.window(index)
-        assert cells is not None
-        if not part.is_cuda and cells.index.shape[1] * columns[0].numel() >= _LARGE_WINDOW:
-            rows = cells.signed.view(-1, window.height, window.width).numpy()
-            return torch.stack(
-                [self._by_rows(part[min(one, len(part) - 1)], columns, rows[one]) for one in range(len(rows))]
-            )
-        chosen = columns.index_select(0, cells.index.flatten()).reshape(
-            len(cells.index), -1, columns.shape[2]
-        )
-        return product(part.flatten(2), chosen, self.rounding)
-
-    def _by_rows(self, part: Tensor, columns: Tensor, cells: np.ndarray) -> Tensor:
-        """One placement's window (n, h, w, c) times its weights, row by row: those of a row lie side by side."""
-        total = part.new_zeros(len(part), columns.shape[2])
-        for row, places in enumerate(cells):
-            inside = np.flatnonzero(places >= 0)
-            if len(inside):
-                first, count = int(inside[0]), len(inside)
-                weights = columns[int(places[first]) :][:count].flatten(0, 1)
-                total += product(part[:, row, first : first + count].flatten(1), weights, self.rounding)
-        return total
-
-    def _gather(self, index: int, cells: Tensor) -> Tensor:
-        places = self.clean.places(index, self.layout)
-        return places.index_select(1, cells.flatten()).unflatten(1, cells.shape).transpose(0, 1)
-
-
-@final
-class RepeatedPass(WindowPass):
-    """Each placement of a pass so many times in a row."""
-
-    def __init__(self, single: WindowPass, count: int) -> None:
-        self.shared, self.windows = single.shared, single.windows
-        self.is_fused, self.has_gradient = single.is_fused, single.has_gradient
-        self.single, self.count = single, count
-
-    def outside(self, index: int) -> Tensor | None:
-        return self._repeated(self.single.outside(index))
-
-    def clean_windows(self, index: int) -> Tensor:
-        values = self.single.clean_windows(index)
-        return values if self.windows[index] is None else repeated(values, self.count)
-
-    def surroundings(self, position: int, height: int, width: int) -> Tensor:
-        return repeated(self.single.surroundings(position, height, width), self.count)
-
-    def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
-        """What is repeated counts as further images, which share their weights."""
-        images = part.unflatten(0, (-1, self.count)).flatten(1, 2)
-        return self.single.flat_product(images, columns, index).unflatten(1, (self.count, -1)).flatten(0, 1)
-
-    def signed_cells(self, index: int) -> Tensor | None:
-        return self._repeated(self.single.signed_cells(index))
-
-    def _repeated(self, table: Tensor | None) -> Tensor | None:
-        return None if table is None else repeated(table, self.count)
-
-
-def repeated(table: Tensor, count: int) -> Tensor:
-    """Each row so many times in a row."""
-    return table.unsqueeze(1).expand(-1, count, *table.shape[1:]).flatten(0, 1)
+def common_steps(windows: Iterable[Window | None]) -> tuple[int, int]:
+    """How many pixels down and right placements must differ by for their windows to differ by whole cells."""
+    known = [window for window in windows if window]
+    return math.lcm(*(window.row_step for window in known)), math.lcm(
+        *(window.column_step for window in known)
+    )

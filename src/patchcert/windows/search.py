@@ -1,10 +1,13 @@
 """The search for the weakest placement in all-patch training: no gradient, no need for the last digits."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from patchcert.bounds import Network
 from patchcert.bounds.rounding import fast_arithmetic
+from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
 from patchcert.windows.clean import Clean, clean_pass
 from patchcert.windows.dense import dense_weakest
@@ -27,12 +30,12 @@ class WeakestPlacements:
     def find(
         self,
         network: Network,
-        images: Tensor,
-        labels: Tensor,
+        images: Images,
+        labels: Labels,
         epsilon: float | Tensor,
         clean: Clean | None = None,
-    ) -> Tensor:
-        """Indices (n, classes) into the threat's placements; `clean` is the clean pass where the caller has it.
+    ) -> Annotated[Tensor, "n k"]:
+        """Indices into the threat's placements; `clean` is the clean pass where the caller has it.
 
         Products may run in TF32 and windows in half precision: both only rank placements.
         """
@@ -43,7 +46,7 @@ class WeakestPlacements:
         with fast_arithmetic():
             return dense_weakest(network, images, labels, self.threat, epsilon, budget)
 
-    def _sweep(self, network: Network, images: Tensor, budget: int) -> PlacementSweep | None:
+    def _sweep(self, network: Network, images: Images, budget: int) -> PlacementSweep | None:
         key = (id(network), images.shape[1:], images.device, images.dtype, budget)
         if key not in self._sweeps:
             self._sweeps = {key: covering_sweep(network, images, self.threat, budget)}
@@ -51,21 +54,21 @@ class WeakestPlacements:
 
 
 def search_budget(device: torch.device) -> int:
-    """The memory that a search may take unless it is told."""
+    """The memory that a search may take by default."""
     return min(default_budget(device), _TRAINING_BUDGET)
 
 
 @torch.no_grad()
 def weakest(
     sweep: PlacementSweep,
-    images: Tensor,
-    labels: Tensor,
+    images: Images,
+    labels: Labels,
     epsilon: float | Tensor,
     clean: Clean | None = None,
-) -> Tensor:
-    """The placement (n, classes) of least margin, by products in TF32 and windows in half precision where they go."""
+) -> Annotated[Tensor, "n k"]:
+    """The placement of least margin, by products in TF32 and windows in half precision where they can be used."""
     with fast_arithmetic():
-        dtype = torch.float16 if sweep.takes_half(images) else None
+        dtype = torch.float16 if sweep.takes_half_precision(images) else None
         if clean is None:
             clean = clean_pass(sweep.layout.network, images, labels)
-        return sweep.worst(clean.detached(), labels, epsilon, dtype)
+        return sweep.margins(clean.detached(), labels, epsilon, dtype=dtype).argmin(dim=1)
