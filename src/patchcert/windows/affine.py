@@ -1,6 +1,7 @@
 """Convolutions and linear layers on windows: each in the form that is fastest for its size and its arithmetic."""
 
 from dataclasses import replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -10,12 +11,15 @@ from patchcert.bounds.operations import Convolution, is_relu
 from patchcert.bounds.rounding import blocked_product, summed_roundings
 from patchcert.windows.geometry import FeatureMap
 from patchcert.windows.kernels import fills_cores, fused_rows, placed, slid_relu, window_products
-from patchcert.windows.passes import WindowPass, Windows
-from patchcert.windows.products import is_worth_a_matrix, product
+from patchcert.windows.passes import Columns, WindowPass, Windows
+from patchcert.windows.products import Weight, is_worth_a_matrix, product
+
+Maps = Annotated[Tensor, "b h w c"]
+"""Windows of all placements and images, one after the other."""
 
 
 def slide(
-    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass, position: int
+    geometry: Geometry, weight: Weight, groups: int, state: Windows, sweep: WindowPass, position: int
 ) -> Windows:
     """The windows after a kernel with these weights has slid over them, in the step at this position."""
     source, target = sweep.window(sweep.steps[position].inputs[0]), sweep.window(position + 1)
@@ -27,11 +31,12 @@ def slide(
     else:
         moved = _slide_by_convolution(local, weight, groups, state, sweep, position)
         roundings = summed_roundings(taps)
+    # The weights of a mean are rounded once before the products are; one rounding more is to spare.
     return replace(moved.widened(roundings + 2, sweep.rounding), is_ragged=True)
 
 
 def _slide_by_convolution(
-    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass, position: int
+    geometry: Geometry, weight: Weight, groups: int, state: Windows, sweep: WindowPass, position: int
 ) -> Windows:
     precise = sweep.rounding.is_outward
     weight, absolute = _shared_weights(weight, state.deviation.dtype, sweep, position)
@@ -53,8 +58,8 @@ def _slide_by_convolution(
 
 
 def _shared_weights(
-    weight: Tensor, dtype: torch.dtype, sweep: WindowPass, position: int
-) -> tuple[Tensor, Tensor]:
+    weight: Weight, dtype: torch.dtype, sweep: WindowPass, position: int
+) -> tuple[Weight, Weight]:
     """The weights and their absolute values, made once for all groups; laid out as windows are for the library."""
     key = (position,)
     if key not in sweep.shared.weights:
@@ -65,15 +70,15 @@ def _shared_weights(
     return sweep.shared.weights[key]
 
 
-def _padded(maps: Tensor, geometry: Geometry) -> tuple[Tensor, Geometry]:
-    """The maps (b, h, w, c) with the padding made explicit, and the geometry that is left."""
+def _padded(maps: Maps, geometry: Geometry) -> tuple[Annotated[Tensor, "b _ _ c"], Geometry]:
+    """The maps with the padding made explicit, and the geometry that is left."""
     top, bottom, left, right = geometry.padding
     size = (maps.shape[1] + top + bottom, maps.shape[2] + left + right)
     return placed(maps, size, (top, left)), replace(geometry, padding=(0, 0, 0, 0))
 
 
-def _slide_by_rows(maps: Tensor, taps: Tensor, geometry: Geometry) -> Tensor:
-    """As `convolve` by a product, on maps (b, h, w, c), with the rows under the kernel laid out by a kernel of ours."""
+def _slide_by_rows(maps: Maps, taps: Weight, geometry: Geometry) -> Annotated[Tensor, "b _ _ out"]:
+    """As `convolve` by a product, with the rows under the kernel laid out by a CUDA kernel."""
     height, width = geometry.output_size(maps.shape[1], maps.shape[2])
     rows = fused_rows(maps, geometry, height, width)
     columns = taps.permute(2, 3, 1, 0).flatten(0, 2)
@@ -81,7 +86,7 @@ def _slide_by_rows(maps: Tensor, taps: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _slide_by_matrix(
-    geometry: Geometry, weight: Tensor, groups: int, state: Windows, sweep: WindowPass, position: int
+    geometry: Geometry, weight: Weight, groups: int, state: Windows, sweep: WindowPass, position: int
 ) -> Windows:
     shape = tuple(state.deviation.shape[2:])
     key = (position, geometry, shape)
@@ -101,7 +106,10 @@ def _slide_by_matrix(
 
 
 def convolution_with_relu(state: Windows, sweep: WindowPass, position: int) -> Windows | None:
-    """The windows after the convolution at this position and the ReLU that alone takes its result."""
+    """The windows after the convolution at this position and the ReLU that follows it, by one kernel of half precision.
+
+    None where the kernel does not apply.
+    """
     operation = sweep.steps[position].operation
     if not isinstance(operation, Convolution) or not _is_half(state, sweep):
         return None
@@ -114,13 +122,16 @@ def convolution_with_relu(state: Windows, sweep: WindowPass, position: int) -> W
         return None
     clean, local = sweep.clean.places(position + 1, sweep.layout), source.local(geometry, target)
     parts = (state.deviation, state.radius)
-    return Windows(*slid_relu(parts, _taps(weight, sweep, position), local, clean, cells, spans))
+    return Windows(*slid_relu(parts, _half_weights(weight, sweep, position), local, clean, cells, spans))
 
 
 def product_of_windows(
-    state: Windows, columns: Tensor, absolute: Tensor, sweep: WindowPass, index: int
+    state: Windows, columns: Columns, absolute: Columns, sweep: WindowPass, index: int
 ) -> Windows | None:
-    """The windows on value `index` times the weights (places, channels, outputs) of the layer after it."""
+    """The windows on value `index` times the weights of the layer after it, by one kernel of half precision.
+
+    None where the kernel does not apply.
+    """
     spans, area = sweep.spans(index), sweep.layout.maps[index]
     fits = _is_half(state, sweep) and fills_cores(columns.shape[1], columns.shape[2], columns.device)
     if spans is None or area is None or not fits:
@@ -129,8 +140,10 @@ def product_of_windows(
     return Windows(*window_products(parts, (columns, absolute), area.width, spans))
 
 
-def is_read_in_place(weight: Tensor, area: FeatureMap | None, dtype: torch.dtype | None) -> bool:
-    """Whether windows of this type on the map take the weights (outputs, inputs) under them without a copy."""
+def is_read_in_place(
+    weight: Annotated[Tensor, "out features"], area: FeatureMap | None, dtype: torch.dtype | None
+) -> bool:
+    """Whether windows of this type on the map take the weights under them without a copy."""
     is_half = dtype == torch.float16 and weight.is_cuda
     return is_half and area is not None and fills_cores(area.channels, len(weight), weight.device)
 
@@ -145,22 +158,26 @@ def _is_before_relu(sweep: WindowPass, position: int) -> bool:
     return users == [sweep.steps[position + 1]] and is_relu(users[0].operation)
 
 
-def _taps(weight: Tensor, sweep: WindowPass, position: int) -> tuple[Tensor, Tensor]:
-    """The weights (taps, channels, outputs) and their absolute values, made once for all groups."""
-    key = (position, "taps")
+def _half_weights(
+    weight: Weight, sweep: WindowPass, position: int
+) -> tuple[Annotated[Tensor, "taps c out"], Annotated[Tensor, "taps c out"]]:
+    """The weights as the kernel reads them, and their absolute values, made once for all groups."""
+    key = (position, "half")
     if key not in sweep.shared.weights:
-        taps = weight.permute(2, 3, 1, 0).flatten(0, 1).half().contiguous()
-        sweep.shared.weights[key] = (taps, taps.abs())
+        rounded = weight.permute(2, 3, 1, 0).flatten(0, 1).half().contiguous()
+        sweep.shared.weights[key] = (rounded, rounded.abs())
     return sweep.shared.weights[key]
 
 
 _FEWEST_CHANNELS = 16
 
 
-def moved_channels(state: Windows) -> Tensor | None:
-    """The channels in which some window differs from the clean image; None where nearly all do.
+def moved_channels(state: Windows) -> Annotated[Tensor, "moved"] | None:
+    """The channels in which some window differs from the clean image; None where nearly all do, and on a CPU.
 
-    Where a single window shows as much already, the others are not looked at.
+    Training on bounds shuts many units of a wide network for good: whatever the patch, they are 0, as they are on the
+    clean image. Differences are then exactly 0 in the whole channel, and the layer after it need not look at it. On a
+    CPU sums keep all their terms, so that the bounds of an image do not depend on the others computed with it.
     """
     if not _may_pay(state) or _are_nearly_all(_is_moved(state.map(lambda part: part[:1, :1]))):
         return None
@@ -171,21 +188,20 @@ def moved_channels(state: Windows) -> Tensor | None:
     return moved if len(moved) else moved.new_zeros(1)
 
 
-def _is_moved(state: Windows) -> Tensor:
-    """Which channels (channels,) some window moves or widens."""
+def _may_pay(state: Windows) -> bool:
+    return state.deviation.is_cuda and state.deviation.shape[-1] >= _FEWEST_CHANNELS
+
+
+def _is_moved(state: Windows) -> Annotated[Tensor, "c"]:
+    """Which channels some window moves or widens."""
     first, second = ((part != 0).flatten(0, -2).any(dim=0) for part in (state.deviation, state.radius))
     return first | second
 
 
-def _are_nearly_all(is_moved: Tensor) -> bool:
+def _are_nearly_all(is_moved: Annotated[Tensor, "c"]) -> bool:
     return 4 * int(is_moved.sum()) > 3 * len(is_moved)
 
 
-def only(channels: Tensor, state: Windows) -> Windows:
+def only(channels: Annotated[Tensor, "moved"], state: Windows) -> Windows:
     """The windows with these channels alone."""
     return state.map(lambda part: part.index_select(-1, channels))
-
-
-def _may_pay(state: Windows) -> bool:
-    """On a CPU sums keep their terms, so that the bounds of an image do not depend on the others computed with it."""
-    return state.deviation.is_cuda and state.deviation.shape[-1] >= _FEWEST_CHANNELS

@@ -12,6 +12,7 @@ Each computes what a slower form computes, and tests on machines with CUDA hold 
 import importlib.util
 from dataclasses import dataclass
 from functools import cache
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -21,6 +22,11 @@ from patchcert.bounds.geometry import Geometry
 
 Size = tuple[int, int]
 
+_State = Annotated[Tensor, "p n ..."]
+"""Deviations or radii: (p, n, h, w, c) on windows, or (p, n, features)."""
+_Radius = Annotated[Tensor, "_ _ ..."]
+"""Radii that may be the same for all placements or images."""
+
 
 @cache
 def _has_triton() -> bool:
@@ -28,24 +34,23 @@ def _has_triton() -> bool:
 
 
 def is_fused(value: Tensor) -> bool:
-    """Whether the kernel takes this tensor: float32 on CUDA, with Triton there to compile it."""
+    """Whether steps on such values run as single kernels: they are float32 on CUDA, and Triton is installed."""
     return value.is_cuda and value.dtype == torch.float32 and _has_triton()
 
 
 def fused_relu(
-    deviation: Tensor,
-    radius: Tensor,
-    clean: Tensor,
-    cells: Tensor | None,
+    deviation: _State,
+    radius: _Radius,
+    clean: Annotated[Tensor, "n ..."],
+    cells: Annotated[Tensor, "p ... cells"] | None,
     factor: float,
     widen: float,
-    slack: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:
-    """Deviation and radius after ReLU, for (p, n, h, w, c) with clean places (n, places, c), or (p, n,
-    features).
+    slack: tuple[Annotated[Tensor, "n"], Annotated[Tensor, "n"]] | None,
+) -> tuple[_State, _State]:
+    """Deviation and radius after ReLU, on windows with clean values (n, places, c), or on features with (n, features).
 
-    The cells are those of each placement (p, cells), or of each window (p, n, cells), -1 outside. The radius
-    is first taken times `factor` plus the first slack (n,), the result's times `widen` plus the second.
+    The cells are those of each placement (p, cells), or of each window (p, n, cells), -1 outside. The radius is
+    multiplied by `factor` and the first slack added before the function, by `widen` and the second slack after it.
     Deviation and radius may be of half precision: the sums are in float32 all the same.
     """
     from patchcert.windows.triton_kernels import relu_windows
@@ -53,8 +58,8 @@ def fused_relu(
     deviation, radius, clean = deviation.contiguous(), radius.contiguous(), clean.contiguous()
     placements, images = deviation.shape[:2]
     new_deviation, new_radius = torch.empty_like(deviation), torch.empty_like(deviation)
-    tiles = _Tiles.of(deviation, 256)
-    relu_windows[tiles.grid](  # pyright: ignore[reportIndexIssue]
+    grid = _Grid.of(deviation, 256)
+    relu_windows[grid.programs](  # pyright: ignore[reportIndexIssue]
         deviation,
         radius,
         clean,
@@ -71,40 +76,43 @@ def fused_relu(
         factor,
         widen,
         CHANNELS=deviation.shape[-1],
-        INNER=tiles.inner,
+        INNER=grid.inner,
         HAS_PLACES=cells is not None,
         OWN_CELLS=cells is not None and cells.dim() == 3,
         HAS_SLACK=slack is not None,
         IS_HALF=deviation.dtype == torch.float16,
-        ROWS=tiles.rows,
-        BLOCK=tiles.block,
+        ROWS=grid.rows,
+        BLOCK=grid.block,
         num_warps=4,
     )
     return new_deviation, new_radius
 
 
 @dataclass(frozen=True, slots=True)
-class _Tiles:
-    """How windows (p, n, ...) are shared out: so many numbers of so many windows to each program."""
+class _Grid:
+    """How windows are shared out among programs: each takes `block` numbers of `rows` windows."""
 
     inner: int
     rows: int
     block: int
-    grid: tuple[int, int]
+    programs: tuple[int, int]
 
     @staticmethod
-    def of(windows: Tensor, most: int) -> "_Tiles":
-        """With at most so many numbers of one window side by side, 1024 or a part of it by a power of two."""
+    def of(windows: _State, most: int) -> "_Grid":
+        """With at most `most` numbers of one window side by side: 1024, or 1024 divided by a power of two."""
         count, inner = windows.shape[0] * windows.shape[1], windows[0, 0].numel()
         block = min(1 << (inner - 1).bit_length(), most)
         rows = max(1, 1024 // block)
-        return _Tiles(inner, rows, block, (-(-count // rows), -(-inner // block)))
+        return _Grid(inner, rows, block, (-(-count // rows), -(-inner // block)))
 
 
 def differentiable_relu(
-    deviation: Tensor, radius: Tensor, clean: Tensor, cells: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """As `fused_relu` rounded to nearest, with a gradient; the cells (p, n, cells) are each window's own."""
+    deviation: _State,
+    radius: _Radius,
+    clean: Annotated[Tensor, "n ..."],
+    cells: Annotated[Tensor, "p n cells"] | None,
+) -> tuple[_State, _State]:
+    """As `fused_relu` rounded to nearest, with a gradient; the cells are each window's own."""
     return _FusedRelu.apply(deviation, radius.expand_as(deviation), clean, cells)  # pyright: ignore[reportReturnType]
 
 
@@ -127,8 +135,8 @@ class _FusedRelu(torch.autograd.Function):
         deviation, radius, clean, *cells = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
         to_deviation, to_radius = torch.empty_like(deviation), torch.empty_like(deviation)
         to_clean = torch.zeros_like(clean)
-        tiles = _Tiles.of(deviation, 1024)
-        relu_windows_gradient[tiles.grid](  # pyright: ignore[reportIndexIssue]
+        grid = _Grid.of(deviation, 1024)
+        relu_windows_gradient[grid.programs](  # pyright: ignore[reportIndexIssue]
             deviation,
             radius,
             clean,
@@ -142,17 +150,17 @@ class _FusedRelu(torch.autograd.Function):
             deviation.shape[1],
             clean.stride(0),
             CHANNELS=deviation.shape[-1],
-            INNER=tiles.inner,
+            INNER=grid.inner,
             HAS_PLACES=bool(cells),
-            ROWS=tiles.rows,
-            BLOCK=tiles.block,
+            ROWS=grid.rows,
+            BLOCK=grid.block,
             num_warps=8,
         )
         return to_deviation, to_radius, to_clean, None
 
 
 def placed(windows: Tensor, size: Size, origin: Size, shifts: Tensor | None = None) -> Tensor:
-    """Maps (..., height, width, c) of the given size, zero but for the window (..., h, w, c) that each has in it.
+    """Maps (..., height, width, c) of the given size, each with a window (..., h, w, c) in it and zero elsewhere.
 
     The window's first cell lies at the origin (row, column), moved by its own shift (..., 2) where there are
     shifts. What sticks out over the map is left out, and gets no gradient.
@@ -204,20 +212,19 @@ def _moved(source: Tensor, size: Size, origin: Size, shifts: Tensor | None, sign
 
 
 def fused_head(
-    deviation: Tensor,
-    radius: Tensor,
-    clean: Tensor,
-    weight: Tensor,
-    labels: Tensor,
+    deviation: Annotated[Tensor, "p n features"],
+    radius: Annotated[Tensor, "_ _ features"],
+    clean: Annotated[Tensor, "n features"],
+    weight: Annotated[Tensor, "k features"],
+    labels: Annotated[Tensor, "n"],
     factor: float,
     widen: float,
-    slack: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:
-    """As `fused_relu` on (p, n, features), then through the last layer merged with the specification.
+    slack: tuple[Annotated[Tensor, "n"], Annotated[Tensor, "n"]] | None,
+) -> tuple[Annotated[Tensor, "n p k"], Annotated[Tensor, "n p k"]]:
+    """As `fused_relu` on features, then through the last layer merged with the specification.
 
-    Gives (n, p, classes): the deviation times row label minus row class of the weight (classes, features), and
-    the radius times the absolute values. No number is summed over more than once per feature. In TF32 where
-    products may be, as in the search of training.
+    Gives the deviation times row label minus row class of the weight, and the radius times the absolute values. Every
+    sum has one term per feature. Products are in TF32 where that is allowed, as in the search of training.
     """
     from patchcert.windows.triton_kernels import head_windows
 
@@ -257,8 +264,10 @@ def fused_head(
     return shift, spread
 
 
-def fused_rows(maps: Tensor, geometry: Geometry, height: int, width: int) -> Tensor:
-    """The values under the kernel at each place on maps (b, h, w, c): rows (b * places, taps * c), 0 in padding."""
+def fused_rows(
+    maps: Annotated[Tensor, "b _ _ c"], geometry: Geometry, height: int, width: int
+) -> Annotated[Tensor, "rows terms"]:
+    """The values under the kernel at each place of its output (height, width), a row for each, 0 in padding."""
     from patchcert.windows.triton_kernels import window_rows
 
     maps = maps.contiguous()
@@ -291,27 +300,29 @@ def fused_rows(maps: Tensor, geometry: Geometry, height: int, width: int) -> Ten
     return output
 
 
+_OnWindows = Annotated[Tensor, "p n h w c"]
+
 _FEWEST_CHANNELS = 32
 _SHARED_MEMORY = 200 * 2**10
 
 
 def fills_cores(channels: int, outputs: int, device: torch.device) -> bool:
-    """Whether so many channels in and out are cut into blocks without a rest, which the device has room for."""
+    """Whether channels in and out are cut into tiles without a rest, which the device has room for."""
     is_even = channels % _FEWEST_CHANNELS == 0 and outputs % _FEWEST_CHANNELS == 0
     return is_even and _shared_memory(device) >= _SHARED_MEMORY
 
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program can have beside its registers; on a CPU, as interpreted in tests, as many as it likes."""
+    """Bytes that a program can have beside its registers; on a CPU, where tests interpret kernels, enough."""
     if device.type != "cuda":
         return _SHARED_MEMORY
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """What a program takes at once: so many images and outputs, so many terms of their sums; and how it is run."""
+class Tiles:
+    """What a program takes at once, images, outputs and terms of their sums, and how it is run."""
 
     images: int
     outputs: int
@@ -321,15 +332,15 @@ class Blocks:
     is_turned: bool = False
 
 
-def slide_blocks(images: int, channels: int, outputs: int) -> Blocks:
+def slide_tiles(images: int, channels: int, outputs: int) -> Tiles:
     """Two sums of 128 images by 128 outputs fill the registers of a core; narrower ones leave room for another."""
     width = _part(outputs, 128)
-    return Blocks(_images(images), width, _part(channels, 64), 8, 4 if width == 128 else 2, is_turned=True)
+    return Tiles(_images(images), width, _part(channels, 64), 8, 4 if width == 128 else 2, is_turned=True)
 
 
-def product_blocks(images: int, channels: int, outputs: int) -> Blocks:
+def product_tiles(images: int, channels: int, outputs: int) -> Tiles:
     """One sum of 128 images by 256 outputs likewise."""
-    return Blocks(_images(images), _part(outputs, 256), _part(channels, 64), 8, 4)
+    return Tiles(_images(images), _part(outputs, 256), _part(channels, 64), 8, 4)
 
 
 def _images(count: int) -> int:
@@ -337,34 +348,33 @@ def _images(count: int) -> int:
 
 
 def _part(number: int, most: int) -> int:
-    """The largest power of two that divides the number, up to the most, which is one itself."""
+    """The largest power of two that divides the number and is at most `most`, itself a power of two."""
     return min(number & -number, most)
 
 
 def slid_relu(
-    parts: tuple[Tensor, Tensor],
-    weights: tuple[Tensor, Tensor],
+    parts: tuple[_OnWindows, _OnWindows],
+    weights: tuple[Annotated[Tensor, "taps c out"], Annotated[Tensor, "taps c out"]],
     geometry: Geometry,
-    clean: Tensor,
-    cells: Tensor,
-    spans: Tensor,
-    blocks: Blocks | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Deviation and radius (p, n, h, w, c) through a convolution and a ReLU.
+    clean: Annotated[Tensor, "n places out"],
+    cells: Annotated[Tensor, "p cells"],
+    spans: Annotated[Tensor, "p 6"],
+    tiles: Tiles | None = None,
+) -> tuple[Annotated[Tensor, "p n _ _ out"], Annotated[Tensor, "p n _ _ out"]]:
+    """Deviation and radius through a convolution and a ReLU; `weights` come with their absolute values.
 
-    The weights, and their absolute values, are (taps, c, outputs); the clean values (n, places, outputs), of which the
-    new windows have the `cells` (p, new cells), -1 outside. The `spans` (p, 6) are those of the old windows.
+    The `cells` are those of the new windows, -1 outside; the `spans` are those of the old windows.
     """
     from patchcert.windows.triton_kernels import slide_relu
 
     deviation, radius, clean = parts[0].contiguous(), parts[1].contiguous(), clean.contiguous()
     placements, images, rows, columns, channels = deviation.shape
     outputs, (height, width) = weights[0].shape[-1], geometry.output_size(rows, columns)
-    blocks = blocks or slide_blocks(images, channels, outputs)
+    tiles = tiles or slide_tiles(images, channels, outputs)
     new_deviation = deviation.new_empty(placements, images, height, width, outputs)
     new_radius = torch.empty_like(new_deviation)
-    tiles = -(-images // blocks.images) * (outputs // blocks.outputs)
-    slide_relu[(height * width, tiles, placements)](  # pyright: ignore[reportIndexIssue]
+    programs = -(-images // tiles.images) * (outputs // tiles.outputs)
+    slide_relu[(height * width, programs, placements)](  # pyright: ignore[reportIndexIssue]
         deviation,
         radius,
         *weights,
@@ -387,37 +397,34 @@ def slid_relu(
         KERNEL_COLUMNS=geometry.kernel[1],
         ROW_STRIDE=geometry.stride[0],
         COLUMN_STRIDE=geometry.stride[1],
-        IMAGES=blocks.images,
-        TERMS=blocks.terms,
-        BLOCK=blocks.outputs,
-        IS_TURNED=blocks.is_turned,
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
+        IMAGES=tiles.images,
+        TERMS=tiles.terms,
+        BLOCK=tiles.outputs,
+        IS_TURNED=tiles.is_turned,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
     return new_deviation, new_radius
 
 
 def window_products(
-    parts: tuple[Tensor, Tensor],
-    weights: tuple[Tensor, Tensor],
+    parts: tuple[_OnWindows, _OnWindows],
+    weights: tuple[Annotated[Tensor, "places c out"], Annotated[Tensor, "places c out"]],
     map_columns: int,
-    spans: Tensor,
-    blocks: Blocks | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Deviation and radius (p, n, h, w, c) times the weights (places, c, outputs) and their absolute values.
-
-    The windows lie on a map of so many columns, as their `spans` (p, 6) say.
-    """
+    spans: Annotated[Tensor, "p 6"],
+    tiles: Tiles | None = None,
+) -> tuple[Annotated[Tensor, "p n out"], Annotated[Tensor, "p n out"]]:
+    """Deviation and radius times the weights and their absolute values, where `spans` say on a map of `map_columns`."""
     from patchcert.windows.triton_kernels import window_product
 
     deviation, radius = parts[0].contiguous(), parts[1].contiguous()
     placements, images, rows, columns, channels = deviation.shape
     outputs = weights[0].shape[-1]
-    blocks = blocks or product_blocks(images, channels, outputs)
+    tiles = tiles or product_tiles(images, channels, outputs)
     new_deviation = deviation.new_empty(placements, images, outputs)
     new_radius = torch.empty_like(new_deviation)
-    tiles = -(-images // blocks.images) * (outputs // blocks.outputs)
-    window_product[(2 * tiles, placements)](  # pyright: ignore[reportIndexIssue]
+    programs = -(-images // tiles.images) * (outputs // tiles.outputs)
+    window_product[(2 * programs, placements)](  # pyright: ignore[reportIndexIssue]
         deviation,
         radius,
         *weights,
@@ -430,10 +437,10 @@ def window_products(
         ROWS=rows,
         COLUMNS=columns,
         MAP_COLUMNS=map_columns,
-        IMAGES=blocks.images,
-        TERMS=blocks.terms,
-        BLOCK=blocks.outputs,
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
+        IMAGES=tiles.images,
+        TERMS=tiles.terms,
+        BLOCK=tiles.outputs,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
     return new_deviation, new_radius

@@ -73,8 +73,8 @@ def test_a_convolution_with_relu_is_both_in_turn(name, channels, outputs, is_tur
     taps = weight.permute(2, 3, 1, 0).flatten(0, 1).contiguous()
     left, right, top, bottom = source.input_padding(geometry, target)
     local = Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
-    blocks = replace(kernels.slide_blocks(IMAGES, channels, outputs), is_turned=is_turned)
-    found = kernels.slid_relu(parts, (taps, taps.abs()), local, clean, new.signed, covered.spans, blocks)
+    tiles = replace(kernels.slide_tiles(IMAGES, channels, outputs), is_turned=is_turned)
+    found = kernels.slid_relu(parts, (taps, taps.abs()), local, clean, new.signed, covered.spans, tiles)
 
     def slid(part, weight):
         maps = part.double().flatten(0, 1).permute(0, 3, 1, 2)
