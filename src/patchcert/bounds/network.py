@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from patchcert.bounds.interval import Interval
-from patchcert.bounds.operations import Affine, Linear, Operation
+from patchcert.bounds.operations import Affine, Interval, Linear, Operation
 from patchcert.bounds.rounding import NEAREST, Rounding
 from patchcert.bounds.sparse import FirstLayer, sparse_first_layer
 from patchcert.errors import InvalidInput, UnsupportedLayer

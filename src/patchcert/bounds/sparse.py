@@ -14,8 +14,7 @@ import torch
 from torch import Size, Tensor
 
 from patchcert.bounds.geometry import Geometry, under_kernel
-from patchcert.bounds.interval import Interval
-from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape
+from patchcert.bounds.operations import ChannelScale, Convolution, Interval, Linear, Reshape
 from patchcert.bounds.rounding import Rounding, blocked_product, lifted
 from patchcert.errors import InvalidInput, UnsupportedLayer
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import NEAREST, Network
+from patchcert.bounds.geometry import FeatureMap, NotCovered, Window
 from patchcert.threats import Patch
 from patchcert.windows.clean import Clean, clean_pass
 from patchcert.windows.fused import is_fused, placed
-from patchcert.windows.geometry import FeatureMap, Layout, NotCovered, Window, seen_by_pool
 from patchcert.windows.groups import cells
+from patchcert.windows.layout import Layout
 from patchcert.windows.merging import Merging, covered_pixels, masked, repeated
 from patchcert.windows.rules import before_head
 from patchcert.windows.sparse_rows import is_sparse, sparse_product
@@ -162,10 +163,10 @@ class _ChosenPass(WindowPass):
 
     def surroundings(self, position: int, height: int, width: int) -> Tensor:
         step = self.steps[position]
-        window = seen_by_pool(step.operation, self.windows[step.inputs[0]], self.windows[position + 1])
+        window = self.layout.seen(position, self.windows)
         assert window is not None
         outside = self._outside(window, step.inputs[0])
-        return self._gather(window, step.inputs[0]).masked_fill(outside, -torch.inf)
+        return self._gather(window, step.inputs[0]).masked_fill(outside, step.operation.padding)
 
     def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
         if is_sparse(part, columns):

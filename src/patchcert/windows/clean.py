@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from patchcert.bounds import Interval, Network, Rounding, trace
 from patchcert.bounds.network import merged_margins
 from patchcert.bounds.operations import is_relu
-from patchcert.windows.geometry import Layout
+from patchcert.windows.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)

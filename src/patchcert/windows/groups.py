@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from patchcert.bounds.geometry import FeatureMap, Window
 from patchcert.threats import Placements
-from patchcert.windows.geometry import FeatureMap, Layout, Window, seen_by_pool
+from patchcert.windows.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ class Group:
     """Placements whose windows differ by whole steps on every feature map, so that one geometry serves them
     all.
 
-    `cells` are those of the windows; `surroundings`, for a max pooling, those that its output window looks
-    at.
+    `cells` are those of the windows; `surroundings`, for a step that goes by its interval bound, those that its
+    output window looks at.
     """
 
     members: Tensor
@@ -106,8 +107,6 @@ def _group(
 
     around = []
     for position, step in enumerate(layout.network.steps):
-        source = step.inputs[0]
-        seen = seen_by_pool(step.operation, windows[source], windows[position + 1])
-        around.append(covered(seen, layout.maps[source]))
+        around.append(covered(layout.seen(position, windows), layout.maps[step.inputs[0]]))
     inner = [covered(window, area) for window, area in zip(windows, layout.maps, strict=True)]
     return Group(members.to(device), windows, tuple(inner), tuple(around))

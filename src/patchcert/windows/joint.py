@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from patchcert.bounds.geometry import FeatureMap
 from patchcert.bounds.operations import Convolution, is_relu
-from patchcert.windows.geometry import FeatureMap
 from patchcert.windows.half import fills_cores, slid_relu, window_products
 from patchcert.windows.windows import WindowPass, Windows
 

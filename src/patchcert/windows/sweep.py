@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import NEAREST, Network, Rounding
+from patchcert.bounds.geometry import NotCovered
 from patchcert.bounds.network import zero_at_label
 from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape, is_relu
 from patchcert.threats import Patch
 from patchcert.windows.clean import Clean
 from patchcert.windows.fused import is_fused
-from patchcert.windows.geometry import Layout, NotCovered
 from patchcert.windows.groups import Group, groups
 from patchcert.windows.head import Head, Moves
 from patchcert.windows.joint import is_read_in_place
+from patchcert.windows.layout import Layout
 from patchcert.windows.merging import Merging, RepeatedPass, masked
 from patchcert.windows.rules import propagate
 from patchcert.windows.windows import GroupPass, Shared, Windows

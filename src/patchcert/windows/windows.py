@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import Rounding
+from patchcert.bounds.geometry import Window
 from patchcert.bounds.network import Step
 from patchcert.bounds.rounding import blocked_product
 from patchcert.windows.clean import Clean
 from patchcert.windows.fused import is_fused
-from patchcert.windows.geometry import Layout, Window
 from patchcert.windows.groups import Cells, Group
+from patchcert.windows.layout import Layout
 
 _LARGE_WINDOW = 2**20
 """From so many weights under a window on, a CPU reads them where they lie instead of gathering them."""
@@ -121,7 +122,7 @@ class WindowPass(ABC):
 
     @abstractmethod
     def surroundings(self, position: int, height: int, width: int) -> Tensor:
-        """The clean values that the max pooling at `position` looks at, -infinity outside the feature map."""
+        """The clean values that the step at `position` looks at, and its padding outside the feature map."""
 
     @abstractmethod
     def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
@@ -200,7 +201,9 @@ class GroupPass(WindowPass):
         assert cells is not None
         chosen = cells.slice(self.start, self.stop)
         values = self._gather(self.steps[position].inputs[0], chosen.index).unflatten(2, (height, width))
-        return values if chosen.outside is None else values.masked_fill(chosen.outside, -torch.inf)
+        if chosen.outside is None:
+            return values
+        return values.masked_fill(chosen.outside, self.steps[position].operation.padding)
 
     def flat_product(self, part: Tensor, columns: Tensor, index: int) -> Tensor:
         cells, window = self.cells(index), self.window(index)
