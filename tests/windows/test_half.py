@@ -70,7 +70,7 @@ def test_a_convolution_with_relu_is_both_in_turn(name, channels, outputs, is_tur
     clean = torch.randn(IMAGES, area.height * area.width, outputs, generator=generator).to(DEVICE)
     weight = torch.randn(outputs, channels, *geometry.kernel, generator=generator).to(DEVICE).half()
     taps = weight.permute(2, 3, 1, 0).flatten(0, 1).contiguous()
-    left, right, top, bottom = source.input_padding(geometry, target)
+    top, bottom, left, right = source.local(geometry, target).padding
     local = Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
     blocks = replace(half.slide_blocks(IMAGES, channels, outputs), is_turned=is_turned)
     found = half.slid_relu(parts, (taps, taps.abs()), local, clean, new.signed, covered.spans, blocks)

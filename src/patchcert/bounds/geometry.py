@@ -1,5 +1,6 @@
 """How a kernel slides over a map, which outputs see a window of its inputs, and the convolution itself."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated
@@ -53,6 +54,12 @@ class FeatureMap:
     height: int
     width: int
     is_flat: bool = field(default=False, compare=False)
+
+    @staticmethod
+    def of(shape: Sequence[int]) -> "FeatureMap":
+        """The map of a value of shape (channels, height, width)."""
+        channels, height, width = shape
+        return FeatureMap(channels, height, width)
 
     @property
     def size(self) -> int:
@@ -136,11 +143,11 @@ def _overhang(
 
 def convolve(
     value: Annotated[Tensor, "n c _ _"],
-    weight: Annotated[Tensor, "k _ _ _"],
+    weight: Annotated[Tensor, "outputs _ _ _"],
     geometry: Geometry,
     groups: int,
     precise: bool,
-) -> Annotated[Tensor, "n k _ _"]:
+) -> Annotated[Tensor, "n outputs _ _"]:
     """The convolution without offset; `precise` writes it as a matrix product, whatever the library would do."""
     if precise:
         return _convolve_by_product(value, weight, geometry, groups)

@@ -40,7 +40,7 @@ class Layout:
         if network.head is None:
             raise NotCovered("the last layer is not linear")
         shapes = [tuple(value.shape[1:]) for value in values]
-        maps: list[FeatureMap | None] = [FeatureMap(*shapes[0])]
+        maps: list[FeatureMap | None] = [FeatureMap.of(shapes[0])]
         for position, step in enumerate(network.steps):
             first = step.inputs[0]
             if len({(maps[index], shapes[index]) for index in step.inputs}) > 1:
@@ -78,7 +78,7 @@ def _next_map(
 ) -> FeatureMap | None:
     """The map of a result of shape `given`, from an input of shape `taken` on the map `source`."""
     if source is None:
-        if len(given) != 1 and operation.places(FeatureMap(*taken)) is not Places.KEPT:
+        if len(given) != 1 and operation.places(FeatureMap.of(taken)) is not Places.KEPT:
             raise NotCovered("features are used as a map again")
         return None
     places = _places(operation, source)

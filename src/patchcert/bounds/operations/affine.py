@@ -108,8 +108,8 @@ class Linear(Affine):
 
 
 def _product(
-    value: Annotated[Tensor, "... f"], weight: Annotated[Tensor, "k f"], precise: bool
-) -> Annotated[Tensor, "... k"]:
+    value: Annotated[Tensor, "... features"], weight: Annotated[Tensor, "outputs features"], precise: bool
+) -> Annotated[Tensor, "... outputs"]:
     return blocked_product(value, weight.T) if precise else F.linear(value, weight)
 
 

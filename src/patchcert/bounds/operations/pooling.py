@@ -24,7 +24,7 @@ class MaxPool(Operation):
     ceil_mode: bool
     padding: ClassVar[float] = -torch.inf
 
-    def forward(self, *inputs: Annotated[Tensor, "... _ _"]) -> Annotated[Tensor, "... _ _"]:
+    def forward(self, *inputs: Tensor) -> Annotated[Tensor, "... _ _"]:
         kernel, stride, dilation = self.geometry.kernel, self.geometry.stride, self.geometry.dilation
         top, _, left, _ = self.geometry.padding
         return F.max_pool2d(inputs[0], kernel, stride, (top, left), dilation, self.ceil_mode)

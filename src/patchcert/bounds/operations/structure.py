@@ -69,7 +69,7 @@ class Reshape(Operation):
     reshape: Callable[[Tensor], Tensor]
     may_share_memory: ClassVar[bool] = True
 
-    def forward(self, *inputs: Annotated[Tensor, "n ..."]) -> Annotated[Tensor, "n ..."]:
+    def forward(self, *inputs: Tensor) -> Annotated[Tensor, "n ..."]:
         return self.reshape(inputs[0])
 
     def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
