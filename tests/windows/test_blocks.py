@@ -8,12 +8,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchcert.bounds import NEAREST, trace
+from patchcert.bounds.geometry import NotCovered
 from patchcert.models import Normalize
 from patchcert.testing.blocks import randomise
 from patchcert.threats import Patch, shapes
 from patchcert.windows import DifferentiablePlacements, PlacementSweep, clean_pass
 from patchcert.windows.blocks import PlacementBlocks
-from patchcert.windows.geometry import Layout, NotCovered
+from patchcert.windows.layout import Layout
 
 SIDE = 14
 NETWORKS = {

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from patchcert.bounds import NEAREST, precise_arithmetic, trace
-from patchcert.bounds.geometry import Geometry, convolve
+from patchcert.bounds.geometry import FeatureMap, Geometry, Window, convolve
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.models import Normalize
 from patchcert.testing.blocks import randomise
 from patchcert.threats import Patch
 from patchcert.windows import affine, clean_pass, covering_sweep, kernels
-from patchcert.windows.geometry import FeatureMap, Window
 from patchcert.windows.groups import cells
 
 HAS_CUDA = torch.cuda.is_available()
@@ -71,7 +70,7 @@ def test_a_convolution_with_relu_is_both_in_turn(name, channels, outputs, is_tur
     clean = torch.randn(IMAGES, area.height * area.width, outputs, generator=generator).to(DEVICE)
     weight = torch.randn(outputs, channels, *geometry.kernel, generator=generator).to(DEVICE).half()
     taps = weight.permute(2, 3, 1, 0).flatten(0, 1).contiguous()
-    left, right, top, bottom = source.input_padding(geometry, target)
+    top, bottom, left, right = source.local(geometry, target).padding
     local = Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
     tiles = replace(kernels.slide_tiles(IMAGES, channels, outputs), is_turned=is_turned)
     found = kernels.slid_relu(parts, (taps, taps.abs()), local, clean, new.signed, covered.spans, tiles)

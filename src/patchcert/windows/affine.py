@@ -6,10 +6,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from patchcert.bounds.geometry import Geometry, convolve
+from patchcert.bounds.geometry import FeatureMap, Geometry, convolve
 from patchcert.bounds.operations import Convolution, is_relu
 from patchcert.bounds.rounding import blocked_product, summed_roundings
-from patchcert.windows.geometry import FeatureMap
 from patchcert.windows.kernels import fills_cores, fused_rows, placed, slid_relu, window_products
 from patchcert.windows.passes import Columns, WindowPass, Windows
 from patchcert.windows.products import Weight, is_worth_a_matrix, product

@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from patchcert.bounds.geometry import NotCovered, Window
 from patchcert.bounds.operations import ChannelScale, Convolution, MaxPool, Monotone, Reshape
 from patchcert.threats import Patch, Placements
-from patchcert.windows.geometry import Layout, NotCovered, Window
+from patchcert.windows.layout import Layout
 from patchcert.windows.passes import Columns, OnWindows, Outside, Part, WindowPass, Windows, common_steps
 from patchcert.windows.rules import propagate
 
@@ -170,7 +171,7 @@ def _sight(
         operation = step.operation
         if isinstance(operation, Convolution | MaxPool) and source and target:
             geometry = operation.geometry
-            grown = F.pad(pixels, source.input_padding(geometry, target))
+            grown = source.local(geometry, target).pad(pixels)
             pixels = F.max_pool2d(grown, geometry.kernel, geometry.stride, 0, geometry.dilation)
         elif not isinstance(operation, ChannelScale | Monotone | Reshape):
             return pixels.amax(dim=(2, 3))

@@ -10,7 +10,7 @@ from patchcert.bounds import Interval, Network, Rounding
 from patchcert.bounds.network import merged_margins
 from patchcert.bounds.operations import is_relu
 from patchcert.tensors import Images, Labels, Margins
-from patchcert.windows.geometry import Layout
+from patchcert.windows.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)

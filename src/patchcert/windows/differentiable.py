@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import NEAREST, Network
+from patchcert.bounds.geometry import FeatureMap, Window
 from patchcert.tensors import Images, Labels, PlacementMargins
 from patchcert.threats import Patch
 from patchcert.windows.blocks import PlacementBlocks, covered_pixels, masked, repeated
 from patchcert.windows.clean import Clean, clean_pass
-from patchcert.windows.geometry import FeatureMap, Layout, Window, seen_by_pool
 from patchcert.windows.groups import cells
 from patchcert.windows.kernels import placed
+from patchcert.windows.layout import Layout
 from patchcert.windows.passes import (
     Columns,
     OnWindows,
@@ -169,10 +170,10 @@ class _OwnPlacementsPass(WindowPass):
 
     def surroundings(self, position: int, height: int, width: int) -> OnWindows:
         step = self.steps[position]
-        window = seen_by_pool(step.operation, self.windows[step.inputs[0]], self.windows[position + 1])
+        window = self.layout.seen(position, self.windows)
         assert window is not None
         outside = self._outside(window, step.inputs[0])
-        return self._gather(window, step.inputs[0]).masked_fill(outside, -torch.inf)
+        return self._gather(window, step.inputs[0]).masked_fill(outside, step.operation.padding)
 
     def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
         if is_sparse(part, columns):

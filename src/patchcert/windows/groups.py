@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from patchcert.bounds.geometry import FeatureMap, Window
 from patchcert.tensors import Corners
 from patchcert.threats import Placements
-from patchcert.windows.geometry import FeatureMap, Layout, Window, seen_by_pool
+from patchcert.windows.layout import Layout
 from patchcert.windows.passes import (
     Columns,
     OnWindows,
@@ -74,7 +75,8 @@ def _axis_cells(origin: int, extent: int, shifts: np.ndarray, step: int) -> np.n
 class Group:
     """Placements whose windows differ by whole cells on every feature map, so that one geometry serves them all.
 
-    `cells` are those of the windows; `surroundings`, for a max pooling, those that its output window looks at.
+    `cells` are those of the windows; `surroundings`, for a step that goes by its interval bound, those that its
+    output window looks at.
     """
 
     members: Annotated[Tensor, "p"]
@@ -115,9 +117,7 @@ def _group(
 
     around = []
     for position, step in enumerate(layout.network.steps):
-        source = step.inputs[0]
-        seen = seen_by_pool(step.operation, windows[source], windows[position + 1])
-        around.append(covered(seen, layout.maps[source]))
+        around.append(covered(layout.seen(position, windows), layout.maps[step.inputs[0]]))
     inner = [covered(window, area) for window, area in zip(windows, layout.maps, strict=True)]
     return Group(members.to(device), windows, tuple(inner), tuple(around))
 
@@ -159,7 +159,9 @@ class GroupPass(WindowPass):
         assert cells is not None
         chosen = cells.slice(self.start, self.stop)
         values = self._gather(self.steps[position].inputs[0], chosen.index).unflatten(2, (height, width))
-        return values if chosen.outside is None else values.masked_fill(chosen.outside, -torch.inf)
+        if chosen.outside is None:
+            return values
+        return values.masked_fill(chosen.outside, self.steps[position].operation.padding)
 
     def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
         cells, window = self.cells(index), self.window(index)

@@ -1,7 +1,7 @@
 """Steps on windows as single CUDA kernels, which read and write each number once.
 
 Each computes what a slower form computes, and tests on machines with CUDA hold the two equal. `fused_relu` and
-`differentiable_relu` are `_between` in `rules`; `placed` is `F.pad`; `fused_rows` followed by a product is `convolve`;
+`differentiable_relu` are `_monotone` in `rules`; `placed` is `F.pad`; `fused_rows` followed by a product is `convolve`;
 `fused_head` is `fused_relu` followed by two products; `slid_relu` is a convolution of the library followed by
 `fused_relu`; `window_products` is two products with gathered weights.
 """

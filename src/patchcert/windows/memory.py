@@ -9,8 +9,8 @@ from patchcert.tensors import Images
 from patchcert.threats import Patch, SparsePixels
 from patchcert.windows.affine import is_read_in_place
 from patchcert.windows.blocks import PlacementBlocks
-from patchcert.windows.geometry import Layout
 from patchcert.windows.groups import Group
+from patchcert.windows.layout import Layout
 
 _ENOUGH_IMAGES = 32
 """As many rows make a product on a CPU efficient; more images would leave room for fewer placements."""

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import Rounding
+from patchcert.bounds.geometry import NotCovered, Window
 from patchcert.bounds.network import Step
 from patchcert.windows.clean import Clean
-from patchcert.windows.geometry import Layout, NotCovered, Window
 from patchcert.windows.kernels import is_fused
+from patchcert.windows.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class WindowPass(ABC):
 
     @abstractmethod
     def surroundings(self, position: int, height: int, width: int) -> OnWindows:
-        """The clean values that the max pooling at `position` looks at, -infinity outside the feature map."""
+        """The clean values that the step at `position` looks at, and its padding outside the feature map."""
 
     @abstractmethod
     def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:

@@ -15,10 +15,10 @@ from patchcert.tensors import Images, Labels, Margins, PlacementMargins
 from patchcert.threats import Patch
 from patchcert.windows.blocks import PlacementBlocks, RepeatedPass, masked
 from patchcert.windows.clean import Clean
-from patchcert.windows.geometry import Layout
 from patchcert.windows.groups import Group, GroupPass, groups
 from patchcert.windows.head import MarginChanges, MergedHead
 from patchcert.windows.kernels import is_fused
+from patchcert.windows.layout import Layout
 from patchcert.windows.memory import patches_within, placements_within
 from patchcert.windows.passes import SharedByPasses, Windows, if_covered
 from patchcert.windows.rules import propagate

@@ -9,6 +9,7 @@ from torch import Generator, Tensor
 from torch.utils.checkpoint import checkpoint
 
 from patchcert.bounds import Interval, Network
+from patchcert.bounds.geometry import NotCovered
 from patchcert.bounds.operations import Convolution, Linear
 from patchcert.bounds.rounding import NEAREST
 from patchcert.errors import InvalidInput, InvalidThreat, UnsupportedLayer
@@ -18,7 +19,7 @@ from patchcert.train.strategies.placed import PlacedPatch
 from patchcert.train.strategy import Batch, WorstCase
 from patchcert.windows import DifferentiablePlacements, PlacementSweep
 from patchcert.windows.blocks import PlacementBlocks
-from patchcert.windows.geometry import Layout, NotCovered
+from patchcert.windows.layout import Layout
 from patchcert.windows.search import search_budget, weakest
 
 logger = logging.getLogger(__name__)
