@@ -258,7 +258,7 @@ def test_blocks_of_one_lose_nothing_and_large_blocks_lose_something():
 
 
 def test_pooled_bounds_contain_every_member_of_their_block():
-    """Merging by hand: the block's box is the hull of its members' pre-activation boxes."""
+    """PlacementBlocks by hand: the block's box is the hull of its members' pre-activation boxes."""
     model = make_model("cnn").double()
     network, batch, threat = trace(model), make_batch(1, dtype=torch.float64), Patch((3, 4))
     first = network.steps[0].name

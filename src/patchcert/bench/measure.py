@@ -107,7 +107,7 @@ def run_case(case: Case, machine: Machine) -> Measurement:
     step_gigabytes = _peak(machine.device)
     return Measurement(
         case=case.name,
-        placements=sweep.placements,
+        placements=len(sweep.order),
         dense_forward=dense_forward,
         dense_step=dense_step,
         sweep_float32=exact,
@@ -135,7 +135,7 @@ def _sweeps(sweep: PlacementSweep, images: Tensor, labels: Tensor, machine: Mach
 
     @torch.no_grad()
     def swept() -> None:
-        sweep.worst(clean_pass(sweep.layout.network, images, labels), labels)
+        sweep.margins(clean_pass(sweep.layout.network, images, labels), labels).argmin(dim=1)
 
     with precise_arithmetic():
         exact = _micro(_graphed(swept, machine.device), machine, len(images))

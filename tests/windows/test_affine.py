@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from patchcert import Patch, certify, placement_margins
+from patchcert.certify.intervals import certify, placement_margins
 from patchcert.testing.blocks import randomise
-from patchcert.windows import unmoved
-from patchcert.windows.unmoved import moved_channels, only
-from patchcert.windows.windows import Windows
+from patchcert.threats import Patch
+from patchcert.windows import affine
+from patchcert.windows.affine import moved_channels, only
+from patchcert.windows.passes import Windows
 
 SHAPE = (3, 9, 9)
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -47,8 +48,8 @@ def seen(monkeypatch):
         counts.append((state.deviation.shape[-1], len(channels)))
         return only(channels, state)
 
-    monkeypatch.setattr(unmoved, "_may_pay", lambda state: True)
-    for module in ("sliding", "rules"):
+    monkeypatch.setattr(affine, "_may_pay", lambda state: True)
+    for module in ("affine", "rules"):
         monkeypatch.setattr(f"patchcert.windows.{module}.only", counted)
     return counts
 
@@ -84,7 +85,7 @@ def test_verdicts_are_the_same_on_a_machine_that_leaves_channels_out(seen, monke
 def test_a_unit_that_no_placement_opens_has_no_radius(monkeypatch):
     states = []
     monkeypatch.setattr(
-        "patchcert.windows.sliding.moved_channels", lambda state: states.append(state) and None
+        "patchcert.windows.affine.moved_channels", lambda state: states.append(state) and None
     )
     images, labels = batch(2)
     placement_margins(shut_network(), images, labels, Patch(3))
@@ -103,13 +104,13 @@ def test_a_unit_that_no_placement_opens_has_no_radius(monkeypatch):
     ],
 )
 def test_moved_channels_are_those_that_differ_anywhere(channels, moved, monkeypatch):
-    monkeypatch.setattr(unmoved, "_may_pay", lambda state: True)
+    monkeypatch.setattr(affine, "_may_pay", lambda state: True)
     found = moved_channels(windows(*channels))
     assert (None if found is None else found.tolist()) == moved
 
 
 def test_every_window_counts_unless_the_first_moves_nearly_all(monkeypatch):
-    monkeypatch.setattr(unmoved, "_may_pay", lambda state: True)
+    monkeypatch.setattr(affine, "_may_pay", lambda state: True)
     few, other, many = windows(0.0, 1.0, 0.0, 0.0), windows(0.0, 0.0, 0.0, 1.0), windows(1.0, 1.0, 1.0, 1.0)
     assert moved_channels(joined(few, other)).tolist() == [1, 3]
     assert moved_channels(joined(few, many)) is None
@@ -129,7 +130,7 @@ def test_on_a_cpu_every_channel_stays():
 def test_a_gpu_leaves_channels_out_and_agrees_with_the_cpu(monkeypatch):
     counts = []
     monkeypatch.setattr(
-        "patchcert.windows.sliding.only",
+        "patchcert.windows.affine.only",
         lambda channels, state: counts.append(len(channels)) or only(channels, state),
     )
     model, (images, labels) = shut_network(), batch()

@@ -1,4 +1,4 @@
-"""Products that leave out zeros are those of whole rows, with the gradient of the weights."""
+"""Products of windows with weights are those of the convolution, or of the whole rows, that they stand for."""
 
 import pytest
 import torch
@@ -7,10 +7,36 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import trace
+from patchcert.bounds.geometry import Geometry
 from patchcert.testing.strategies import seeds
 from patchcert.threats import Patch
-from patchcert.windows import chosen, covering_placements
-from patchcert.windows.sparse_rows import is_sparse, sparse_product
+from patchcert.windows import covering_placements, differentiable
+from patchcert.windows.products import ConvolutionMatrix, is_sparse, sparse_product, window_matrix
+
+GEOMETRIES = [
+    (Geometry((3, 3), (1, 1), (1, 1, 1, 1), (1, 1)), 1),
+    (Geometry((4, 2), (2, 3), (1, 2, 0, 3), (1, 1)), 2),
+    (Geometry((2, 3), (1, 2), (-1, 0, 2, -1), (2, 1)), 1),
+]
+
+
+@pytest.mark.parametrize(("geometry", "groups"), GEOMETRIES, ids=str)
+def test_the_matrix_and_its_gradient_are_those_of_the_convolution(geometry, groups):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 4 // groups, *geometry.kernel, generator=generator, requires_grad=True)
+    places = ConvolutionMatrix.of(geometry, weight, groups, (7, 9, 4))
+    slow, ours = window_matrix(geometry, weight, groups, (7, 9, 4)), places.matrix(weight)
+    assert torch.equal(ours, slow)
+    weights = torch.randn(ours.shape, generator=generator)
+    (expected,) = torch.autograd.grad((slow * weights).sum(), weight)
+    (found,) = torch.autograd.grad((ours * weights).sum(), weight)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_are_not_finite_stay_where_they_are():
+    geometry, weight = GEOMETRIES[0][0], torch.full((1, 1, 3, 3), torch.inf)
+    matrix = ConvolutionMatrix.of(geometry, weight, 1, (4, 4, 1)).matrix(weight)
+    assert set(matrix.unique().tolist()) == {0.0, torch.inf}
 
 
 def whole_product(part, columns, cells):
@@ -48,7 +74,9 @@ def test_rows_without_weights_before_them_and_few_entries_are_taken():
 @pytest.mark.parametrize("first", [nn.Identity(), nn.Conv2d(1, 1, 3, padding=1)], ids=["pixels", "convolved"])
 def test_only_a_first_linear_layer_takes_sparse_rows(monkeypatch, first):
     calls = []
-    monkeypatch.setattr(chosen, "sparse_product", lambda *given: calls.append(1) or sparse_product(*given))
+    monkeypatch.setattr(
+        differentiable, "sparse_product", lambda *given: calls.append(1) or sparse_product(*given)
+    )
     model = nn.Sequential(first, nn.Flatten(), nn.Linear(196, 4), nn.ReLU(), nn.Linear(4, 3))
     images, corners = torch.rand(2, 1, 14, 14), torch.tensor([[[0, 0]], [[12, 12]]])
     placements = covering_placements(trace(model), images, Patch(2))

@@ -1,17 +1,53 @@
-"""Rules of what holds a network together: sums of branches, reshapes, dropout in eval mode, the identity."""
+"""What holds a network together: sums of branches, reshapes, dropout in eval mode, the identity."""
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from patchcert.bounds.geometry import FeatureMap, Places
 from patchcert.bounds.lowering import BATCH_SIZE, function_rule, layer_rule, refuse
-from patchcert.bounds.operations import Add, Operation, Reshape
+from patchcert.bounds.operations.base import Interval, Operation
+from patchcert.bounds.rounding import Rounding
 from patchcert.errors import ModelError, UnsupportedLayer
+
+
+@dataclass(frozen=True, slots=True)
+class Add(Operation):
+    """The sum of two branches, as at the end of a skip connection."""
+
+    arity: ClassVar[int] = 2
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        _check_terms(*inputs)
+        return inputs[0] + inputs[1]
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        first, second = inputs
+        _check_terms(first.lower, second.lower)
+        lower, upper = first.lower + second.lower, first.upper + second.upper
+        if rounding.is_outward:
+            # A sum is off by u of itself, and so is the new end; sums so small that 4u of them underflow are exact.
+            lower = lower - lower.abs() * (4 * rounding.unit)
+            upper = upper + upper.abs() * (4 * rounding.unit)
+        return Interval(lower, upper)
+
+    def places(self, area: FeatureMap) -> Places:
+        return Places.KEPT
+
+
+def _check_terms(first: Tensor, second: Tensor) -> None:
+    if first.dim() != second.dim():
+        raise UnsupportedLayer(
+            f"a sum of results of shapes {tuple(first.shape)} and {tuple(second.shape)} would mix images",
+            hint="give both terms the same dimensions",
+        )
 
 
 @function_rule(operator.add, operator.iadd, torch.add, "add", "add_")
@@ -24,6 +60,23 @@ def _add(*terms: object, alpha: float = 1) -> Operation:
     if alpha != 1:
         refuse(f"alpha is {alpha}, bounds exist for a plain sum")
     return Add()
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape(Operation):
+    """The same values in another shape; the first dimension, the batch, stays."""
+
+    reshape: Callable[[Tensor], Tensor]
+    may_share_memory: ClassVar[bool] = True
+
+    def forward(self, *inputs: Tensor) -> Annotated[Tensor, "n ..."]:
+        return self.reshape(inputs[0])
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        return inputs[0].map(self.reshape)
+
+    def places(self, area: FeatureMap) -> Places:
+        return Places.KEPT
 
 
 @layer_rule(nn.Flatten)
@@ -51,7 +104,7 @@ def _reshape(*shape: object) -> Operation:
     return Reshape(partial(_reshape_each, rest))
 
 
-def _reshape_each(sizes: Sequence[int], value: Tensor) -> Tensor:
+def _reshape_each(sizes: Sequence[int], value: Annotated[Tensor, "n ..."]) -> Annotated[Tensor, "n ..."]:
     """The results of each image in another shape; it must hold all of them and nothing of other images."""
     whole, part = math.prod(value.shape[1:]), math.prod(size for size in sizes if size != -1)
     if part == 0 or whole % part or (whole != part and -1 not in sizes):

@@ -1,7 +1,8 @@
 """Every rule contains what it must, is tight where it can be, and is missed when it is wrong."""
 
 import copy
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from patchcert.bounds import Interval, Rounding, trace
 from patchcert.bounds.network import Network
-from patchcert.bounds.operations import Convolution, Linear, Monotone
+from patchcert.bounds.operations import Add, Affine, Convolution, Linear, Monotone, Operation
 from patchcert.models import Normalize
 from patchcert.testing.blocks import ResidualBlock, randomise
 from patchcert.testing.strategies import image_batches, image_shapes, networks, seeds
@@ -229,41 +230,61 @@ def mutated(network, change):
     return Network(tuple(replace(step, operation=change(step.operation)) for step in network.steps))
 
 
-class UpperOnly(Monotone):
+@dataclass(frozen=True)
+class UpperOnly(Operation):
     """Forgets the function on the lower side."""
 
+    honest: Monotone
+
+    def forward(self, *inputs):
+        return self.honest.forward(*inputs)
+
     def interval(self, *inputs, rounding):
-        return Interval(inputs[0].lower, self.function(inputs[0].upper))
+        return Interval(inputs[0].lower, self.honest.function(inputs[0].upper))
 
 
-class SignedRadius(Linear):
-    """Sends the radius through W instead of |W|."""
+@dataclass(frozen=True)
+class OtherRadius(Affine):
+    """Sends the centre through the honest operation, and the radius through another map."""
+
+    honest: Affine
+    radius: Callable
+
+    def map(self, value, precise):
+        return self.honest.map(value, precise)
 
     def absolute_map(self, value, precise):
-        return self.map(value, precise)
+        return self.radius(value, precise)
+
+    def offset(self, like):
+        return self.honest.offset(like)
+
+    def roundings(self, value):
+        return self.honest.roundings(value)
 
 
-class ForgetsPadding(Convolution):
+def forgets_padding(layer):
     """Lets the radius reach into the padding: bounds no longer fit the forward pass of a zero border."""
+    top, bottom, left, right = layer.geometry.padding
 
-    def absolute_map(self, value, precise):
-        top, bottom, left, right = self.geometry.padding
+    def radius(value, precise):
         grown = F.pad(value, (left, right, top, bottom), mode="replicate")
-        geometry = replace(self.geometry, padding=(0, 0, 0, 0))
-        return Convolution(self.weight, self.bias, geometry, self.groups).absolute_map(grown, precise)
+        return layer.unpadded().absolute_map(grown, precise)
+
+    return OtherRadius(layer, radius)
 
 
 MUTANTS = {
-    "radius through W": (Linear, lambda layer: SignedRadius(layer.weight, layer.bias)),
-    "monotone function on the upper side only": (
-        Monotone,
-        lambda layer: UpperOnly(layer.function, layer.units),
-    ),
-    "radius in the padding": (
-        Convolution,
-        lambda layer: ForgetsPadding(layer.weight, layer.bias, layer.geometry, layer.groups),
-    ),
+    "radius through W": (Linear, lambda layer: OtherRadius(layer, layer.map)),
+    "monotone function on the upper side only": (Monotone, UpperOnly),
+    "radius in the padding": (Convolution, forgets_padding),
 }
+
+
+def test_operations_have_no_subclasses():
+    """What windows and kernels know of an operation would be taken for that of its subclass."""
+    with pytest.raises(TypeError, match="Sum extends Add, a final class: extend Operation instead"):
+        type("Sum", (Add,), {})
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -8,12 +8,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchcert.bounds import NEAREST, trace
+from patchcert.bounds.geometry import NotCovered
 from patchcert.models import Normalize
 from patchcert.testing.blocks import randomise
 from patchcert.threats import Patch, shapes
-from patchcert.windows import ChosenPlacements, PlacementSweep, clean_pass
-from patchcert.windows.geometry import Layout, NotCovered
-from patchcert.windows.merging import Merging
+from patchcert.windows import DifferentiablePlacements, PlacementSweep, clean_pass
+from patchcert.windows.blocks import PlacementBlocks
+from patchcert.windows.layout import Layout
 
 SIDE = 14
 NETWORKS = {
@@ -41,7 +42,7 @@ def network_of(kind):
 def merging_of(network, patch, blocks, layers):
     with torch.no_grad():
         layout = Layout.of(network, network.values(IMAGES[:1]))
-    return Merging.of(layout, patch, patch.placements(SIDE, SIDE), blocks, layers, IMAGES.device)
+    return PlacementBlocks.of(layout, patch, patch.placements(SIDE, SIDE), blocks, layers, IMAGES.device)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def merging_of(network, patch, blocks, layers):
 def test_members_pass_one_by_one_only_where_a_cell_sees_more_than_one_of_them_holds(
     kind, patch, blocks, left
 ):
-    assert merging_of(network_of(kind), patch, blocks, LAYERS[kind]).blocks == left
+    assert merging_of(network_of(kind), patch, blocks, LAYERS[kind]).sides == left
 
 
 @pytest.mark.parametrize("blocks", [(2,), (3,), (2, 2)])
@@ -107,9 +108,9 @@ class Count(TorchDispatchMode):
 def passes(network, blocks):
     """Operations per group in the search, and in the pass with a gradient."""
     merging = merging_of(network, Patch(2), blocks, LAYERS["convolutions"][: len(blocks)])
-    assert merging.blocks == blocks
+    assert merging.sides == blocks
     sweep = PlacementSweep.of(network, IMAGES, Patch(2), 2**30, merging)
-    chosen = ChosenPlacements.of(network, IMAGES, Patch(2), merging)
+    chosen = DifferentiablePlacements.of(network, IMAGES, Patch(2), merging)
     corners = merging.corners[:4].expand(len(IMAGES), 4, 2)
     chosen.margins(IMAGES, LABELS, corners, 0.5)
     with torch.no_grad():
@@ -135,6 +136,6 @@ def test_chunks_of_the_search_leave_room_for_all_members():
     for patch in (Patch(1), Patch(3)):
         merging = merging_of(network, patch, (2,), (1,))
         sweep = PlacementSweep.of(network, IMAGES, patch, 2**17, merging)
-        sizes.append(sweep.chunk(sweep.groups[0], len(IMAGES), NEAREST))
+        sizes.append(sweep.placements_at_once(sweep.groups[0], len(IMAGES), NEAREST))
     by_members, by_union = sizes
     assert 0 < by_members < by_union

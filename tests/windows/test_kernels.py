@@ -15,15 +15,21 @@ from patchcert.certificates.intervals import certify, placement_margins
 from patchcert.testing.blocks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
 from patchcert.windows import (
-    chosen,
     clean_pass,
     covering_placements,
     covering_sweep,
     exact_clean_pass,
-    windows,
+    passes,
 )
-from patchcert.windows.fused import differentiable_relu, fused_head, fused_relu, fused_rows, is_fused, placed
 from patchcert.windows.groups import Cells
+from patchcert.windows.kernels import (
+    differentiable_relu,
+    fused_head,
+    fused_relu,
+    fused_rows,
+    is_fused,
+    placed,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -200,7 +206,7 @@ def test_chosen_placements_have_the_same_gradient_with_and_without_kernels(name,
     corners = torch.randint(0, 9, (len(images), 4, 2), generator=torch.Generator().manual_seed(0)).cuda()
     found = []
     for has_kernels in (True, False):
-        monkeypatch.setattr(chosen, "is_fused", lambda value, has_kernels=has_kernels: has_kernels)
+        monkeypatch.setattr(passes, "is_fused", lambda value, has_kernels=has_kernels: has_kernels)
         placements = covering_placements(trace(model), images, Patch(3))
         assert placements is not None
         with precise_arithmetic():
@@ -303,7 +309,7 @@ def test_sweeps_are_the_same_with_and_without_kernels(name, rounding, monkeypatc
     images, labels = (part.cuda() for part in batch())
     fused = swept(model, images, labels, Patch(3), rounding)
     assert is_fused(images)
-    monkeypatch.setattr(windows, "is_fused", lambda value: False)
+    monkeypatch.setattr(passes, "is_fused", lambda value: False)
     plain = swept(model, images, labels, Patch(3), rounding)
     assert distance(fused, plain) < 2e-6
 
@@ -364,7 +370,7 @@ def test_sweeps_of_half_precision_rank_placements_as_well_as_tf32(name):
     network = trace(model)
     sweep = covering_sweep(network, images, Patch(3), 2**26)
     assert sweep is not None
-    assert sweep.takes_half(images)
+    assert sweep.takes_half_precision(images)
     with torch.no_grad(), fast_arithmetic():
         half = sweep.margins(clean_pass(network, images, labels), labels, dtype=torch.float16)
     exact = swept(model, images, labels, Patch(3), NEAREST)
@@ -392,4 +398,4 @@ def test_other_networks_are_not_swept_in_half_precision(name):
     images = batch()[0].cuda()
     sweep = covering_sweep(trace(built(name).cuda()), images, Patch(3), 2**26)
     assert sweep is not None
-    assert not sweep.takes_half(images)
+    assert not sweep.takes_half_precision(images)

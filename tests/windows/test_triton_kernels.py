@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from patchcert.bounds import NEAREST, precise_arithmetic, trace
-from patchcert.bounds.geometry import Geometry, convolve
+from patchcert.bounds.geometry import FeatureMap, Geometry, Window, convolve
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.models import Normalize
 from patchcert.testing.blocks import randomise
 from patchcert.threats import Patch
-from patchcert.windows import clean_pass, covering_sweep, half, joint
-from patchcert.windows.geometry import FeatureMap, Window
+from patchcert.windows import affine, clean_pass, covering_sweep, kernels
 from patchcert.windows.groups import cells
 
 HAS_CUDA = torch.cuda.is_available()
@@ -71,10 +70,10 @@ def test_a_convolution_with_relu_is_both_in_turn(name, channels, outputs, is_tur
     clean = torch.randn(IMAGES, area.height * area.width, outputs, generator=generator).to(DEVICE)
     weight = torch.randn(outputs, channels, *geometry.kernel, generator=generator).to(DEVICE).half()
     taps = weight.permute(2, 3, 1, 0).flatten(0, 1).contiguous()
-    left, right, top, bottom = source.input_padding(geometry, target)
+    top, bottom, left, right = source.local(geometry, target).padding
     local = Geometry(geometry.kernel, geometry.stride, (top, bottom, left, right), geometry.dilation)
-    blocks = replace(half.slide_blocks(IMAGES, channels, outputs), is_turned=is_turned)
-    found = half.slid_relu(parts, (taps, taps.abs()), local, clean, new.signed, covered.spans, blocks)
+    tiles = replace(kernels.slide_tiles(IMAGES, channels, outputs), is_turned=is_turned)
+    found = kernels.slid_relu(parts, (taps, taps.abs()), local, clean, new.signed, covered.spans, tiles)
 
     def slid(part, weight):
         maps = part.double().flatten(0, 1).permute(0, 3, 1, 2)
@@ -95,7 +94,7 @@ def test_windows_times_the_weights_under_them_are_two_products(channels, outputs
     generator = seeded()
     parts, covered = random_parts(Window(-1, -2, 4, 3, 2, 2), channels, generator)
     weight = torch.randn(AREA.height * AREA.width, channels, outputs, generator=generator).to(DEVICE).half()
-    found = half.window_products(parts, (weight, weight.abs()), AREA.width, covered.spans)
+    found = kernels.window_products(parts, (weight, weight.abs()), AREA.width, covered.spans)
     for ours, part, factor in zip(found, parts, (weight, weight.abs()), strict=True):
         plain = part.double().flatten(2) @ factor.double()[covered.index].flatten(1, 2)
         torch.testing.assert_close(ours.double(), plain, rtol=1e-3, atol=1e-3 * float(plain.abs().max()))
@@ -127,11 +126,11 @@ def test_a_search_with_kernels_of_half_precision_has_nearly_the_exact_margins(bu
     labels = torch.arange(6).cuda() % 5
     sweep = covering_sweep(network, images, Patch(2), budget)
     assert sweep is not None
-    assert sweep.takes_half(images)
+    assert sweep.takes_half_precision(images)
     for name in ("slid_relu", "window_products"):
-        kernel = getattr(joint, name)
+        kernel = getattr(affine, name)
         monkeypatch.setattr(
-            joint, name, lambda *parts, kernel=kernel, name=name: taken.append(name) or kernel(*parts)
+            affine, name, lambda *parts, kernel=kernel, name=name: taken.append(name) or kernel(*parts)
         )
     with torch.no_grad(), fast_arithmetic():
         found = sweep.margins(clean_pass(network, images, labels), labels, dtype=torch.float16)
