@@ -32,6 +32,8 @@ from patchcert.windows.sliding import slide
 from patchcert.windows.unmoved import moved_channels, only
 from patchcert.windows.windows import WindowPass, Windows, product
 
+Inputs = Sequence[Windows]
+
 
 def propagate(sweep: WindowPass, start: Windows, last: int, first: int = 0) -> Windows:
     """Deviation and radius of value `last`, from those of value `first`, which all between must come from."""
@@ -63,15 +65,11 @@ def before_head(sweep: WindowPass, start: Windows, first: int = 0) -> Windows:
     return propagate(sweep, start, last, first).settled(sweep.outside(last))
 
 
-def _convolution(
-    operation: Convolution, inputs: Sequence[Windows], sweep: WindowPass, position: int
-) -> Windows:
+def _convolution(operation: Convolution, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     return slide(operation.geometry, operation.weight(), operation.groups, inputs[0], sweep, position)
 
 
-def _average_pool(
-    operation: AveragePool, inputs: Sequence[Windows], sweep: WindowPass, position: int
-) -> Windows:
+def _average_pool(operation: AveragePool, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
     area, clean = sweep.layout.maps[index], sweep.clean.values[index]
     assert area is not None
@@ -96,7 +94,7 @@ def _global_mean(state: Windows, area: FeatureMap, sweep: WindowPass) -> Windows
     return state.map(mean).widened(summed_roundings(cells) + 1, sweep.rounding)
 
 
-def _linear(operation: Linear, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _linear(operation: Linear, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     (state,), index = inputs, sweep.steps[position].inputs[0]
     columns, absolute = _columns(operation, state.deviation.dtype, sweep, position)
     if sweep.windows[index] is None:
@@ -152,9 +150,7 @@ def _packed(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
-def _channel_scale(
-    operation: ChannelScale, inputs: Sequence[Windows], sweep: WindowPass, position: int
-) -> Windows:
+def _channel_scale(operation: ChannelScale, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     (state,), key = inputs, (position,)
     if key not in sweep.shared.weights:
         scale = operation.scale().to(state.deviation.dtype).flatten()
@@ -164,7 +160,7 @@ def _channel_scale(
     return Windows(state.deviation * scale, state.radius * absolute).widened(SCALE_ROUNDINGS, sweep.rounding)
 
 
-def _monotone(operation: Monotone, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _monotone(operation: Monotone, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
     if operation.is_relu and sweep.is_fused:
         return _fused_relu(state, sweep, position)
@@ -175,9 +171,7 @@ def _monotone(operation: Monotone, inputs: Sequence[Windows], sweep: WindowPass,
     return _difference(bounds, after, sweep, position, operation.units, operation.is_relu and is_outward)
 
 
-def _by_interval(
-    operation: Operation, inputs: Sequence[Windows], sweep: WindowPass, position: int
-) -> Windows:
+def _by_interval(operation: Operation, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     """Any other operation: its own interval bound on what the output window sees, clean values around it included."""
     indices, target = sweep.steps[position].inputs, sweep.windows[position + 1]
     if target is None:
@@ -272,7 +266,7 @@ def relu_terms(
     return state.factor * (1 + 8 * rounding.unit), 1 + 8 * rounding.unit, slack
 
 
-def _add(operation: Add, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _add(operation: Add, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     step, target = sweep.steps[position], sweep.windows[position + 1]
     first, second = (
         _extend(state, sweep.windows[index], target) for state, index in zip(inputs, step.inputs, strict=True)
@@ -291,7 +285,7 @@ def _extend(state: Windows, source: Window | None, target: Window | None) -> Win
     return state.map(lambda part: F.pad(part, (0, 0, left, right, top, bottom)))
 
 
-def _reshape(operation: Reshape, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _reshape(operation: Reshape, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     return inputs[0]
 
 
