@@ -120,7 +120,7 @@ class Site:
     target: Target
 
     def __str__(self) -> str:
-        name = spoken(self.target)
+        name = public_name(self.target)
         match Kind.of(self.target):
             case Kind.LAYER:
                 return f"layer '{self.place}' ({name})"
@@ -140,7 +140,7 @@ def supported(kind: Kind) -> list[str]:
     """The names of all layers, functions or methods that have bounds."""
     rules = {**LAYER_RULES, **FUNCTION_RULES}
     known = [target for target, rule in rules.items() if not always_refuses(rule)]
-    return sorted({spoken(target) for target in known if Kind.of(target) is kind}, key=str.lower)
+    return sorted({public_name(target) for target in known if Kind.of(target) is kind}, key=str.lower)
 
 
 def always_refuses(rule: Callable) -> bool:
@@ -151,7 +151,7 @@ def always_refuses(rule: Callable) -> bool:
 _PUBLIC = {"F": F, "torch": torch, "operator": operator}
 
 
-def spoken(target: Target) -> str:
+def public_name(target: Target) -> str:
     """The name by which users know it; F is torch.nn.functional."""
     if isinstance(target, str):
         return f".{target}()"
@@ -174,7 +174,7 @@ def _advice(target: Target) -> str:
         return special
     if Kind.of(target) is Kind.LAYER:
         return "replace the layer, or register a sound rule for it with patchcert.bounds.layer_rule"
-    key = repr(target) if isinstance(target, str) else spoken(target)
+    key = repr(target) if isinstance(target, str) else public_name(target)
     return f"use a layer that has bounds, or register a sound rule with patchcert.bounds.function_rule({key})"
 
 
