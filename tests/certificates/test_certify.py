@@ -11,7 +11,7 @@ import patchcert as pc
 from patchcert.bounds import Interval
 from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.bounds.operations import Operation
-from patchcert.certificates.intervals import Certificates
+from patchcert.certificates import Certificates
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.testing.blocks import randomise
 from patchcert.testing.probes import constant, pixel_probe

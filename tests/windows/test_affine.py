@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from patchcert.certify.intervals import certify, placement_margins
+from patchcert.certificates import certify, placement_margins
 from patchcert.testing.blocks import randomise
 from patchcert.threats import Patch
 from patchcert.windows import affine

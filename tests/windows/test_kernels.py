@@ -11,7 +11,7 @@ from torch import nn
 from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
 from patchcert.bounds.geometry import Geometry, convolve
 from patchcert.bounds.rounding import blocked_product, fast_arithmetic
-from patchcert.certificates.intervals import certify, placement_margins
+from patchcert.certificates import certify, placement_margins
 from patchcert.testing.blocks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
 from patchcert.windows import (

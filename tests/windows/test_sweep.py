@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
-from patchcert.certificates.intervals import certify, placement_margins
+from patchcert.certificates import certify, placement_margins
 from patchcert.models import Normalize
 from patchcert.testing.blocks import FunctionalHead, ResidualBlock, randomise
 from patchcert.testing.strategies import cases, seeds, threats
