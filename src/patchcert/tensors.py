@@ -1,4 +1,4 @@
-"""Shapes of tensors as signatures say them: `Annotated[Tensor, "n c h w"]`. The tests check them in every call.
+"""Shapes of tensors as signatures state them: `Annotated[Tensor, "n c h w"]`. Tests check them in every call.
 
 A shape is a row of words, one for each dimension. Within one call a name stands for one number, a number for itself,
 `_` for any one dimension, and `...` (at most once) for any dimensions. The same letters mean the same everywhere:
