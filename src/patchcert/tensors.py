@@ -10,6 +10,7 @@ from typing import Annotated
 from torch import Tensor
 
 Images = Annotated[Tensor, "n c h w"]
+PerImage = Annotated[Tensor, "n"]
 Labels = Annotated[Tensor, "n"]
 Logits = Annotated[Tensor, "n k"]
 Margins = Annotated[Tensor, "n k"]
