@@ -75,8 +75,11 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checked_fields(kind: type) -> type:
-    """The class; of a dataclass, no instance can be constructed whose fields have other shapes than stated."""
-    if not is_dataclass(kind) or "__init__" not in vars(kind):
+    """The class; of a dataclass, no instance can be made whose fields have other shapes than stated.
+
+    A subclass that is no dataclass itself is not checked: it may compute its fields when they are asked for.
+    """
+    if not is_dataclass(kind) or not {"__init__", "__dataclass_fields__"} <= vars(kind).keys():
         return kind
     stated = {field.name: field.type for field in fields(kind) if _states_shapes(field.type)}
     if not stated:
