@@ -32,7 +32,8 @@ ATTACK_STEPS, FEWEST_ATTACK_STEPS = 150, 5
 class Machine:
     """The device, its ceilings, how long calls are repeated, and the numbers of images.
 
-    `batch` images are taken at once. `restarts` are those of the attack. Test images in `data_dir` are certified, elsewhere random ones.
+    `batch` images are taken at once. `restarts` are those of the attack. Test images in `data_dir` are certified,
+    random ones where there is none.
     """
 
     device: torch.device
