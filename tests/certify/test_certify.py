@@ -13,8 +13,7 @@ from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.bounds.operations import Operation
 from patchcert.certify.intervals import Certificates
 from patchcert.errors import InvalidInput, ModelError
-from patchcert.testing.blocks import randomise
-from patchcert.testing.probes import constant, pixel_probe
+from patchcert.testing.networks import constant, pixel_probe, randomise
 
 SHAPE = (1, 4, 5)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from patchcert.data import Dataset, Split
 from patchcert.data.split import random_crop, random_flip
 from patchcert.errors import DataError, InvalidInput
-from patchcert.testing.state import seeded
+from patchcert.testing.conformance import seeded
 
 
 def split(count=10):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from patchcert.tensors import Images, Labels, Logits
 from patchcert.testing.shapes import ShapeError, check_shapes_on_import, checked, shape_matches
+from patchcert.threats.shapes import sums_under
 
 MODULE = """
 from collections.abc import Iterator
@@ -208,7 +209,6 @@ def test_gradients_and_tracing_survive(module):
         module.Layer()(torch.zeros(3))
 
 
-def test_the_tests_of_this_package_are_checked():
-    from patchcert.testing import shapes
-
-    assert any(isinstance(finder, shapes._CheckingFinder) for finder in sys.meta_path)
+def test_calls_of_this_package_are_checked_in_tests():
+    with pytest.raises(ShapeError, match="sums_under: argument 'values'"):
+        sums_under(torch.ones(2, 2, dtype=torch.bool), torch.zeros(3, 4, 4, 1))

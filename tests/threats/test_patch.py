@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patchcert.errors import InvalidInput, InvalidThreat
-from patchcert.testing.state import seeded
+from patchcert.testing.conformance import seeded
 from patchcert.testing.strategies import image_batches, seeds, threats
 from patchcert.threats import Patch, Threat, shapes, threat_from_dict
 

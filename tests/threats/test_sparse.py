@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patchcert.errors import InvalidThreat
-from patchcert.testing.state import seeded
+from patchcert.testing.conformance import seeded
 from patchcert.testing.strategies import seeds
 from patchcert.threats import SparsePixels, Threat, threat_from_dict
 

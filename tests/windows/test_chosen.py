@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import Interval, trace
-from patchcert.testing.blocks import ResidualBlock, randomise
+from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.testing.strategies import cases, seeds
 from patchcert.threats import Patch, shapes
 from patchcert.windows import WeakestPlacements, covering_placements, dense_margins, reference_margins

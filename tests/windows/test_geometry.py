@@ -9,7 +9,7 @@ from torch import nn
 
 from patchcert.bounds import trace
 from patchcert.bounds.geometry import Geometry
-from patchcert.testing.blocks import ResidualBlock
+from patchcert.testing.networks import ResidualBlock
 from patchcert.threats import Patch
 from patchcert.windows.geometry import _FOLLOWED, Layout, NotCovered, Window
 from patchcert.windows.groups import groups

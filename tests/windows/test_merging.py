@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchcert.bounds import NEAREST, trace
 from patchcert.models import Normalize
-from patchcert.testing.blocks import randomise
+from patchcert.testing.networks import randomise
 from patchcert.threats import Patch, shapes
 from patchcert.windows import ChosenPlacements, PlacementSweep, clean_pass
 from patchcert.windows.geometry import Layout, NotCovered

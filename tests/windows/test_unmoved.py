@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from patchcert import Patch, certify, placement_margins
-from patchcert.testing.blocks import randomise
+from patchcert.testing.networks import randomise
 from patchcert.windows import unmoved
 from patchcert.windows.unmoved import moved_channels, only
 from patchcert.windows.windows import Windows

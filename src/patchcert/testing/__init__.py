@@ -8,10 +8,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from patchcert.testing.attack_checks import ATTACK_CHECKS
-    from patchcert.testing.report import CheckResult, ConformanceError, ConformanceReport
-    from patchcert.testing.suites import CERTIFIER_CHECKS, check_attack, check_certifier, check_threat
-    from patchcert.testing.threat_checks import THREAT_CHECKS
+    from patchcert.testing.attacks import ATTACK_CHECKS, check_attack
+    from patchcert.testing.certifiers import CERTIFIER_CHECKS, check_certifier
+    from patchcert.testing.conformance import CheckResult, ConformanceError, ConformanceReport
+    from patchcert.testing.threats import THREAT_CHECKS, check_threat
 
 __all__ = [
     "ATTACK_CHECKS",
@@ -26,15 +26,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ATTACK_CHECKS": "attack_checks",
-    "CERTIFIER_CHECKS": "suites",
-    "THREAT_CHECKS": "threat_checks",
-    "CheckResult": "report",
-    "ConformanceError": "report",
-    "ConformanceReport": "report",
-    "check_attack": "suites",
-    "check_certifier": "suites",
-    "check_threat": "suites",
+    "ATTACK_CHECKS": "attacks",
+    "CERTIFIER_CHECKS": "certifiers",
+    "THREAT_CHECKS": "threats",
+    "CheckResult": "conformance",
+    "ConformanceError": "conformance",
+    "ConformanceReport": "conformance",
+    "check_attack": "attacks",
+    "check_certifier": "certifiers",
+    "check_threat": "threats",
 }
 
 
