@@ -15,11 +15,10 @@ from patchcert.data.folder import FOLDER, ImageShape, read_folder
 from patchcert.data.sources import CLASS_NAMES, Source, find_source
 from patchcert.data.split import Dataset, Split
 from patchcert.errors import DataError
-from patchcert.files import atomic_write, sha256
+from patchcert.files import sha256
 
 MNIST_MINI = "mnist-mini"
 _MINI_FILE = Path(__file__).with_name("mnist_mini.npz")
-_TRAIN_PER_CLASS, _TEST_PER_CLASS = 600, 100
 
 
 def load_dataset(
@@ -58,7 +57,7 @@ def assemble(source: Source, checked: Mapping[str, Checked]) -> Dataset:
 
 
 def class_names(name: str) -> tuple[str, ...] | None:
-    """What the labels of a data set mean, as far as that can be told without reading its images."""
+    """What the labels of a data set mean, where that is known without reading its images."""
     if name == MNIST_MINI:
         return CLASS_NAMES["mnist"]
     if not name.startswith(FOLDER):
@@ -82,24 +81,3 @@ def load_mnist_mini() -> Dataset:
         std=(1.0,),
         checksums={_MINI_FILE.name: sha256(_MINI_FILE)},
     )
-
-
-def first_of_each_class(split: Split, count: int) -> Split:
-    """The first `count` images of each class, in the order they had."""
-    classes = int(split.labels.max()) + 1
-    chosen = [torch.nonzero(split.labels == label).flatten()[:count] for label in range(classes)]
-    return split[torch.cat(chosen).sort().values]
-
-
-def write_mnist_mini(mnist: Dataset, path: Path) -> None:
-    """Store the subset of the full MNIST as one compressed npz file; the packaged one was made so."""
-    train = first_of_each_class(mnist.train, _TRAIN_PER_CLASS)
-    test = first_of_each_class(mnist.test, _TEST_PER_CLASS)
-    with atomic_write(path) as stream:
-        np.savez_compressed(
-            stream,
-            train_images=train.images.numpy(),
-            train_labels=train.labels.numpy().astype(np.uint8),
-            test_images=test.images.numpy(),
-            test_labels=test.labels.numpy().astype(np.uint8),
-        )

@@ -8,38 +8,27 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from patchcert.testing.attacks import ATTACK_CHECKS, check_attack
-    from patchcert.testing.certifiers import CERTIFIER_CHECKS, check_certifier
-    from patchcert.testing.conformance import CheckResult, ConformanceError, ConformanceReport
-    from patchcert.testing.threats import THREAT_CHECKS, check_threat
-
-__all__ = [
-    "ATTACK_CHECKS",
-    "CERTIFIER_CHECKS",
-    "THREAT_CHECKS",
-    "CheckResult",
-    "ConformanceError",
-    "ConformanceReport",
-    "check_attack",
-    "check_certifier",
-    "check_threat",
-]
+    from patchcert.testing.attacks import ATTACK_CHECKS as ATTACK_CHECKS
+    from patchcert.testing.attacks import check_attack as check_attack
+    from patchcert.testing.certifiers import CERTIFIER_CHECKS as CERTIFIER_CHECKS
+    from patchcert.testing.certifiers import check_certifier as check_certifier
+    from patchcert.testing.conformance import CheckResult as CheckResult
+    from patchcert.testing.conformance import ConformanceError as ConformanceError
+    from patchcert.testing.conformance import ConformanceReport as ConformanceReport
+    from patchcert.testing.threats import THREAT_CHECKS as THREAT_CHECKS
+    from patchcert.testing.threats import check_threat as check_threat
 
 _HOMES = {
-    "ATTACK_CHECKS": "attacks",
-    "CERTIFIER_CHECKS": "certifiers",
-    "THREAT_CHECKS": "threats",
-    "CheckResult": "conformance",
-    "ConformanceError": "conformance",
-    "ConformanceReport": "conformance",
-    "check_attack": "attacks",
-    "check_certifier": "certifiers",
-    "check_threat": "threats",
+    "attacks": ("ATTACK_CHECKS", "check_attack"),
+    "certifiers": ("CERTIFIER_CHECKS", "check_certifier"),
+    "conformance": ("CheckResult", "ConformanceError", "ConformanceReport"),
+    "threats": ("THREAT_CHECKS", "check_threat"),
 }
 
 
 def __getattr__(name: str) -> object:
     """Import a suite when it is first asked for, so that `shapes` can be installed before any other module."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'patchcert.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"patchcert.testing.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"patchcert.testing.{home}"), name)
+    raise AttributeError(f"module 'patchcert.testing' has no attribute {name!r}")

@@ -3,11 +3,11 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
+from patchcert.attacks import Attack
 from patchcert.testing.conformance import (
     ConformanceReport,
     changed_state,
@@ -23,41 +23,11 @@ SHAPE: Shape = (1, 4, 5)
 COPIES = 32
 
 
-class AttackResultLike(Protocol):
-    """What an attack returns for n images."""
-
-    @property
-    def adversarial(self) -> Tensor:
-        """The images it found (n, c, h, w)."""
-        ...
-
-    @property
-    def succeeded(self) -> Tensor:
-        """True (n,) where the model says something else than the label."""
-        ...
-
-
-class AttackLike(Protocol):
-    """An attack with its settings."""
-
-    def run(
-        self,
-        model: nn.Module,
-        images: Tensor,
-        labels: Tensor,
-        threat: Patch | SparsePixels,
-        *,
-        generator: Generator | None = None,
-    ) -> AttackResultLike:
-        """Search the threat for images that the model gets wrong."""
-        ...
-
-
 @dataclass(frozen=True)
 class AttackUnderTest:
     """An attack, and whether it is one on sparse pixels instead of patches."""
 
-    attack: AttackLike
+    attack: Attack
     sparse: bool = False
     device: str = "cpu"
 
@@ -197,7 +167,7 @@ ATTACK_CHECKS = (
 
 
 def check_attack(
-    attack: AttackLike,
+    attack: Attack,
     *,
     sparse: bool = False,
     device: str = "cpu",

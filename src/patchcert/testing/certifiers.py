@@ -160,15 +160,22 @@ class CertifierUnderTest:
             ),
         )
 
+    def answer_unless_refused(
+        self, model: nn.Module, images: Images, labels: Sequence[int] | Tensor, threat: AnyThreat
+    ) -> Answer | None:
+        """As `answer`; None where the model or the threat is refused."""
+        try:
+            return self.answer(model, images, labels, threat)
+        except self.refusals:
+            model.cpu()
+            return None
+
     def verdicts(
         self, model: nn.Module, images: Images, labels: Sequence[int] | Tensor, threat: AnyThreat
     ) -> Annotated[Tensor, "n"]:
         """True where the image is certified; a model or threat that is refused certifies nothing."""
-        try:
-            return self.answer(model, images, labels, threat).certified
-        except self.refusals:
-            model.cpu()
-            return torch.zeros(len(images), dtype=torch.bool)
+        answer = self.answer_unless_refused(model, images, labels, threat)
+        return torch.zeros(len(images), dtype=torch.bool) if answer is None else answer.certified
 
     def predictions(self, model: nn.Module, images: Images) -> Labels:
         """What the deployed classifier of this model says."""
@@ -192,10 +199,8 @@ class CertifierUnderTest:
         An abstention breaks no certificate that promises detection, or that holds with some confidence only.
         """
         labels = torch.as_tensor(labels)
-        try:
-            answer = self.answer(model, images, labels, threat)
-        except self.refusals:
-            model.cpu()
+        answer = self.answer_unless_refused(model, images, labels, threat)
+        if answer is None:
             return
         for index in answer.certified.nonzero().flatten().tolist():
             visited = members(threat, images[index], seeded())
@@ -206,12 +211,8 @@ class CertifierUnderTest:
         self, model: nn.Module, images: Images, labels: Tensor, patch: Patch, what: str
     ) -> None:
         """Require that certified images are proven at every placement, and unbroken wherever the map says proven."""
-        try:
-            answer = self.answer(model, images, labels, patch)
-        except self.refusals:
-            model.cpu()
-            return
-        if answer.placements is None:
+        answer = self.answer_unless_refused(model, images, labels, patch)
+        if answer is None or answer.placements is None:
             return
         corners = patch.placements(*SHAPE[1:]).corners.tolist()
         require(
@@ -229,7 +230,7 @@ class CertifierUnderTest:
             require(broken is None, f"{what}: image {index} is proven at {corners[place]}, but {broken}")
 
     def _broken(self, model: nn.Module, visited: Images, label: int, may_abstain: bool) -> str | None:
-        """Which of the members changes the prediction from the label, in words; None where none does."""
+        """Which of the members changes the prediction from the label, as a sentence; None where none does."""
         found = self.predictions(model, visited)
         wrong = (found != label) & ~((found == ABSTAINED) & may_abstain)
         if not wrong.any():
@@ -356,11 +357,8 @@ def margins_bound_what_brute_force_reaches(subject: CertifierUnderTest) -> None:
     images, patch = torch.rand(4, *SHAPE, generator=seeded()), Patch(2)
     for name, model in random_networks(SHAPE, 3, seed=11).items():
         labels = _model_predictions(model, images)
-        try:
-            answer = subject.answer(model, images, labels, patch)
-        except subject.refusals:
-            continue
-        if answer.margins is None:
+        answer = subject.answer_unless_refused(model, images, labels, patch)
+        if answer is None or answer.margins is None:
             continue
         require(
             answer.margins.shape == (4, 3),
@@ -401,10 +399,8 @@ def predictions_are_those_of_the_deployed_classifier(subject: CertifierUnderTest
     images = torch.rand(6, *SHAPE, generator=seeded(2))
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
     for name, model in random_networks(SHAPE, 3, seed=13, gain=0.5).items():
-        try:
-            answer = subject.answer(model, images, labels, Patch(1))
-        except subject.refusals:
-            model.cpu()
+        answer = subject.answer_unless_refused(model, images, labels, Patch(1))
+        if answer is None:
             continue
         said = subject.predictions(model, images)
         require(

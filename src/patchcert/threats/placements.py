@@ -122,7 +122,7 @@ class PlacementRule(Protocol):
 @final
 @dataclass(frozen=True)
 class Everywhere:
-    """Every position at which the stamp lies wholly inside the image."""
+    """Every position at which the whole stamp lies inside the image."""
 
     def corners(self, rows: int, columns: int, image: tuple[int, int]) -> Corners:
         return torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
