@@ -12,7 +12,7 @@ from torch import Generator, nn
 from patchcert.bounds import Interval, trace
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.models import Normalize
-from patchcert.testing.blocks import ResidualBlock, randomise
+from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, SparsePixels, shapes
 from patchcert.train.strategies import (
     AllPlacements,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from patchcert.certificates import certify, placement_margins
-from patchcert.testing.blocks import randomise
+from patchcert.testing.networks import randomise
 from patchcert.threats import Patch
 from patchcert.windows import affine
 from patchcert.windows.affine import moved_channels, only

@@ -1,57 +1,33 @@
 """What every attack promises: it stays inside the threat, reaches all of it, and says truly what it did."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
-from patchcert.testing.probes import Shape, constant, pixel_probe, random_networks, stamp_probe
-from patchcert.testing.report import require
-from patchcert.testing.state import changed_state, seeded, state_around
+from patchcert.attacks import Attack
+from patchcert.testing.conformance import (
+    ConformanceReport,
+    changed_state,
+    require,
+    run_checks,
+    seeded,
+    state_around,
+)
+from patchcert.testing.networks import Shape, constant, pixel_probe, random_networks, stamp_probe
 from patchcert.threats import Patch, SparsePixels, shapes
 
 SHAPE: Shape = (1, 4, 5)
 COPIES = 32
 
 
-class AttackResultLike(Protocol):
-    """What an attack returns for n images."""
-
-    @property
-    def adversarial(self) -> Tensor:
-        """The images it found (n, c, h, w)."""
-        ...
-
-    @property
-    def succeeded(self) -> Tensor:
-        """True (n,) where the model says something else than the label."""
-        ...
-
-
-class AttackLike(Protocol):
-    """An attack with its settings."""
-
-    def run(
-        self,
-        model: nn.Module,
-        images: Tensor,
-        labels: Tensor,
-        threat: Patch | SparsePixels,
-        *,
-        generator: Generator | None = None,
-    ) -> AttackResultLike:
-        """Search the threat for images that the model gets wrong."""
-        ...
-
-
 @dataclass(frozen=True)
 class AttackUnderTest:
     """An attack, and whether it is one on sparse pixels instead of patches."""
 
-    attack: AttackLike
+    attack: Attack
     sparse: bool = False
     device: str = "cpu"
 
@@ -188,6 +164,20 @@ ATTACK_CHECKS = (
     results_follow_the_generator,
     model_and_images_are_left_as_they_were,
 )
+
+
+def check_attack(
+    attack: Attack,
+    *,
+    sparse: bool = False,
+    device: str = "cpu",
+    checks: Sequence[Callable[[AttackUnderTest], None]] = ATTACK_CHECKS,
+) -> ConformanceReport:
+    """Raise a ConformanceError unless the attack keeps its promises; `sparse` if it attacks SparsePixels.
+
+    A few steps and restarts are enough to pass, and keep the suite fast.
+    """
+    return run_checks(f"attack {attack}", AttackUnderTest(attack, sparse, device), checks)
 
 
 def _corner_case(subject: AttackUnderTest, row: int, column: int) -> tuple[nn.Module, Patch | SparsePixels]:

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from patchcert.testing.report import ConformanceError, require, run_checks
+from patchcert.testing.conformance import ConformanceError, require, run_checks
 
 
 def two_is_two(subject):

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from patchcert.errors import ModelError
-from patchcert.models import ModelSpec, build
+from patchcert.models import ModelSpec, build, load, save
 
 MNIST = {"channels": 1, "height": 28, "width": 28}
 CIFAR = {"channels": 3, "height": 32, "width": 32}
@@ -64,3 +64,25 @@ def test_every_architecture_takes_images_of_any_size(name, height, width):
 def test_images_too_small_for_the_convolutions_are_refused():
     with pytest.raises(ModelError, match="cnn2 needs larger images than 1x28"):
         build(ModelSpec("cnn2", 1, 1, 28))
+
+
+@pytest.mark.parametrize(
+    ("spec", "parameters"),
+    [
+        (ModelSpec("cnn2_ablation", 1, 28, 28), 3_320_922),
+        (ModelSpec("resnet18_ablation", 3, 32, 32), 11_175_690),
+    ],
+)
+def test_voting_networks_have_the_published_sizes(spec, parameters):
+    model = build(spec, torch.Generator().manual_seed(0))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert model(torch.rand(2, 2 * spec.channels, spec.height, spec.width)).shape == (2, 10)
+
+
+def test_a_voting_network_survives_being_saved(tmp_path):
+    spec = ModelSpec("cnn2_ablation", 1, 8, 8, classes=3, hidden=4)
+    model = build(spec, torch.Generator().manual_seed(0))
+    save(model, spec, tmp_path / "model.safetensors")
+    again, _ = load(tmp_path / "model.safetensors")
+    encoded = torch.rand(2, 2, 8, 8)
+    assert torch.equal(model(encoded), again(encoded))

@@ -1,13 +1,13 @@
 """What every threat promises about its members, samples and projections."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from patchcert.testing.report import require
-from patchcert.testing.state import seeded
+from patchcert.testing.conformance import ConformanceReport, require, run_checks, seeded
 from patchcert.threats import Placements, Threat, threat_from_dict
 
 
@@ -190,6 +190,17 @@ THREAT_CHECKS = (
     projections_are_nearer_than_any_sample,
     plain_types_give_an_equal_threat,
 )
+
+
+def check_threat(
+    threat: Threat,
+    *,
+    shape: tuple[int, int, int] = (3, 6, 7),
+    device: str = "cpu",
+    checks: Sequence[Callable[[ThreatUnderTest], None]] = THREAT_CHECKS,
+) -> ConformanceReport:
+    """Raise a ConformanceError unless the threat keeps its promises on images of this (c, h, w) shape."""
+    return run_checks(f"threat {threat}", ThreatUnderTest(threat, shape, device), checks)
 
 
 def _some_pixels(free: Tensor) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,8 +8,8 @@ from torch import Tensor, nn
 
 from patchcert.bounds import Interval
 from patchcert.testing import CERTIFIER_CHECKS, ConformanceError, check_certifier
-from patchcert.testing.blocks import ResidualBlock
 from patchcert.testing.brute_force import supports
+from patchcert.testing.networks import ResidualBlock
 from patchcert.threats import Patch
 
 MONOTONE = (nn.ReLU, nn.LeakyReLU, nn.Sigmoid, nn.MaxPool2d, nn.AvgPool2d, nn.Flatten, nn.Identity)
@@ -17,21 +18,37 @@ MONOTONE = (nn.ReLU, nn.LeakyReLU, nn.Sigmoid, nn.MaxPool2d, nn.AvgPool2d, nn.Fl
 @dataclass(frozen=True)
 class Result:
     certified: Tensor
-    margins: Tensor
-    worst_placement: Tensor
+    predictions: Tensor
+    margins: Tensor | None = None
+    worst_placement: Tensor | None = None
+    placements: Tensor | None = None
+    guarantee: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(promise="recovery", confidence=1.0)
+    )
 
 
 class Reference:
     """Slow and obvious: a dense box per placement in double precision, the last layer merged."""
 
-    def __call__(self, model, images, labels, threat):
+    def __init__(self, model):
+        self.model = model
+
+    def predict(self, images):
         with torch.no_grad():
-            margins = self.placement_margins(copy.deepcopy(model).double(), images.double(), labels, threat)
+            return self.model(images).argmax(dim=1)
+
+    def certify(self, images, labels, threat):
+        exact = copy.deepcopy(self.model).double()
+        with torch.no_grad():
+            margins = self.placement_margins(exact, images.double(), labels, threat)
         least = margins.amin(dim=1)
         least[torch.arange(len(labels)), labels] = 0
         weakest = margins.amin(dim=2).argmin(dim=1)
         worst = self.corners(threat, images)[weakest]
-        return Result(self.decide(least, labels), least, worst)
+        each = [self.decide(margins[:, place], labels) for place in range(margins.shape[1])]
+        return Result(
+            self.decide(least, labels), self.predict(images), least, worst, torch.stack(each, dim=1)
+        )
 
     def placement_margins(self, model, images, labels, threat):
         *hidden, last = self.layers(model)
@@ -156,10 +173,8 @@ class FillsTheStampWithWhiteOnly(Reference):
 
 
 class IgnoresTheLabel(Reference):
-    def __call__(self, model, images, labels, threat):
-        with torch.no_grad():
-            predictions = model(images).argmax(dim=1)
-        return super().__call__(model, images, predictions, threat)
+    def certify(self, images, labels, threat):
+        return super().certify(images, self.predict(images), threat)
 
 
 class DecidesByTheWholeBatch(Reference):
@@ -178,9 +193,9 @@ class AlwaysSaysNo(Reference):
 
 
 class FreezesTheWeights(Reference):
-    def __call__(self, model, images, labels, threat):
-        result = super().__call__(model, images, labels, threat)
-        for parameter in model.parameters():
+    def certify(self, images, labels, threat):
+        result = super().certify(images, labels, threat)
+        for parameter in self.model.parameters():
             parameter.requires_grad_(False)
         return result
 
@@ -191,34 +206,68 @@ class ReturnsNumbersForVerdicts(Reference):
 
 
 class AcceptsPatchesThatDoNotFit(Reference):
-    def __call__(self, model, images, labels, threat):
+    def certify(self, images, labels, threat):
         if threat.height > images.shape[2] or threat.width > images.shape[3]:
-            return Result(torch.ones(len(images), dtype=torch.bool), torch.zeros(len(images), 2), labels)
-        return super().__call__(model, images, labels, threat)
+            return Result(torch.ones(len(images), dtype=torch.bool), labels)
+        return super().certify(images, labels, threat)
 
 
 class ReportsTheUpperBound(Reference):
-    def __call__(self, model, images, labels, threat):
-        result = super().__call__(model, images, labels, threat)
-        return Result(result.certified, result.margins + 0.01, result.worst_placement)
+    def certify(self, images, labels, threat):
+        result = super().certify(images, labels, threat)
+        return replace(result, margins=result.margins + 0.01)
 
 
 class NamesAnyPlacement(Reference):
-    def __call__(self, model, images, labels, threat):
-        result = super().__call__(model, images, labels, threat)
-        return Result(result.certified, result.margins, torch.zeros_like(result.worst_placement))
+    def certify(self, images, labels, threat):
+        result = super().certify(images, labels, threat)
+        return replace(result, worst_placement=torch.zeros_like(result.worst_placement))
 
 
 class PrefersLargePatches(Reference):
-    def __call__(self, model, images, labels, threat):
-        result = super().__call__(model, images, labels, threat)
+    def certify(self, images, labels, threat):
+        result = super().certify(images, labels, threat)
         doubt = threat == Patch(1) and len(images) > 6
-        return Result(result.certified & (not doubt), result.margins, result.worst_placement)
+        return replace(result, certified=result.certified & (not doubt))
 
 
 class RunsInTrainingMode(Reference):
-    def __call__(self, model, images, labels, threat):
-        return super().__call__(copy.deepcopy(model).eval(), images, labels, threat)
+    def certify(self, images, labels, threat):
+        return Reference(copy.deepcopy(self.model).eval()).certify(images, labels, threat)
+
+
+class PredictsSomethingElse(Reference):
+    def predict(self, images):
+        return super().predict(images) + 1
+
+    def certify(self, images, labels, threat):
+        return replace(super().certify(images, labels, threat), predictions=super().predict(images))
+
+
+class MapsEverythingAsProven(Reference):
+    def certify(self, images, labels, threat):
+        result = super().certify(images, labels, threat)
+        return replace(result, placements=torch.ones_like(result.placements))
+
+
+class MapsNothingAsProven(Reference):
+    def certify(self, images, labels, threat):
+        result = super().certify(images, labels, threat)
+        return replace(result, placements=torch.zeros_like(result.placements))
+
+
+class Cautious(Reference):
+    """Abstains from every image that a bright pixel might change, and tells nothing but verdicts."""
+
+    def predict(self, images):
+        found = super().predict(images)
+        return torch.where(super().predict((images + 1) / 2) == found, found, -1)
+
+    def certify(self, images, labels, threat):
+        result = super().certify(images, labels, threat)
+        predictions = self.predict(images)
+        guarantee = SimpleNamespace(promise="detection", confidence=1.0)
+        return Result(result.certified & (predictions == labels), predictions, guarantee=guarantee)
 
 
 BROKEN = {
@@ -244,14 +293,16 @@ BROKEN = {
     NamesAnyPlacement: "the_worst_placement_is_the_weakest_allowed_one",
     PrefersLargePatches: "larger_threats_certify_no_more",
     RunsInTrainingMode: "networks_in_training_mode_are_refused",
+    PredictsSomethingElse: "predictions_are_those_of_the_deployed_classifier",
+    MapsEverythingAsProven: "maps_of_placements_are_sound",
 }
 
 
 def test_a_correct_certifier_passes_every_check():
-    report = check_certifier(Reference(), variants=[Reference()])
+    report = check_certifier(Reference, variants=[Reference])
     assert not report.failures
     assert report.names == tuple(check.__name__ for check in CERTIFIER_CHECKS)
-    assert str(report).startswith("certifier Reference: 17 of 17 checks hold")
+    assert str(report).startswith("certifier Reference: 19 of 19 checks hold")
     assert all(check.claim for check in report.checks)
 
 
@@ -259,7 +310,7 @@ def test_a_correct_certifier_passes_every_check():
 def test_a_broken_certifier_is_caught_by_the_check_that_is_about_it(broken, check):
     the_check = [known for known in CERTIFIER_CHECKS if known.__name__ == check]
     with pytest.raises(ConformanceError, match=f"FAILS  {check}"):
-        check_certifier(broken(), checks=the_check)
+        check_certifier(broken, checks=the_check)
 
 
 def test_every_check_catches_some_broken_certifier():
@@ -268,16 +319,42 @@ def test_every_check_catches_some_broken_certifier():
 
 def test_a_variant_that_disagrees_is_caught():
     with pytest.raises(ConformanceError, match="variant 0 gives other verdicts"):
-        check_certifier(Reference(), variants=[AlwaysSaysNo()])
+        check_certifier(Reference, variants=[AlwaysSaysNo])
+
+
+def test_a_map_that_contradicts_the_verdicts_is_caught():
+    with pytest.raises(ConformanceError, match="certified, but not proven at every placement"):
+        check_certifier(MapsNothingAsProven)
 
 
 def test_an_unexpected_error_is_a_failure_that_names_it():
-    def crashes(model, images, labels, threat):
-        raise ZeroDivisionError("no luck")
+    class Crashes(Reference):
+        def certify(self, images, labels, threat):
+            raise ZeroDivisionError("no luck")
 
     with pytest.raises(ConformanceError, match="raised ZeroDivisionError: no luck"):
-        check_certifier(crashes)
+        check_certifier(Crashes)
 
 
-def test_margins_that_are_no_logit_differences_may_be_left_out():
-    check_certifier(NamesAnyPlacement(), bounds_margins=False)
+def test_what_a_method_does_not_have_is_not_asked_for():
+    check_certifier(Cautious)
+
+
+def test_an_abstention_breaks_a_certificate_unless_it_promises_detection_only():
+    class ClaimsRecovery(Cautious):
+        def predict(self, images):
+            return torch.where((images == 1).flatten(1).any(dim=1), -1, super().predict(images))
+
+        def certify(self, images, labels, threat):
+            result = super().certify(images, labels, threat)
+            return replace(result, guarantee=SimpleNamespace(promise="recovery", confidence=1.0))
+
+    with pytest.raises(ConformanceError, match="members change the prediction, one of them from . to -1"):
+        check_certifier(ClaimsRecovery)
+
+
+def test_ties_of_logits_are_only_asked_about_where_logits_decide():
+    with pytest.raises(ConformanceError, match="ties_are_not_certified"):
+        check_certifier(CountsTies)
+    report = check_certifier(CountsTies, logits_decide=False)
+    assert not report.failures

@@ -1,10 +1,13 @@
-"""Checks are small functions whose name is their claim; a report lists which of them held."""
+"""What the suites share: checks are small functions whose name is their claim; a report lists which of them held."""
 
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeVar
+
+import torch
+from torch import Generator, nn
 
 Subject = TypeVar("Subject")
 
@@ -54,7 +57,7 @@ class ConformanceReport:
 
 
 def run_checks(name: str, subject: Subject, checks: Sequence[Callable[[Subject], None]]) -> ConformanceReport:
-    """Run all checks, then raise one ConformanceError that tells of all failures, if there are any."""
+    """Run all checks, then raise one ConformanceError that lists all failures, if there are any."""
     report = ConformanceReport(name, tuple(_run(check, subject) for check in checks))
     if report.failures:
         raise ConformanceError(str(report))
@@ -67,6 +70,31 @@ def require(holds: bool, explanation: str) -> None:
         raise ConformanceError(explanation)
 
 
+def seeded(seed: int = 0) -> Generator:
+    """A generator on the CPU."""
+    return torch.Generator().manual_seed(seed)
+
+
+def state_around(model: nn.Module) -> dict[str, object]:
+    """The modes, flags and hooks of a model and the switches of torch, to compare before and after a call."""
+    return {
+        "training": [module.training for module in model.modules()],
+        "requires_grad": [parameter.requires_grad for parameter in model.parameters()],
+        "gradients": [parameter.grad is not None for parameter in model.parameters()],
+        "hooks": [len(module._forward_hooks) for module in model.modules()],
+        "grad mode": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "tf32 convolutions": torch.backends.cudnn.allow_tf32,
+        "global random state": torch.get_rng_state().tolist(),
+    }
+
+
+def changed_state(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    """The names of what differs."""
+    return [name for name, value in before.items() if value != after[name]]
+
+
 def _run(check: Callable[[Subject], None], subject: Subject) -> CheckResult:
     started = perf_counter()
     failure = ""
@@ -74,9 +102,7 @@ def _run(check: Callable[[Subject], None], subject: Subject) -> CheckResult:
         check(subject)
     except ConformanceError as error:
         failure = str(error) or "no explanation"
-    except (
-        Exception
-    ) as error:  # whatever the thing under test raised is a finding, and the other checks go on
+    except Exception as error:  # whatever the subject raised is a finding, and the other checks still run
         failure = f"raised {type(error).__name__}: {error}"
     claim = (inspect.getdoc(check) or "").partition("\n")[0]
     return CheckResult(check.__name__, claim, failure, perf_counter() - started)
