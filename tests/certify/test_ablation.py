@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 
-from patchcert.certify.ablation import draw_retained, encode_ablated
+from patchcert.certify.ablation import RandomAblation, draw_retained, encode_ablated
 from patchcert.certify.ablation_statistics import (
+    ABSTAINED,
     certified_radius,
     decided_class,
     is_decided,
     probability_lower_bound,
     seen_probability,
 )
-from patchcert.defenses import ABSTAINED, RandomAblation
 from patchcert.errors import InvalidInput
 from patchcert.models import ModelSpec, build
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks import AttackResult, PatchAttack, reference_patch_attack
-from patchcert.attacks.settings import default_batch_size
+from patchcert.attacks import AttackResult, PatchAttack, default_batch_size, reference_patch_attack
 from patchcert.bench.cases import Case
 from patchcert.bench.timing import seconds
 

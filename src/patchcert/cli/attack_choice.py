@@ -1,22 +1,21 @@
 """From the options of `patchcert attack` to an attack."""
 
-from dataclasses import asdict, dataclass
-from typing import Any, cast, final
+from dataclasses import dataclass
+from typing import cast, final
 
 import torch
 
 from patchcert.attacks import (
     AdaptiveAttack,
     Attack,
-    AttackWithin,
     PatchAttack,
     SparseAttack,
     TransferAttack,
+    default_batch_size,
     strongest_attack,
 )
 from patchcert.attacks.climbing import Loss
 from patchcert.attacks.patch import Search
-from patchcert.attacks.settings import default_batch_size
 from patchcert.errors import InvalidInput
 from patchcert.threats import Patch, SparsePixels
 
@@ -63,9 +62,7 @@ class AttackChoice:
         """The kind of evidence; only that on the undefended model may be set against its certificates."""
         return "attack" if self.defense == "none" else "attack-defended"
 
-    def build(
-        self, threat: Patch | SparsePixels, is_imagenet: bool, device: torch.device
-    ) -> Attack | TransferAttack:
+    def build(self, threat: Patch | SparsePixels, is_imagenet: bool, device: torch.device) -> Attack:
         """The attack, with its defaults filled in."""
         if self.certified_only:
             size = self._batch_size(is_imagenet, device)
@@ -97,17 +94,3 @@ class AttackChoice:
 
     def _batch_size(self, is_imagenet: bool, device: torch.device) -> int:
         return self.batch_size or default_batch_size(device, is_imagenet)
-
-
-def describe_attack(attack: object) -> dict[str, Any]:
-    """The settings of an attack in plain types, as they stand in evidence."""
-    if isinstance(attack, AdaptiveAttack | TransferAttack):
-        return {"kind": type(attack).__name__, "attack": describe_attack(attack.attack)}
-    if isinstance(attack, PatchAttack | SparseAttack):
-        plain = {key: value for key, value in asdict(attack).items() if isinstance(value, str | int | float)}
-        return {"kind": type(attack).__name__, **plain}
-    if isinstance(attack, AttackWithin):
-        inner = describe_attack(attack.attack)
-        return {"kind": type(attack).__name__, "threat": str(attack.threat), "attack": inner}
-    inner = getattr(attack, "attacks", ())
-    return {"kind": type(attack).__name__, "attacks": [describe_attack(each) for each in inner]}

@@ -12,20 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from patchcert.attacks import Attack, AttackResult, evidence_columns, tune_defense
-from patchcert.attacks.imagenet_corners import find_imagenet
+from patchcert.attacks import (
+    Attack,
+    AttackResult,
+    TuningTrial,
+    smoothing_grid,
+    tune_defense,
+    watermarking_grid,
+)
 from patchcert.certify.intervals import certify
 from patchcert.cli.progress import Report
 from patchcert.cli.target import choose_images, open_data, open_target
 from patchcert.data import Dataset, Split, load_dataset
-from patchcert.defenses import (
-    Defense,
-    DigitalWatermarking,
-    LocalGradientSmoothing,
-    Trial,
-    smoothing_grid,
-    watermarking_grid,
-)
+from patchcert.data.folder import find_imagenet
+from patchcert.defenses import Defense, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
 from patchcert.files import atomic_write, sha256
 from patchcert.models.imagenet import load_imagenet
@@ -129,7 +129,7 @@ def tuned(
     count: int,
     largest_drop: float,
     report: Report,
-) -> Trial:
+) -> TuningTrial:
     """The best setting of a defense on the last training images, which no result is about."""
     train = subject.dataset.train
     if count > len(train):
@@ -154,7 +154,7 @@ def tuned(
     return result.best
 
 
-def describe_trial(trial: Trial) -> dict[str, float]:
+def describe_trial(trial: TuningTrial) -> dict[str, float]:
     """What a setting reached on the images it was chosen on."""
     return {"clean_accuracy": trial.clean_accuracy, "weak_accuracy": trial.weak_accuracy}
 
@@ -190,7 +190,7 @@ def prove(
 
 def evidence_arrays(result: AttackResult, index: Tensor, save_images: bool) -> dict[str, Any]:
     """One row per image; with images, those that were right before the attack and wrong after it."""
-    arrays: dict[str, Any] = dict(evidence_columns(result, index))
+    arrays: dict[str, Any] = dict(result.columns(index))
     if save_images:
         kept = (result.succeeded & (result.clean_predictions == result.labels)).nonzero().flatten()
         arrays["adversarial"] = result.adversarial[kept].cpu().numpy()

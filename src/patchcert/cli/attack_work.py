@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.attacks import AttackResult
-from patchcert.cli.attack_choice import AttackChoice, describe_attack
+from patchcert.cli.attack_choice import AttackChoice
 from patchcert.cli.attack_steps import (
     Subject,
     build_defense,
@@ -134,7 +134,7 @@ def _attack(
     except KeyboardInterrupt:
         say("the attack was not finished, and nothing of it is kept")
         raise
-    facts = {"settings": describe_attack(attack), "certified_only": choice.certified_only, **extra}
+    facts = {"settings": attack.describe(), "certified_only": choice.certified_only, **extra}
     return result, index, facts
 
 

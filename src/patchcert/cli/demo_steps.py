@@ -12,7 +12,6 @@ import torch
 
 from patchcert.attacks import PatchAttack
 from patchcert.certify.intervals import certify
-from patchcert.cli.attack_choice import describe_attack
 from patchcert.cli.attack_steps import evidence_arrays, evidence_name
 from patchcert.cli.progress import Report, progress_bar
 from patchcert.cli.training_view import training_view
@@ -139,7 +138,7 @@ class Measurements:
                 *(word for name, value in options.items() for word in (f"--{name}", value)),
                 "--save-images",
             ],
-            settings=describe_attack(attack),
+            settings=attack.describe(),
             named=(*values.values(), f"step-{attack.step_size}"),
         )
         self._once(task, self._attacked)

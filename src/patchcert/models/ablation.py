@@ -10,7 +10,7 @@ from patchcert.errors import ModelError, UnsupportedLayer
 from patchcert.models.registry import architecture
 from patchcert.models.spec import ModelSpec
 
-_VOTE_HINT = "its votes certify it: patchcert.defenses.RandomAblation"
+_VOTE_HINT = "its votes certify it: patchcert.RandomAblation"
 
 
 class AblatedImages(nn.Module):

@@ -13,9 +13,8 @@ from patchcert.attacks import (
     AttackSeries,
     PatchAttack,
     TransferAttack,
-    evidence_columns,
+    default_batch_size,
 )
-from patchcert.attacks.settings import default_batch_size
 from patchcert.data import Dataset, Split
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
@@ -53,7 +52,7 @@ def attack_run(
         attack = planned_attack(plan, device)
         result = attack.run(model, chosen.floats(), chosen.labels, plan.threat, generator)
     meta = _meta(run, dataset, plan, device) | facts | {"seconds": round(time.perf_counter() - began, 3)}
-    run.write_evidence(plan.name, evidence_columns(result, index), meta)
+    run.write_evidence(plan.name, result.columns(index), meta)
     return result.accuracy
 
 
