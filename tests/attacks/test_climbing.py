@@ -3,7 +3,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from patchcert.attacks import Target
+from patchcert.attacks import AttackedModel
 from patchcert.attacks.climbing import Climbers, Record, segments_of
 from patchcert.attacks.views import View, put, stamp_cells
 from patchcert.threats import Patch
@@ -13,11 +13,9 @@ from patchcert.threats import Patch
 class Boaster(View):
     """Sees every image broken."""
 
-    cells: torch.Tensor
+    is_exact = False
 
-    @property
-    def is_exact(self):
-        return False
+    cells: torch.Tensor
 
     def logits(self, values):
         return torch.tensor([[0.0, 9.0]]).repeat(len(values), 1) + 0 * values.sum(dim=1, keepdim=True)
@@ -32,7 +30,7 @@ def test_the_model_itself_is_asked_before_anything_is_recorded():
         model[1].weight.copy_(torch.tensor([[0.0, 0, 0, 0], [1.0, 1, 1, 1]]))
         model[1].bias.copy_(torch.tensor([2.5, 0.0]))
     images, labels = torch.zeros(2, 1, 2, 2), torch.tensor([0, 0])
-    record = Record(Target.of(model), images, labels)
+    record = Record(AttackedModel.of(model), images, labels)
     owner = torch.tensor([0, 1])
     cells = stamp_cells(Patch((1, 2)), torch.tensor([[0, 0], [1, 0]]), images.shape[1:])
     climbers = Climbers.at(owner, owner, Boaster(cells), torch.ones(2, 2))

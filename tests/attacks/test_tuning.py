@@ -1,9 +1,10 @@
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from torch import nn
 
-from patchcert.attacks import PatchAttack, smoothing_grid, tune_defense, watermarking_grid
-from patchcert.attacks.tuning import try_defenses
+from patchcert.attacks import Attack, Findings, PatchAttack, smoothing_grid, tune_defense, watermarking_grid
 from patchcert.defenses import Defense, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
 from patchcert.threats import Patch
@@ -35,24 +36,39 @@ def column(*values: float) -> torch.Tensor:
     return torch.tensor(values).reshape(-1, 1, 1, 1)
 
 
-def search(factors, largest_drop, progress=None):
-    clean, attacked = column(0.1, 0.2, 0.9, 0.6), column(0.7, 0.9, 0.9, 0.9)
-    labels = torch.tensor([0, 0, 1, 1])
-    return try_defenses(
+@dataclass(frozen=True)
+class Finds(Attack):
+    """Finds the given images."""
+
+    images: torch.Tensor
+    batch_size: int = 3
+
+    def propose(self, target, job):
+        return replace(Findings.unchanged(job.images), images=self.images)
+
+    def exhaustive(self):
+        return self
+
+
+def tuned(factors, largest_drop, progress=None):
+    attack = Finds(column(0.7, 0.9, 0.9, 0.9))
+    images, labels = column(0.1, 0.2, 0.9, 0.6), torch.tensor([0, 0, 1, 1])
+    defenses = [Dim(factor) for factor in factors]
+    return tune_defense(
+        attack,
         Threshold(),
-        [Dim(factor) for factor in factors],
-        clean,
-        attacked,
+        images,
         labels,
+        Patch(1),
+        defenses,
         largest_drop=largest_drop,
-        batch_size=3,
         progress=progress,
     )
 
 
 def test_best_has_the_largest_weak_accuracy_within_the_allowed_drop():
     reached: list[tuple[int, int]] = []
-    result = search((1.0, 0.7, 0.4), 0.25, lambda done, total: reached.append((done, total)))
+    result = tuned((1.0, 0.7, 0.4), 0.25, lambda done, total: reached.append((done, total)))
     assert result.undefended_accuracy == 1.0
     assert [(trial.clean_accuracy, trial.weak_accuracy) for trial in result.trials] == [
         (1.0, 0.5),
@@ -64,12 +80,12 @@ def test_best_has_the_largest_weak_accuracy_within_the_allowed_drop():
 
 
 def test_a_smaller_allowed_drop_excludes_the_stronger_defense():
-    result = search((1.0, 0.7), 0.1)
+    result = tuned((1.0, 0.7), 0.1)
     assert result.best is result.trials[0]
 
 
 def test_no_setting_may_be_allowed():
-    assert search((0.4,), 0.1).best is None
+    assert tuned((0.4,), 0.1).best is None
 
 
 def test_smoothing_grid_has_every_combination_without_impossible_overlaps():
@@ -93,9 +109,12 @@ def test_watermarking_grid_covers_windows_up_to_two_pixels_more_than_the_patch()
     assert len(grid) == 3 * 4 * 2 * 3 * 2
 
 
-def test_unequal_numbers_of_images_are_refused():
-    with pytest.raises(InvalidInput, match="as many attacked images and labels as clean images"):
-        try_defenses(Threshold(), [], column(0.1, 0.2), column(0.1), torch.tensor([0, 1]))
+def test_unequal_numbers_of_images_and_none_are_refused():
+    attack = PatchAttack(1, restarts=1)
+    with pytest.raises(InvalidInput, match=r"labels must be a long tensor \(2,\), got torch.int64 \(1,\)"):
+        tune_defense(attack, Threshold(), column(0.1, 0.2), torch.tensor([0]), Patch(1), [])
+    with pytest.raises(InvalidInput, match="a defense is tuned on at least one image, got none"):
+        tune_defense(attack, Threshold(), torch.zeros(0, 1, 1, 1), torch.zeros(0).long(), Patch(1), [])
 
 
 class Cap(Defense):

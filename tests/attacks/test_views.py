@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patchcert.attacks import AttackJob, FastCopy, PatchAttack, SparseAttack, Target
+from patchcert.attacks import AttackedModel, AttackJob, FastCopy, PatchAttack, SparseAttack
 from patchcert.attacks.views import ImageView, put, stamp_cells, without_batch_norms
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.threats import Patch, SparsePixels, shapes
@@ -91,12 +91,12 @@ def dark_job(patch: Patch) -> AttackJob:
     return AttackJob(torch.zeros(5, 1, 8, 8), torch.zeros(5, dtype=torch.long), patch, seeded(0))
 
 
-def test_a_success_in_the_view_alone_does_not_end_the_ascent():
+def test_a_success_by_the_surrogate_alone_does_not_end_the_ascent():
     patch, model, hasty = Patch(7), Brightness().eval(), Brightness(0.2).eval()
     attack = PatchAttack(steps=40, restarts=1, step_size=0.05, check_every=5, batch_size=8)
-    believed = attack.propose(Target.of(hasty), dark_job(patch))
+    believed = attack.propose(AttackedModel.of(hasty), dark_job(patch))
     assert (model(believed.images).argmax(dim=1) == 0).all()
-    confirmed = attack.propose(Target(hasty, model), dark_job(patch))
+    confirmed = attack.propose(AttackedModel(hasty, model), dark_job(patch))
     assert (model(confirmed.images).argmax(dim=1) == 1).all()
     assert (confirmed.steps > believed.steps).all()
     assert (confirmed.steps < 40).all()
@@ -105,14 +105,14 @@ def test_a_success_in_the_view_alone_does_not_end_the_ascent():
 def test_what_is_never_confirmed_is_attacked_to_the_end():
     patch, model, liar = Patch(4), Brightness().eval(), Brightness(0.5).eval()
     attack = PatchAttack(steps=12, restarts=3, check_every=5, batch_size=8)
-    found = attack.propose(Target(liar, model), dark_job(patch))
+    found = attack.propose(AttackedModel(liar, model), dark_job(patch))
     assert (found.steps == 36).all()
     assert (model(found.images).argmax(dim=1) == 0).all()
 
 
 def test_an_exhaustive_attack_goes_on_to_the_largest_margin():
     attack = PatchAttack(steps=40, restarts=1, check_every=5, batch_size=8).exhaustive()
-    found = attack.propose(Target(Brightness().eval(), Brightness().eval()), dark_job(Patch(7)))
+    found = attack.propose(AttackedModel(Brightness().eval(), Brightness().eval()), dark_job(Patch(7)))
     assert (found.steps == 40).all()
     assert found.images.flatten(1).mean(dim=1).min() > 0.7
 
@@ -122,7 +122,7 @@ def test_a_judge_sees_no_more_images_at_once_than_it_may(at_once):
     sizes, model = [], residual()
     model.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
     labels = torch.zeros(6, dtype=torch.long)
-    verdict = Target(model, model, at_once).evaluate(images(), labels)
+    verdict = AttackedModel(model, model, at_once).evaluate(images(), labels)
     assert max(sizes) == min(at_once or 6, 6)
     assert sum(sizes) == 6
     assert torch.equal(verdict.predictions, residual()(images()).argmax(dim=1))

@@ -9,6 +9,7 @@ from patchcert.attacks.base import default_batch_size as default_batch_size
 from patchcert.attacks.campaign import CertifiedAttackResult as CertifiedAttackResult
 from patchcert.attacks.campaign import attack_certified as attack_certified
 from patchcert.attacks.campaign import strongest_attack as strongest_attack
+from patchcert.attacks.composite import AdaptiveAfterTransfer as AdaptiveAfterTransfer
 from patchcert.attacks.composite import AdaptiveAttack as AdaptiveAttack
 from patchcert.attacks.composite import AttackSeries as AttackSeries
 from patchcert.attacks.composite import AttackWithin as AttackWithin
@@ -21,5 +22,5 @@ from patchcert.attacks.tuning import TuningTrial as TuningTrial
 from patchcert.attacks.tuning import smoothing_grid as smoothing_grid
 from patchcert.attacks.tuning import tune_defense as tune_defense
 from patchcert.attacks.tuning import watermarking_grid as watermarking_grid
+from patchcert.attacks.views import AttackedModel as AttackedModel
 from patchcert.attacks.views import FastCopy as FastCopy
-from patchcert.attacks.views import Target as Target

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks.views import PerImage, Predictor, Target
+from patchcert.attacks.views import AttackedModel, PerImage, Predictor
 from patchcert.bounds import precise_arithmetic
 from patchcert.errors import PatchcertError
 from patchcert.progress import Progress
@@ -163,11 +163,11 @@ class Attack(ABC):
         generator: Generator | None = None,
         progress: Progress | None = None,
     ) -> AttackResult:
-        """Attacks a module that returns logits, or any classifier with `predict`; see `Target.of`.
+        """Attacks a module that returns logits, or any classifier with `predict`; see `AttackedModel.of`.
 
         Without a generator, one that starts at seed 0.
         """
-        target = Target.of(model)
+        target = AttackedModel.of(model)
         target.check(images, labels)
         job = AttackJob.of(images, labels, threat, generator, progress)
         clean = target.evaluate(images, labels, self.batch_size).predictions
@@ -181,7 +181,7 @@ class Attack(ABC):
         return judged(target, job, found, clean, self.batch_size)
 
     @abstractmethod
-    def propose(self, target: Target, job: AttackJob) -> Findings:
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest member found for every image, whether or not the model gets it wrong."""
 
     @abstractmethod
@@ -206,7 +206,7 @@ def _described(value: object) -> object:
 
 
 def judged(
-    target: Target, job: AttackJob, found: Findings, clean_predictions: Labels, batch_size: int
+    target: AttackedModel, job: AttackJob, found: Findings, clean_predictions: Labels, batch_size: int
 ) -> AttackResult:
     """The result that follows from the images found, all of which must lie in the threat."""
     require_contained(job.threat, job.images, found.images)

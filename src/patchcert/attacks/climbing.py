@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchcert.attacks.base import AttackJob
-from patchcert.attacks.views import PerImage, Target, View, put, require_finite, sure_lead, wrong_lead
+from patchcert.attacks.views import AttackedModel, PerImage, View, put, require_finite, sure_lead, wrong_lead
 from patchcert.errors import InvalidInput
 from patchcert.tensors import Images, Labels
 
@@ -135,7 +135,7 @@ class Climb:
 class Record:
     """The best image met so far for every attacked image, over all ascents."""
 
-    def __init__(self, target: Target, images: Images, labels: Labels) -> None:
+    def __init__(self, target: AttackedModel, images: Images, labels: Labels) -> None:
         self.target, self.clean, self.labels = target, images, labels
         self.images = images.clone()
         self.lead = images.new_full((len(images),), -torch.inf)

@@ -5,20 +5,16 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self, final
 
 import torch
-from torch import Generator, Tensor, nn
 
-from patchcert.attacks.base import Attack, AttackJob, AttackResult, Findings, judged
-from patchcert.attacks.views import PerImage, Predictor, Target
-from patchcert.bounds import precise_arithmetic
+from patchcert.attacks.base import Attack, AttackJob, Findings
+from patchcert.attacks.views import AttackedModel, PerImage
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
-from patchcert.progress import Progress
 from patchcert.threats import Threat
 
 
-@dataclass(frozen=True)
 class WrappedAttack(Attack):
-    """An attack that runs another one in its own way."""
+    """An attack that runs another one, its setting `attack`, in its own way."""
 
     attack: Attack
 
@@ -29,7 +25,7 @@ class WrappedAttack(Attack):
 
     def exhaustive(self) -> Self:
         """The same attack with an inner attack that continues after a success, to the largest margin."""
-        return replace(self, attack=self.attack.exhaustive())
+        return replace(self, attack=self.attack.exhaustive())  # pyright: ignore[reportArgumentType]
 
 
 @final
@@ -43,9 +39,11 @@ class TransferAttack(WrappedAttack):
 
     spares_wrong_images: ClassVar[bool] = False
 
-    def propose(self, target: Target, job: AttackJob) -> Findings:
+    attack: Attack
+
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The surest images for the undefended model."""
-        undefended = Target.of(require_defended(target.judge).model)
+        undefended = AttackedModel.of(require_defended(target).model)
         return self.attack.exhaustive().propose(undefended, job)
 
 
@@ -57,40 +55,36 @@ class AdaptiveAttack(WrappedAttack):
     Surrogates have the defended model's logits, so the defense is in loss, gradient and selection alike.
     """
 
-    @precise_arithmetic()
-    def run_after(
-        self,
-        weak: AttackResult,
-        model: nn.Module | Predictor,
-        images: Tensor,
-        labels: Tensor,
-        threat: Threat,
-        generator: Generator | None = None,
-        progress: Progress | None = None,
-    ) -> AttackResult:
-        """Resumes from a `TransferAttack` on the same images: none that it broke withstands this attack."""
-        target = Target.of(model)
-        target.check(images, labels)
-        job = AttackJob.of(images, labels, threat, generator, progress)
-        right = (weak.clean_predictions == labels).nonzero().flatten()
-        start = Findings(weak.adversarial, weak.placement, weak.steps).part(right)
-        found = Findings.unchanged(images)
-        if len(right):
-            best = strongest(target, self._attempts(target), job.part(right), start, self.batch_size)
-            found = found.updated(right, best)
-        return judged(target, job, found, weak.clean_predictions, self.batch_size)
+    attack: Attack
 
-    def propose(self, target: Target, job: AttackJob) -> Findings:
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest image for the defended model out of all attempts."""
-        attempts = self._attempts(target)
-        first = job.in_round(0, len(attempts) + 1)
-        transferred = TransferAttack(self.attack).propose(target, first)
+        attempts = surrogate_attempts(self.attack, target)
+        transferred = TransferAttack(self.attack).propose(target, job.in_round(0, len(attempts) + 1))
         return strongest(target, attempts, job, transferred, self.batch_size)
 
-    def _attempts(self, target: Target) -> "list[Attempt]":
-        """The inner attack on each of the surrogates of the defense."""
-        surrogates = require_defended(target.judge).surrogates()
-        return [Attempt(self.attack, Target.of(surrogate)) for surrogate in surrogates]
+
+@final
+@dataclass(frozen=True)
+class AdaptiveAfterTransfer(WrappedAttack):
+    """The adaptive attack from exactly the patches of `TransferAttack(first)`: none that it broke withstands this one.
+
+    `AdaptiveAttack` draws other random patches, since it transfers only to images that the defended model gets right.
+    """
+
+    spares_wrong_images: ClassVar[bool] = False
+
+    first: Attack
+    attack: Attack
+
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
+        """The strongest image for the defended model; those wrong by themselves are unchanged."""
+        attempts = surrogate_attempts(self.attack, target)
+        transferred = TransferAttack(self.first).propose(target, job.in_round(0, len(attempts) + 1))
+        clean = target.evaluate(job.images, job.labels, self.batch_size).predictions
+        right = (clean == job.labels).nonzero().flatten()
+        found = strongest(target, attempts, job.part(right), transferred.part(right), self.batch_size)
+        return Findings.unchanged(job.images).updated(right, found)
 
 
 @final
@@ -113,7 +107,7 @@ class AttackSeries(Attack):
         """The same attacks, each of which continues after a success, to the largest margin."""
         return replace(self, attacks=tuple(attack.exhaustive() for attack in self.attacks))
 
-    def propose(self, target: Target, job: AttackJob) -> Findings:
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest image that any of the attacks met."""
         attempts = [Attempt(attack, target) for attack in self.attacks]
         return strongest(target, attempts, job, Findings.unchanged(job.images), self.batch_size)
@@ -127,9 +121,10 @@ class AttackWithin(WrappedAttack):
     That they do is checked as for any attack: by the framework, on what is found.
     """
 
+    attack: Attack
     threat: Threat
 
-    def propose(self, target: Target, job: AttackJob) -> Findings:
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest member of its own threat; it has no placement for the one asked about."""
         found = self.attack.propose(target, replace(job, threat=self.threat))
         return replace(found, placement=torch.full_like(found.placement, -1))
@@ -141,11 +136,11 @@ class Attempt:
     """An attack and the target through which it looks at the model."""
 
     attack: Attack
-    target: Target
+    target: AttackedModel
 
 
 def strongest(
-    target: Target, attempts: Sequence[Attempt], job: AttackJob, start: Findings, batch_size: int
+    target: AttackedModel, attempts: Sequence[Attempt], job: AttackJob, start: Findings, batch_size: int
 ) -> Findings:
     """The best of `start` and all attempts by the margin on `target`; broken images are spared later attempts."""
     best = start
@@ -171,8 +166,15 @@ def better(old: Findings, new: Findings, improved: PerImage) -> Findings:
     )
 
 
-def require_defended(model: object) -> Defended:
+def surrogate_attempts(attack: Attack, target: AttackedModel) -> list[Attempt]:
+    """The attack on each of the surrogates of the target's defense."""
+    surrogates = require_defended(target).surrogates()
+    return [Attempt(attack, AttackedModel.of(surrogate)) for surrogate in surrogates]
+
+
+def require_defended(target: AttackedModel) -> Defended:
     """The model, which must stand behind a defense."""
+    model = target.judge
     if not isinstance(model, Defended):
         raise InvalidInput(
             f"this attack is for a defended model, got {type(model).__name__}",

@@ -18,7 +18,7 @@ from patchcert.attacks.climbing import (
     check_choice,
     segments_of,
 )
-from patchcert.attacks.views import Target, Views, put, stamp_cells, sure_lead
+from patchcert.attacks.views import AttackedModel, Views, put, stamp_cells, sure_lead
 from patchcert.attacks.window_views import patch_views
 from patchcert.bounds import precise_arithmetic
 from patchcert.certify.intervals import placement_margins as interval_placement_margins
@@ -81,7 +81,7 @@ class PatchAttack(Attack):
         """The same attack without an early stop: it continues after a success, to the largest margin."""
         return replace(self, early_stop=False)
 
-    def propose(self, target: Target, job: AttackJob) -> Findings:
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest patched image met, at any placement and restart."""
         patch, images = job.threat, job.images
         if not isinstance(patch, Patch):
@@ -89,19 +89,19 @@ class PatchAttack(Attack):
                 f"PatchAttack attacks with a Patch, got {patch}", hint="use SparseAttack for SparsePixels"
             )
         record = Record(target, images, job.labels)
-        ascents = _PatchAscents(self, job, patch, patch_views(target.view, images, patch), record)
+        ascents = _PatchAscents(self, job, patch, patch_views(target.surrogate, images, patch), record)
         order = self._order(target, ascents)
         ascents.spend(order, lambda: noise(images, patch, job.generator), self.restarts, self.steps)
         return ascents.findings()
 
-    def _order(self, target: Target, ascents: "_PatchAscents") -> PerPlacement:
+    def _order(self, target: AttackedModel, ascents: "_PatchAscents") -> PerPlacement:
         """The placements of every image, in the order in which restarts take them."""
         job, placements = ascents.job, len(ascents.corners)
         if self.search == "random":
             return random_order(len(job.images), placements, job.generator).to(job.images.device)
         if self.search == "certificate":
             bounds = self.placement_margins or interval_placement_margins
-            margins = bounds(target.view, job.images, job.labels, ascents.patch)
+            margins = bounds(target.surrogate, job.images, job.labels, ascents.patch)
             return weakest_first(certificate_leads(margins.detach(), job.labels, placements))
         return weakest_first(self._swept_leads(ascents, placements))
 
@@ -242,7 +242,7 @@ def reference_patch_attack(
 
     Its search is taken to be random. Tests hold `PatchAttack` to this slow loop, and benchmarks compare the two.
     """
-    target, job = Target.of(model), AttackJob.of(images, labels, threat, generator)
+    target, job = AttackedModel.of(model), AttackJob.of(images, labels, threat, generator)
     target.check(images, labels)
     clean = target.evaluate(images, labels, attack.batch_size).predictions
     right = (clean == labels).nonzero().flatten()

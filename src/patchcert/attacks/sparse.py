@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 
 from patchcert.attacks.base import Attack, AttackJob, Findings
 from patchcert.attacks.climbing import LOSSES, Climb, Climbers, Loss, Record, check_ascent
-from patchcert.attacks.views import ImageView, Target, put
+from patchcert.attacks.views import AttackedModel, ImageView, put
 from patchcert.errors import InvalidInput
 from patchcert.tensors import Images, Labels
 from patchcert.threats import SparsePixels
@@ -45,7 +45,7 @@ class SparseAttack(Attack):
         """The same attack without an early stop: it continues after a success, to the largest margin."""
         return replace(self, early_stop=False)
 
-    def propose(self, target: Target, job: AttackJob) -> Findings:
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest image met with no more changed pixels than the threat allows."""
         threat, images = job.threat, job.images
         if not isinstance(threat, SparsePixels):
@@ -68,7 +68,7 @@ class SparseAttack(Attack):
         current: Annotated[Tensor, "m c h w"],
     ) -> None:
         """One ascent per owner: choose pixels, climb, choose again from where the climb ended."""
-        climb, model = Climb(self.loss, self.step_size, self.early_stop), record.target.view
+        climb, model = Climb(self.loss, self.step_size, self.early_stop), record.target.surrogate
         for steps in self._shares():
             gradient = self._gradient(model, current, record.labels[owner])
             climbers = freed(model, owner, record.clean[owner], current, gradient, threat)

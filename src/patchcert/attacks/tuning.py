@@ -5,11 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
-import torch
 from torch import Generator, Tensor, nn
 
 from patchcert.attacks.base import Attack, AttackJob, require_contained
-from patchcert.attacks.views import Target
+from patchcert.attacks.views import AttackedModel
 from patchcert.bounds import precise_arithmetic
 from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.defenses.watermarking import Fill, SaliencyKind
@@ -71,59 +70,27 @@ def tune_defense(
     withstands it and costs at most `largest_drop` of clean accuracy (0.02 for 2 points). The images must not be
     those that the defense is later judged on.
     """
-    target, job = Target.of(model), AttackJob.of(images, labels, threat, generator)
+    target, job = AttackedModel.of(model), AttackJob.of(images, labels, threat, generator)
     target.check(images, labels)
+    if not len(images):
+        raise InvalidInput("a defense is tuned on at least one image, got none", hint="hold out some images")
     attacked = attack.exhaustive().propose(target, job).images
     require_contained(threat, images, attacked)
-    return try_defenses(
-        model,
-        defenses,
-        images,
-        attacked,
-        labels,
-        largest_drop=largest_drop,
-        batch_size=attack.batch_size,
-        progress=progress,
-    )
-
-
-def try_defenses(
-    model: nn.Module,
-    defenses: Iterable[Defense],
-    clean: Tensor,
-    attacked: Tensor,
-    labels: Tensor,
-    *,
-    largest_drop: float = 0.02,
-    batch_size: int = 1024,
-    progress: Progress | None = None,
-) -> TuningResult:
-    """The accuracy of every defense on clean and on already attacked images."""
-    if clean.shape != attacked.shape or len(clean) != len(labels) or len(clean) == 0:
-        raise InvalidInput(
-            f"the search needs as many attacked images and labels as clean images, got {tuple(clean.shape)}, "
-            f"{tuple(attacked.shape)} and {len(labels)} labels",
-            hint="attack the validation images on the undefended model first",
-        )
-    candidates = tuple(defenses)
-    trials: list[TuningTrial] = []
+    candidates, trials = tuple(defenses), []
     for number, defense in enumerate(candidates, 1):
-        defended = Defended(defense, model)
-        reached = (accuracy(defended, images, labels, batch_size) for images in (clean, attacked))
+        defended = AttackedModel.of(Defended(defense, model))
+        reached = (accuracy(defended, each, labels, attack.batch_size) for each in (images, attacked))
         trials.append(TuningTrial(defense, *reached))
         if progress is not None:
             progress(number, len(candidates))
-    return TuningResult(accuracy(model, clean, labels, batch_size), largest_drop, tuple(trials))
+    undefended = accuracy(target, images, labels, attack.batch_size)
+    return TuningResult(undefended, largest_drop, tuple(trials))
 
 
-def accuracy(model: nn.Module, images: Images, labels: Labels, batch_size: int) -> float:
+def accuracy(target: AttackedModel, images: Images, labels: Labels, batch_size: int) -> float:
     """The share of images that the model gets right."""
-    with torch.no_grad():
-        right = [
-            (model(batch).argmax(dim=1) == truth).sum()
-            for batch, truth in zip(images.split(batch_size), labels.split(batch_size), strict=True)
-        ]
-    return float(torch.stack(right).sum()) / len(images)
+    predictions = target.evaluate(images, labels, batch_size).predictions
+    return float((predictions == labels).sum()) / len(images)
 
 
 def smoothing_grid(

@@ -4,7 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated, Protocol, final
+from typing import Annotated, ClassVar, Protocol, final
 
 import torch
 from torch import Tensor, fx, nn
@@ -45,20 +45,20 @@ class Verdict:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Target:
-    """A model under attack: ascents follow the logits of `view`, and only the answers of `judge` count.
+class AttackedModel:
+    """A model under attack: ascents follow the logits of `surrogate`, and only the answers of `judge` count.
 
-    A plain model is both. So is a surrogate of a defense, which has the defended model's logits and a gradient that
-    is of more use. A classifier that only predicts is judge of its differentiable surrogate, and a large network is
-    judge of its `FastCopy`; `judged_at_once` limits how many images such a judge is shown at once.
+    A plain model is both. So is a surrogate of a defense, which has the defended model's logits and a more useful
+    gradient. A classifier that only predicts is the judge of a differentiable surrogate, and a large network the
+    judge of its `FastCopy`; `judged_at_once` limits how many images the judge is shown at once.
     """
 
-    view: nn.Module
+    surrogate: nn.Module
     judge: nn.Module | Predictor
     judged_at_once: int | None = None
 
     @classmethod
-    def of(cls, model: nn.Module | Predictor) -> "Target":
+    def of(cls, model: nn.Module | Predictor) -> "AttackedModel":
         """A module is judged by its logits, anything else with a `predict` method by its predictions.
 
         The latter gives a differentiable module as `surrogate()`, or has one as `model`.
@@ -71,18 +71,18 @@ class Target:
                 hint="give a module that returns logits, or a classifier with predict(images)",
             )
         make = getattr(model, "surrogate", None)
-        view = make() if callable(make) else getattr(model, "model", None)
-        if not isinstance(view, nn.Module):
+        surrogate = make() if callable(make) else getattr(model, "model", None)
+        if not isinstance(surrogate, nn.Module):
             raise InvalidInput(
                 f"{type(model).__name__} has no differentiable module that an attack could follow",
                 hint="give it a method surrogate() that returns a torch.nn.Module with logits",
             )
-        return cls(view, model)
+        return cls(surrogate, model)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the logits of `view` are those that decide."""
-        return self.judge is self.view
+        """Whether the logits of `surrogate` are those that decide."""
+        return self.judge is self.surrogate
 
     @torch.no_grad()
     def evaluate(self, images: Images, labels: Labels, batch_size: int | None = None) -> Verdict:
@@ -113,7 +113,7 @@ class Target:
             logits = self.judge(images)
             check_logits(logits, labels)
             return logits, logits.argmax(dim=1)
-        predictions, logits = self.judge.predict(images), self.view(images)
+        predictions, logits = self.judge.predict(images), self.surrogate(images)
         check_logits(logits, labels)
         if predictions.shape != labels.shape or predictions.is_floating_point():
             raise ModelError(
@@ -125,8 +125,8 @@ class Target:
 
     def check(self, images: Tensor, labels: Tensor) -> None:
         """Refuse images, labels and models that do not fit together, before time is spent on them."""
-        check_inputs(self.view, images, labels)
-        for name, module in self.view.named_modules():
+        check_inputs(self.surrogate, images, labels)
+        for name, module in self.surrogate.named_modules():
             if module.training and isinstance(module, _MODAL):
                 raise ModelError(
                     f"layer {name!r} ({type(module).__name__}) is in training mode, so its answers vary",
@@ -134,7 +134,7 @@ class Target:
                 )
         if len(images):
             with torch.no_grad():
-                logits = logits_as_given(self.view, images[:1])
+                logits = logits_as_given(self.surrogate, images[:1])
             check_logits(logits, labels[:1])
             check_labels(labels, logits.shape[1])
 
@@ -192,10 +192,8 @@ class View(ABC):
     cells: Annotated[Tensor, "m v"]
     """Where the values lie in the flattened image."""
 
-    @property
-    @abstractmethod
-    def is_exact(self) -> bool:
-        """Whether `logits` are bit for bit those of the module looked at; otherwise they differ by rounding."""
+    is_exact: ClassVar[bool]
+    """Whether `logits` are bit for bit those of the module looked at; otherwise they differ by rounding."""
 
     @abstractmethod
     def logits(self, values: Annotated[Tensor, "m v"]) -> Annotated[Tensor, "m k"]:
@@ -217,13 +215,11 @@ class Views(Protocol):
 class ImageView(View):
     """Whole images with the values in them: for any model whatever."""
 
+    is_exact: ClassVar[bool] = True
+
     model: nn.Module
     clean: Annotated[Tensor, "m c h w"]
     cells: Annotated[Tensor, "m v"]
-
-    @property
-    def is_exact(self) -> bool:
-        return True
 
     def logits(self, values: Annotated[Tensor, "m v"]) -> Annotated[Tensor, "m k"]:
         return self.model(put(self.clean, self.cells, values))
@@ -278,7 +274,7 @@ class FastCopy(nn.Module):
     """Nearly the same logits sooner: batch norms folded in, channels last, on a GPU products in bfloat16.
 
     Takes and returns float32, and gradients pass. Its logits differ from the network's by rounding, so it serves as
-    the view of a target that the network itself judges.
+    a surrogate that the network itself judges.
     """
 
     def __init__(self, model: nn.Module, reduced: bool | None = None) -> None:

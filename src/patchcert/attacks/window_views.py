@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Protocol, final
+from typing import Annotated, ClassVar, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -341,12 +341,10 @@ def linear(parts: Sequence[Part], values: Tensor, constant: Tensor | None) -> Te
 class WindowView(View):
     """The layers of the network on each climber's windows."""
 
-    cells: Tensor
-    layers: tuple[Layer, ...]
+    is_exact: ClassVar[bool] = False
 
-    @property
-    def is_exact(self) -> bool:
-        return False
+    cells: Annotated[Tensor, "m v"]
+    layers: tuple[Layer, ...]
 
     def logits(self, values: Annotated[Tensor, "m v"]) -> Annotated[Tensor, "m k"]:
         for layer in self.layers:

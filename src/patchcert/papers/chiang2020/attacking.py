@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor
 
 from patchcert.attacks import (
-    AdaptiveAttack,
+    AdaptiveAfterTransfer,
     AttackResult,
     AttackSeries,
     PatchAttack,
@@ -57,16 +57,14 @@ def attack_run(
 
 
 def _attack_defended(plan: AttackPlan, defended: Defended, chosen: Split) -> AttackResult:
-    """By patches for the undefended model; an adaptive attack goes on from the very same patches."""
+    """By patches for the undefended model; an adaptive attack continues from the very same patches."""
     images, labels = chosen.floats(), chosen.labels
     attack, generator = planned_attack(plan, images.device), Generator().manual_seed(plan.seed)
     unaware = replace(attack, sweep_vertices=0)
-    weak = TransferAttack(unaware).run(defended, images, labels, plan.threat, generator)
-    if not plan.adaptive:
-        return weak
     by_margin = (replace(unaware, loss="margin"),) if plan.both_losses else ()
-    aware = AdaptiveAttack(AttackSeries((attack, *by_margin)))
-    return aware.run_after(weak, defended, images, labels, plan.threat, generator)
+    aware = AdaptiveAfterTransfer(unaware, AttackSeries((attack, *by_margin)))
+    made = aware if plan.adaptive else TransferAttack(unaware)
+    return made.run(defended, images, labels, plan.threat, generator)
 
 
 def drawn_images(total: int, images: int, seed: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Literal, final
 
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks import AttackJob, AttackResult, FastCopy, Findings, PatchAttack, Target
+from patchcert.attacks import AttackedModel, AttackJob, AttackResult, FastCopy, Findings, PatchAttack
 from patchcert.attacks.base import judged
 from patchcert.attacks.composite import Attempt, strongest
 from patchcert.bounds import precise_arithmetic
@@ -92,10 +92,10 @@ class CornerExperiment:
 
         `tell` hears before every pass of the fast copy what it is for, and may raise to end the attack.
         """
-        Target.of(model).check(job.images, job.labels)
-        view = self._copy(model, "weak attack", tell)
+        AttackedModel.of(model).check(job.images, job.labels)
+        copy = self._copy(model, "weak attack", tell)
         attack = replace(self.attack.exhaustive(), check_every=max(self.attack.steps, 1))
-        return attack.propose(Target(view, model, self.judged_at_once), job)
+        return attack.propose(AttackedModel(copy, model, self.judged_at_once), job)
 
     @precise_arithmetic()
     def rows(
@@ -109,7 +109,7 @@ class CornerExperiment:
         """The weak and the adaptive attack on one defense, from what was found on the undefended model."""
         patch, at_once = _side(job), self.judged_at_once
         defended = Defended(imagenet_defense(name, model, patch), model)
-        target = Target(defended, defended, at_once)
+        target = AttackedModel(defended, defended, at_once)
         clean = target.evaluate(job.images, job.labels, at_once).predictions
         weak = judged(target, job, transferred, clean, at_once)
         copy = self._copy(model, f"adaptive attack on {name}", tell)
@@ -132,12 +132,13 @@ class CornerExperiment:
         return copy
 
     def _adapted(
-        self, target: Target, imitated: Defended, job: AttackJob, transferred: Findings, clean: Tensor
+        self, target: AttackedModel, imitated: Defended, job: AttackJob, transferred: Findings, clean: Tensor
     ) -> Findings:
         """The strongest images for the defended model; those wrong by themselves stay unchanged."""
         right = (clean == job.labels).nonzero().flatten()
         attempts = [
-            Attempt(attack, replace(target, view=surrogate)) for attack, surrogate in self.attacks(imitated)
+            Attempt(attack, replace(target, surrogate=surrogate))
+            for attack, surrogate in self.attacks(imitated)
         ]
         found = strongest(target, attempts, job.part(right), transferred.part(right), self.judged_at_once)
         return Findings.unchanged(job.images).updated(right, found)
@@ -146,7 +147,7 @@ class CornerExperiment:
         self, name: DefenseName, model: nn.Module, job: AttackJob, result: AttackResult, adaptive: bool
     ) -> CornerRow:
         before, after = (
-            Target.of(model).evaluate(images, job.labels, self.judged_at_once).predictions
+            AttackedModel.of(model).evaluate(images, job.labels, self.judged_at_once).predictions
             for images in (job.images, result.adversarial)
         )
         return CornerRow(name, _side(job), adaptive, result, before, after)
