@@ -157,8 +157,8 @@ class Attack(ABC):
     def run(
         self,
         model: nn.Module | Predictor,
-        images: Tensor,
-        labels: Tensor,
+        images: Images,
+        labels: Labels,
         threat: Threat,
         generator: Generator | None = None,
         progress: Progress | None = None,

@@ -12,9 +12,10 @@ from patchcert.attacks.climbing import Loss
 from patchcert.attacks.composite import AttackSeries, AttackWithin
 from patchcert.attacks.patch import PatchAttack
 from patchcert.attacks.sparse import SparseAttack
-from patchcert.attacks.views import Predictor
+from patchcert.attacks.views import PerImage, Predictor
 from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
+from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch, SparsePixels
 
 
@@ -41,10 +42,10 @@ class CertifiedAttackResult:
 
 def attack_certified(
     model: nn.Module | Predictor,
-    images: Tensor,
-    labels: Tensor,
+    images: Images,
+    labels: Labels,
     threat: Patch | SparsePixels,
-    certified: Tensor,
+    certified: PerImage,
     attack: Attack | None = None,
     generator: Generator | None = None,
     progress: Progress | None = None,

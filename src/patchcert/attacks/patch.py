@@ -217,7 +217,7 @@ def weakest_first(leads: PerPlacement) -> PerPlacement:
     return leads.argsort(dim=1, descending=True, stable=True)
 
 
-def certificate_leads(margins: Tensor, labels: Labels, placements: int) -> PerPlacement:
+def certificate_leads(margins: Annotated[Tensor, "n p k"], labels: Labels, placements: int) -> PerPlacement:
     """How far the certificate lets a wrong class lead: the least margin over them, negated."""
     if margins.ndim != 3 or margins.shape[:2] != (len(labels), placements):
         raise InvalidInput(
@@ -242,8 +242,9 @@ def reference_patch_attack(
 
     Its search is taken to be random. Tests hold `PatchAttack` to this slow loop, and benchmarks compare the two.
     """
-    target, job = AttackedModel.of(model), AttackJob.of(images, labels, threat, generator)
+    target = AttackedModel.of(model)
     target.check(images, labels)
+    job = AttackJob.of(images, labels, threat, generator)
     clean = target.evaluate(images, labels, attack.batch_size).predictions
     right = (clean == labels).nonzero().flatten()
     found = _reference_search(attack, model, job.part(right), threat)

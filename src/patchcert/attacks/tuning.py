@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 
 from patchcert.attacks.base import Attack, AttackJob, require_contained
 from patchcert.attacks.views import AttackedModel
@@ -55,8 +55,8 @@ class TuningResult:
 def tune_defense(
     attack: Attack,
     model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
+    images: Images,
+    labels: Labels,
     threat: Threat,
     defenses: Iterable[Defense],
     *,
@@ -70,10 +70,11 @@ def tune_defense(
     withstands it and costs at most `largest_drop` of clean accuracy (0.02 for 2 points). The images must not be
     those that the defense is later judged on.
     """
-    target, job = AttackedModel.of(model), AttackJob.of(images, labels, threat, generator)
+    target = AttackedModel.of(model)
     target.check(images, labels)
     if not len(images):
         raise InvalidInput("a defense is tuned on at least one image, got none", hint="hold out some images")
+    job = AttackJob.of(images, labels, threat, generator)
     attacked = attack.exhaustive().propose(target, job).images
     require_contained(threat, images, attacked)
     candidates, trials = tuple(defenses), []

@@ -123,7 +123,7 @@ class AttackedModel:
             )
         return logits, predictions
 
-    def check(self, images: Tensor, labels: Tensor) -> None:
+    def check(self, images: Images, labels: Labels) -> None:
         """Refuse images, labels and models that do not fit together, before time is spent on them."""
         check_inputs(self.surrogate, images, labels)
         for name, module in self.surrogate.named_modules():
