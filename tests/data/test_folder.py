@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from patchcert.data import ImageShape, class_names, folder, load_dataset
-from patchcert.data.folder import find_imagenet
 from patchcert.errors import DataError
 
 SMALL = ImageShape(3, 8, 8)
@@ -254,17 +253,3 @@ def test_the_imagenet_sample_is_read(real_data):
     assert len(dataset.test) == 400
     assert dataset.test.take(2).images.shape == (2, 3, 224, 224)
     assert dataset.classes[370] == "guenon"
-
-
-def test_imagenet_is_found_beneath_the_data_folder_or_the_message_names_where_it_was_looked_for(
-    tmp_path, monkeypatch
-):
-    monkeypatch.delenv("PATCHCERT_DATA", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(DataError, match=r"no ImageNet folder with labels.csv found; looked in .*cache"):
-        find_imagenet()
-    (tmp_path / "imagenet").mkdir()
-    (tmp_path / "imagenet" / "labels.csv").write_text("file,label\n")
-    assert find_imagenet(tmp_path) == (tmp_path / "imagenet").resolve()
-    monkeypatch.setenv("PATCHCERT_DATA", str(tmp_path / "imagenet"))
-    assert find_imagenet() == (tmp_path / "imagenet").resolve()

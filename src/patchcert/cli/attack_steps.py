@@ -24,7 +24,7 @@ from patchcert.certify.intervals import certify
 from patchcert.cli.progress import Report
 from patchcert.cli.target import choose_images, open_data, open_target
 from patchcert.data import Dataset, Split, load_dataset
-from patchcert.data.folder import find_imagenet
+from patchcert.data.files import find_imagenet
 from patchcert.defenses import Defense, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
 from patchcert.files import atomic_write, sha256

@@ -16,7 +16,6 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from patchcert.data.files import data_folders
 from patchcert.data.split import Dataset, Split
 from patchcert.errors import DataError
 from patchcert.files import sha256
@@ -253,17 +252,3 @@ def _resolve(folder: Path, name: str, table: Path) -> Path:
         if path.is_file():
             return path
     raise DataError(f"{table} names {name}, which is neither in {folder} nor in {folder / 'images'}")
-
-
-def find_imagenet(data_dir: Path | None = None) -> Path:
-    """The first folder with ImageNet's labels.csv, among those where data are looked for."""
-    folders = [root / inner for root in data_folders(data_dir) for inner in ("imagenet", ".")]
-    for folder in folders:
-        if (folder / "labels.csv").is_file():
-            return folder.resolve()
-    looked = ", ".join(str(root) for root in data_folders(data_dir))
-    raise DataError(
-        f"no ImageNet folder with labels.csv found; looked in {looked}",
-        hint="put images/, labels.csv and the networks' .safetensors files into DIR/imagenet "
-        "and pass --data-dir DIR or set PATCHCERT_DATA=DIR",
-    )

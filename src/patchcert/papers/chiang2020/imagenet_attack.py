@@ -14,7 +14,8 @@ from torch import Generator, Tensor, nn
 
 from patchcert.attacks import AttackJob, PatchAttack
 from patchcert.data import Dataset, Split, load_dataset
-from patchcert.data.folder import FolderSplit, find_imagenet
+from patchcert.data.files import find_imagenet
+from patchcert.data.folder import FolderSplit
 from patchcert.defenses import Defended
 from patchcert.errors import DataError
 from patchcert.files import atomic_write, sha256
