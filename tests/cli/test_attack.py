@@ -3,16 +3,16 @@ import json
 import numpy as np
 import pytest
 import torch
-from patchcert.cli.attack_choice import AttackChoice, describe_attack
+from patchcert.cli.attack_choice import AttackChoice
 from patchcert.cli.attack_steps import draw_images, parse_settings
 from safetensors.torch import save_file
 from torch import nn
 
 import patchcert as pc
-from patchcert.attacks import AdaptiveAttack, TransferAttack, tune_defense
+from patchcert.attacks import AdaptiveAttack, TransferAttack, smoothing_grid, tune_defense
 from patchcert.cli.app import run
 from patchcert.data import load_dataset
-from patchcert.defenses import Defended, LocalGradientSmoothing, smoothing_grid
+from patchcert.defenses import Defended, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
@@ -326,4 +326,4 @@ def test_defaults_depend_on_threat_and_images():
     corners = choice.build(pc.Patch(42, placements="corners"), True, cpu)
     assert patch == pc.PatchAttack(batch_size=512)
     assert sparse == pc.SparseAttack(steps=150, batch_size=512)
-    assert describe_attack(corners)["restarts"] == 4
+    assert corners.describe()["restarts"] == 4

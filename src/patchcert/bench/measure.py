@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks import AttackResult, PatchAttack, reference_patch_attack
-from patchcert.attacks.settings import default_batch_size
+from patchcert.attacks import AttackResult, PatchAttack, default_batch_size, reference_patch_attack
 from patchcert.bench.cases import DATA_SETS, Case
 from patchcert.bench.floor import Ceilings, Work, seconds, synchronise
 from patchcert.bounds import Network, precise_arithmetic, trace

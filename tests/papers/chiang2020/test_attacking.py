@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from patchcert.attacks import PatchAttack
+from patchcert.attacks import PatchAttack, smoothing_grid
 from patchcert.data import load_dataset
-from patchcert.defenses import smoothing_grid
 from patchcert.errors import InvalidInput, RunError
 from patchcert.papers.chiang2020 import tuning
 from patchcert.papers.chiang2020.attack_plan import AttackPlan

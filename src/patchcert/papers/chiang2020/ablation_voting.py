@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Generator
 
+from patchcert.certificates.ablation import RandomAblation
 from patchcert.data import Dataset, Split
-from patchcert.defenses import RandomAblation
 from patchcert.errors import RunError
 from patchcert.files import atomic_write, sha256
 from patchcert.papers.chiang2020.ablation_evidence import Rules, VotedRows, vote_columns

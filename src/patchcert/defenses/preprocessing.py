@@ -6,7 +6,10 @@ from typing import final
 
 from torch import Tensor, nn
 
+from patchcert.tensors import Images, Logits
+
 Surrogate = Callable[[Tensor], Tensor]
+"""Images as the classifier sees them, with a gradient of its own."""
 
 
 class Defense(nn.Module, ABC):
@@ -17,7 +20,7 @@ class Defense(nn.Module, ABC):
     """
 
     @abstractmethod
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Images) -> Images:
         """The images as the classifier sees them."""
 
     @abstractmethod
@@ -35,7 +38,7 @@ class Defended(nn.Module):
         self.model = model
         self.train(model.training)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Images) -> Logits:
         """The logits of the model on the images that the defense lets through."""
         return self.model(self.defense(images))
 
@@ -54,7 +57,7 @@ class SurrogateModel(nn.Module):
         self.model = model
         self.train(model.training)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Images) -> Logits:
         """The logits of the defended model."""
         return self.model(self.surrogate(images))
 

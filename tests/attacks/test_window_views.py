@@ -1,18 +1,14 @@
 """The network on windows gives what the network on whole images gives, and is given up where it cannot."""
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from patchcert.attacks import PatchAttack, windows
-from patchcert.attacks.climbing import Climbers, Record
-from patchcert.attacks.views import ImageView, ImageViews, View, put, stamp_cells
-from patchcert.attacks.window_plan import Slide
-from patchcert.attacks.windows import WindowViews, patch_views
+from patchcert.attacks import PatchAttack, window_views
+from patchcert.attacks.views import ImageViews
+from patchcert.attacks.window_views import Slide, WindowViews, patch_views
 from patchcert.models import Normalize
 from patchcert.threats import Patch, shapes
 
@@ -130,7 +126,7 @@ def test_clean_results_that_are_too_large_to_keep_are_computed_batch_by_batch(mo
     owner = torch.tensor([2, 0, 2, 1])
     corners = torch.tensor([[0, 0], [3, 6], [8, 6], [5, 1]])
     kept = patch_views(model, images, patch)
-    monkeypatch.setattr(windows, "_CACHE", 0)
+    monkeypatch.setattr(window_views, "_CACHE", 0)
     anew = patch_views(model, images, patch)
     assert kept.kept is not None
     assert anew.kept is None
@@ -205,56 +201,6 @@ def test_an_attack_by_windows_finds_what_one_by_whole_images_finds(monkeypatch):
     torch.testing.assert_close(swift.adversarial, plain.adversarial)
     torch.testing.assert_close(swift.margins, plain.margins)
     assert torch.equal(swift.placement, plain.placement)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Boaster(View):
-    """Sees every image broken."""
-
-    cells: torch.Tensor
-
-    @property
-    def is_exact(self):
-        return False
-
-    def logits(self, values):
-        return torch.tensor([[0.0, 9.0]]).repeat(len(values), 1) + 0 * values.sum(dim=1, keepdim=True)
-
-    def keep(self, index):
-        return Boaster(self.cells[index])
-
-
-def test_the_model_itself_is_asked_before_anything_is_recorded():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
-    with torch.no_grad():
-        model[1].weight.copy_(torch.tensor([[0.0, 0, 0, 0], [1.0, 1, 1, 1]]))
-        model[1].bias.copy_(torch.tensor([2.5, 0.0]))
-    images, labels = torch.zeros(2, 1, 2, 2), torch.tensor([0, 0])
-    record = Record(model, images, labels)
-    owner = torch.tensor([0, 1])
-    cells = stamp_cells(Patch((1, 2)), torch.tensor([[0, 0], [1, 0]]), images.shape[1:])
-    climbers = Climbers.at(owner, owner, Boaster(cells), torch.ones(2, 2))
-    climbers = record.update(dataclasses.replace(climbers, lead=torch.tensor([9.0, 9.0])))
-    torch.testing.assert_close(record.lead, torch.tensor([-0.5, -0.5]), atol=1e-4, rtol=0)
-    assert torch.equal(climbers.lead, record.lead)
-    assert torch.equal(record.images, put(images, cells, torch.ones(2, 2)))
-    assert len(record.open(early_stop=True)) == 2
-
-
-def test_values_are_put_where_the_patch_lies_and_nowhere_else():
-    patch, corners = Patch(shapes.diamond(4)), torch.tensor([[0, 0], [8, 6]])
-    images = images_of(2)
-    cells = stamp_cells(patch, corners, images.shape[1:])
-    changed = put(images, cells, torch.full(cells.shape, 2.0, dtype=torch.float64))
-    masks = torch.zeros(2, HEIGHT, WIDTH, dtype=torch.bool)
-    for mask, (top, left) in zip(masks, corners.tolist(), strict=True):
-        mask[top : top + 3, left : left + 3] = patch.stamp
-    assert torch.equal(changed == 2.0, masks[:, None].expand_as(images))
-    assert torch.equal(changed[~masks[:, None].expand_as(images)], images[~masks[:, None].expand_as(images)])
-    assert ImageView(nn.Flatten(), images, cells).logits(changed.flatten(1).gather(1, cells)).shape == (
-        2,
-        198,
-    )
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from patchcert.attacks import PatchAttack, SparseAttack, challenge, strongest_attack
+from patchcert.attacks import PatchAttack, SparseAttack, attack_certified, strongest_attack
 from patchcert.certificates import certify, placement_margins
 from patchcert.errors import InvalidInput
 from patchcert.threats import Patch, SparsePixels
@@ -56,14 +56,14 @@ def test_catches_a_certifier_that_leaves_out_one_placement(left_out, corner):
     assert not honest.any()
     claimed = LeavesOutOnePlacement(left_out).certify(model, images, labels, threat)
     assert claimed.all()
-    outcome = challenge(model, images, labels, threat, claimed)
-    assert not outcome.withstood
-    assert outcome.broken.tolist() == [0, 1, 2]
+    found = attack_certified(model, images, labels, threat, claimed)
+    assert not found.withstood
+    assert found.broken.tolist() == [0, 1, 2]
 
 
 def test_catches_a_proof_about_an_image_that_is_wrong_anyway():
     model = fragile_at(0, 0)
-    outcome = challenge(
+    found = attack_certified(
         model,
         torch.ones(1, 1, 6, 6),
         torch.tensor([0]),
@@ -71,7 +71,7 @@ def test_catches_a_proof_about_an_image_that_is_wrong_anyway():
         torch.tensor([True]),
         PatchAttack(0, 0.1, 1),
     )
-    assert outcome.broken.tolist() == [0]
+    assert found.broken.tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_interval_certificates_withstand_everything(threat, scale, lead):
     certified = certify(model, images, labels, threat).certified
     assert 3 < int(certified.sum()) < 40
     attack = strongest_attack(threat, steps=15, restarts=2)
-    outcome = challenge(model, images, labels, threat, certified, attack, seeded(3))
-    assert outcome.withstood
-    assert torch.equal(outcome.index, certified.nonzero().flatten())
+    found = attack_certified(model, images, labels, threat, certified, attack, seeded(3))
+    assert found.withstood
+    assert torch.equal(found.index, certified.nonzero().flatten())
     if isinstance(threat, Patch):
         others = attack.run(model, images[~certified], labels[~certified], threat, seeded(3))
         assert others.succeeded.any()
@@ -96,9 +96,9 @@ def test_interval_certificates_withstand_everything(threat, scale, lead):
 def test_only_certified_images_are_attacked_and_none_is_fine():
     model = fragile_at(0, 0)
     images, labels = torch.zeros(4, 1, 6, 6), torch.zeros(4, dtype=torch.long)
-    outcome = challenge(model, images, labels, Patch(1), torch.tensor([False, True, False, True]))
-    assert outcome.broken.tolist() == [1, 3]
-    nothing = challenge(model, images, labels, Patch(1), torch.zeros(4, dtype=torch.bool))
+    found = attack_certified(model, images, labels, Patch(1), torch.tensor([False, True, False, True]))
+    assert found.broken.tolist() == [1, 3]
+    nothing = attack_certified(model, images, labels, Patch(1), torch.zeros(4, dtype=torch.bool))
     assert nothing.withstood
     assert len(nothing.index) == 0
 
@@ -145,4 +145,4 @@ def test_a_weak_place_that_has_no_gradient_at_the_clean_image_is_found_by_the_sw
 def test_flags_that_do_not_fit_are_refused():
     images, labels = torch.zeros(2, 1, 6, 6), torch.zeros(2, dtype=torch.long)
     with pytest.raises(InvalidInput, match=r"certified must be bool \(2,\), got torch.float32 \(2,\)"):
-        challenge(fragile_at(0, 0), images, labels, Patch(1), torch.zeros(2))
+        attack_certified(fragile_at(0, 0), images, labels, Patch(1), torch.zeros(2))

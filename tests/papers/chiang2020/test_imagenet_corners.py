@@ -2,15 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from patchcert.attacks import PatchAttack
-from patchcert.attacks.imagenet_corners import (
-    CornerExperiment,
-    find_imagenet,
-    imagenet_defense,
-)
-from patchcert.attacks.twin import Twin
+from patchcert.attacks import FastCopy, PatchAttack
 from patchcert.defenses import Defended, DigitalWatermarking, LocalGradientSmoothing
-from patchcert.errors import DataError
+from patchcert.papers.chiang2020.imagenet_corners import CornerExperiment, imagenet_defense
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -88,16 +82,16 @@ def test_results_are_what_the_defended_network_itself_says():
 
 def test_the_surrogate_past_the_clip_comes_first_and_again_by_the_margin():
     model, experiment = small_model(), CornerExperiment()
-    twin = Twin(model)
+    copy = FastCopy(model)
     smoothing = LocalGradientSmoothing.imagenet()
-    stages = experiment.attacks(Defended(smoothing, twin))
-    assert [stage.twin.surrogate for stage in stages] == [
+    attacks = experiment.attacks(Defended(smoothing, copy))
+    assert [surrogate.surrogate for _, surrogate in attacks] == [
         smoothing.forward_past_clip,
         smoothing.forward,
         smoothing.forward_past_clip,
     ]
-    assert [stage.attack.loss for stage in stages] == ["cross-entropy", "cross-entropy", "margin"]
-    assert len(experiment.attacks(Defended(imagenet_defense("dw", twin, 12), twin))) == 2
+    assert [attack.loss for attack, _ in attacks] == ["cross-entropy", "cross-entropy", "margin"]
+    assert len(experiment.attacks(Defended(imagenet_defense("dw", copy, 12), copy))) == 2
 
 
 def test_every_pass_is_told_of_and_may_be_the_last():
@@ -126,15 +120,3 @@ def test_defenses_have_their_imagenet_settings():
     assert (smoothing.window, smoothing.smoothing) == (15, 2.3)
     assert isinstance(marking, DigitalWatermarking)
     assert (marking.window, marking.opening) == (50, 3)
-
-
-def test_folder_is_found_beneath_the_data_folder_or_named_in_the_message(tmp_path, monkeypatch):
-    monkeypatch.delenv("PATCHCERT_DATA", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(DataError, match=r"no ImageNet folder with labels.csv found; looked in .*cache"):
-        find_imagenet()
-    (tmp_path / "imagenet").mkdir()
-    (tmp_path / "imagenet" / "labels.csv").write_text("file,label\n")
-    assert find_imagenet(tmp_path) == (tmp_path / "imagenet").resolve()
-    monkeypatch.setenv("PATCHCERT_DATA", str(tmp_path / "imagenet"))
-    assert find_imagenet() == (tmp_path / "imagenet").resolve()
