@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from patchcert.train.strategies.ablated import WholeModel
 from torch import Generator, nn
 
 from patchcert.data import Split
@@ -10,7 +11,6 @@ from patchcert.train.loop import Plan, Position, train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.step import StepSettings, Trainee, TrainingStep
 from patchcert.train.strategies import Ablated
-from patchcert.train.strategies.ablated import WholeModel
 from patchcert.train.strategy import Batch
 
 SIDE, CLASSES = 6, 3

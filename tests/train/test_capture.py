@@ -9,10 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchcert.data import Split
 from patchcert.threats import Patch, SparsePixels
-from patchcert.train.capture import CapturedStep
 from patchcert.train.loop import EpochSummary, Plan, Position, train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
-from patchcert.train.step import StepSettings, Trainee, TrainingStep
+from patchcert.train.step import CapturedStep, StepSettings, Trainee, TrainingStep
 from patchcert.train.strategies import (
     AllPlacements,
     GuidedPlacements,

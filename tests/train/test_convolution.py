@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from patchcert.train import convolution, unet
-from patchcert.train.convolution import SmallConv2d, small_convolution
-from patchcert.train.unet import MarginUNet
+from patchcert.train.unet import MarginUNet, SmallConv2d, small_convolution
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

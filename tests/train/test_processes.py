@@ -180,7 +180,7 @@ SHARED_CERTIFICATES = """
 import torch
 from safetensors.torch import save_file
 from patchcert.data import load_dataset
-from patchcert.train.sharding import certify_sharded
+from patchcert.train.distributed import certify_sharded
 from patchcert.models import ModelSpec, build
 from patchcert.threats import Patch
 from patchcert.train.distributed import joined_world

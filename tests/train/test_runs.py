@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from patchcert.errors import InvalidInput, RunError
-from patchcert.train.prepare import exclusive, prepare_run
-from patchcert.train.read import read_spec
-from patchcert.train.run_folder import Run
+from patchcert.train.run_folder import Run, exclusive, prepare_run
+from patchcert.train.spec import read_spec
 
 SPEC = read_spec("paper-mnist")
 

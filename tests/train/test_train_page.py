@@ -7,33 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from patchcert.train.read import read_spec
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule
-from patchcert.train.spec import (
-    AblatedTraining,
-    AllTraining,
-    DataChoice,
-    GuidedTraining,
-    ModelChoice,
-    NaturalTraining,
-    OptimiserChoice,
-    PooledTraining,
-    RandomTraining,
-    RunSettings,
-    SparseTraining,
+from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, read_spec
+from patchcert.train.strategies import (
+    Ablated,
+    AllPlacements,
+    GuidedPlacements,
+    Natural,
+    PooledPlacements,
+    RandomPlacements,
+    SparseChanges,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "train.md"
 PARTS = {
-    "data": DataChoice,
-    "model": ModelChoice,
-    "optimiser": OptimiserChoice,
+    "data": DataSettings,
+    "model": ModelSettings,
+    "optimiser": OptimiserSettings,
     "run": RunSettings,
     "schedule.epsilon": EpsilonSchedule,
     "schedule.learning_rate": LearningRateSchedule,
 }
 STRATEGIES = [
-    NaturalTraining, AllTraining, RandomTraining, GuidedTraining, PooledTraining, SparseTraining, AblatedTraining,
+    Natural, AllPlacements, RandomPlacements, GuidedPlacements, PooledPlacements, SparseChanges, Ablated,
 ]  # fmt: skip
 
 

@@ -4,17 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from patchcert.train.build import build_strategy, choose_data, describe_model
 from PIL import Image
 
 from patchcert.data import load_dataset
 from patchcert.errors import DataError, RunError, SpecError
-from patchcert.train.build import build_strategy, choose_data, describe_model
-from patchcert.train.observer import Interrupted, StopRequest
-from patchcert.train.read import read_spec
 from patchcert.train.run_folder import Run
-from patchcert.train.spec import DataChoice
+from patchcert.train.spec import DataSettings, read_spec
 from patchcert.train.strategies import GuidedPlacements
-from patchcert.train.training import Workplace, summarise, train_run
+from patchcert.train.training import Interrupted, StopRequest, Workplace, summarise, train_run
 
 CPU = Workplace(torch.device("cpu"))
 TINY = (
@@ -40,7 +38,7 @@ class Stopper:
 
     def __init__(self, after, monkeypatch):
         self.left, self.request = after, StopRequest()
-        monkeypatch.setattr("patchcert.train.observer.StopRequest", lambda: self.request)
+        monkeypatch.setattr("patchcert.train.training.StopRequest", lambda: self.request)
 
     def on_batch(self, position, batches):
         self.left -= 1
@@ -177,12 +175,12 @@ def test_a_folder_of_test_images_alone_is_refused_before_anything_is_written(pho
 
 def test_training_never_sees_test_or_held_out_images():
     dataset = load_dataset("mnist-mini")
-    train_images, held_out = choose_data(dataset, DataChoice(validation=100))
+    train_images, held_out = choose_data(dataset, DataSettings(validation=100))
     assert held_out is not None
     assert len(train_images) == len(dataset.train) - 100
     assert torch.equal(held_out.images, dataset.train.images[-100:])
-    assert choose_data(dataset, DataChoice(limit=7))[1] is None
-    assert len(choose_data(dataset, DataChoice(limit=7))[0]) == 7
+    assert choose_data(dataset, DataSettings(limit=7))[1] is None
+    assert len(choose_data(dataset, DataSettings(limit=7))[0]) == 7
 
 
 def test_the_helper_network_follows_the_images_unless_told_otherwise():

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from patchcert.cli.output import say, stderr_console
 from patchcert.errors import InvalidInput
 from patchcert.train.loop import Position
-from patchcert.train.observer import Listener
+from patchcert.train.training import Listener
 
 REDRAW_SECONDS = 0.1
 

@@ -1,4 +1,4 @@
-"""The whole state of a training in one safetensors file: training goes on exactly where it was saved."""
+"""The whole state of a training in one safetensors file, from which it resumes exactly where it was saved."""
 
 import json
 from collections.abc import Mapping
