@@ -1,13 +1,16 @@
 """Specifications are read strictly, name what is wrong with them, and survive writing and reading."""
 
+import dataclasses
+import json
+import re
 import tomllib
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from patchcert.train.decode import Place, decode
-from patchcert.train.plain import decisive, to_toml
 
 from patchcert.data import ImageShape
 from patchcert.errors import SpecError
@@ -25,12 +28,14 @@ from patchcert.train.spec import (
 )
 from patchcert.train.strategies import (
     AllPlacements,
+    AnyStrategy,
     GuidedPlacements,
     Natural,
     PooledPlacements,
     RandomPlacements,
     SparseChanges,
 )
+from patchcert.train.toml import Place, decode, without_defaults
 
 MINIMAL = """
 [data]
@@ -228,16 +233,6 @@ def test_a_written_spec_reads_back_equal(spec):
     assert again.fingerprint() == spec.fingerprint()
 
 
-@given(
-    st.recursive(
-        st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans(), st.lists, max_leaves=5
-    )
-)
-def test_toml_text_reads_back_to_the_same_values(value):
-    table = {"a": value, "b": {"c": {"d": value}}, "e": {}}
-    assert tomllib.loads(to_toml(table)) == table
-
-
 def test_the_fingerprint_sees_what_decides_the_weights_and_nothing_else():
     spec = read_spec("paper-mnist")
     assert spec.fingerprint() == replace(spec, run=RunSettings(cuda_graph="off", check_every=1)).fingerprint()
@@ -257,5 +252,61 @@ def test_the_size_of_a_folders_images_can_be_chosen(tmp_path):
 
 
 def test_a_size_that_is_not_chosen_is_no_part_of_the_fingerprint():
-    assert decisive(DataSettings("folder:photos")) == {"name": "folder:photos"}
+    assert without_defaults(DataSettings("folder:photos")) == {"name": "folder:photos"}
     assert "\nsize" not in write_spec(read_spec("paper-mnist"))
+
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def test_published_results_keep_their_fingerprints_and_specifications():
+    folders = [file.parent for file in RESULTS.glob("*/spec.toml")]
+    assert len(folders) >= 148
+    for folder in folders:
+        spec = read_spec(folder / "spec.toml")
+        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        assert spec.fingerprint(environment["data"]["checksums"]) == folder.name
+        assert decode(Spec, tomllib.loads(write_spec(spec)), Place("again")) == spec
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "train.md"
+PARTS = {
+    "data": DataSettings,
+    "model": ModelSettings,
+    "optimiser": OptimiserSettings,
+    "run": RunSettings,
+    "schedule.epsilon": EpsilonSchedule,
+    "schedule.learning_rate": LearningRateSchedule,
+}
+
+
+@pytest.fixture(scope="module")
+def page():
+    return PAGE.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def example(page):
+    return re.search(r"```toml\n(.*?)```", page, re.DOTALL).group(1)
+
+
+def test_the_guides_example_is_the_papers_training(example, tmp_path):
+    file = tmp_path / "spec.toml"
+    file.write_text(example, encoding="utf-8")
+    assert read_spec(str(file)) == read_spec("paper-mnist")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_guide_names_every_key(part, page, example):
+    shown = tomllib.loads(example)
+    for name in part.split("."):
+        shown = shown.get(name, {})
+    for field in dataclasses.fields(PARTS[part]):
+        assert field.name in shown or f"| `{part}.{field.name}` |" in page, f"{part}.{field.name}"
+
+
+@pytest.mark.parametrize("strategy", get_args(AnyStrategy))
+def test_every_strategy_has_its_row_in_the_guide_with_its_keys(strategy, page):
+    kind, *others = dataclasses.fields(strategy)
+    row = next(line for line in page.splitlines() if line.startswith(f"| `{kind.default}` |"))
+    assert all(f"`{field.name}`" in row for field in others)

@@ -11,7 +11,7 @@ from torch import Generator, nn
 
 from patchcert.bounds import Interval, trace
 from patchcert.errors import InvalidInput, InvalidThreat
-from patchcert.models import Normalize
+from patchcert.models import ModelSpec, Normalize
 from patchcert.testing.blocks import ResidualBlock, randomise
 from patchcert.threats import Patch, SparsePixels, shapes
 from patchcert.train.strategies import (
@@ -22,8 +22,10 @@ from patchcert.train.strategies import (
     RandomPlacements,
     SparseChanges,
 )
-from patchcert.train.strategy import Batch, is_robust, margin_loss
-from patchcert.train.unet import MarginUNet, build_unet, enlarged
+from patchcert.train.strategies.placements import PlacedPatch
+from patchcert.train.strategies.pooled import PooledPatch
+from patchcert.train.strategy import Batch, Subject, derived_seed, is_robust, margin_loss
+from patchcert.train.unet import build_unet
 
 CLASSES = 4
 
@@ -55,6 +57,14 @@ def make_batch(count=3, channels=1, side=8, seed=0, dtype=torch.float32):
     generator = seeded(seed)
     images = torch.rand(count, channels, side, side, generator=generator, dtype=dtype)
     return Batch(images, torch.randint(CLASSES, (count,), generator=generator))
+
+
+def bind(strategy, model, threat, windows=None):
+    return strategy.bind(Subject(model, ModelSpec("mlp", 1, 8, 8, CLASSES), threat, windows=windows))
+
+
+def worst_margins(strategy, model, threat, batch, epsilon, windows=None):
+    return bind(strategy, model, threat, windows).worst_case(batch, epsilon, seeded()).margins
 
 
 def dense_margins(network, batch, threat, epsilon):
@@ -91,7 +101,7 @@ def test_all_placements_has_the_loss_and_gradient_of_a_pass_over_every_placement
     model = make_model(kind, channels).to(dtype)
     network, batch = trace(model), make_batch(4, channels, dtype=dtype)
     size = torch.tensor(epsilon, dtype=dtype)
-    fast = AllPlacements(threat).worst_case(network, batch, size, seeded()).margins
+    fast = worst_margins(AllPlacements(), model, threat, batch, size)
     slow = dense_margins(network, batch, threat, size).amin(dim=1)
     assert fast.shape == (4, CLASSES)
     loss, slope = gradient(model, fast, batch.labels)
@@ -105,7 +115,7 @@ def test_all_placements_has_the_loss_and_gradient_of_a_pass_over_every_placement
 def test_windows_of_few_digits_change_margins_and_gradient_little(kind):
     model, batch = make_model(kind), make_batch(4)
     exact, rounded = (
-        RandomPlacements(Patch(3), 5, windows).worst_case(trace(model), batch, 1.0, seeded()).margins
+        worst_margins(RandomPlacements(placements=5), model, Patch(3), batch, 1.0, windows)
         for windows in (None, torch.bfloat16)
     )
     assert rounded.dtype == torch.float32
@@ -116,40 +126,41 @@ def test_windows_of_few_digits_change_margins_and_gradient_little(kind):
 
 
 def test_a_plain_number_for_epsilon_means_the_same_as_a_tensor():
-    network, batch, strategy = trace(make_model("cnn")), make_batch(), AllPlacements(Patch(3))
-    by_number = strategy.worst_case(network, batch, 1.0, seeded()).margins
-    by_tensor = strategy.worst_case(network, batch, torch.tensor(1.0), seeded()).margins
+    batch, objective = make_batch(), bind(AllPlacements(), make_model("cnn"), Patch(3))
+    by_number = objective.worst_case(batch, 1.0, seeded()).margins
+    by_tensor = objective.worst_case(batch, torch.tensor(1.0), seeded()).margins
     torch.testing.assert_close(by_number, by_tensor)
 
 
 @pytest.mark.parametrize("make", [AllPlacements, PooledPlacements])
 def test_the_search_and_the_pass_with_a_gradient_share_one_clean_pass(make, monkeypatch):
     model, batch, passes = make_model("cnn"), make_batch(), []
-    network, strategy = trace(model), make(Patch(3))
-    strategy.worst_case(network, batch, 1.0, seeded())
-    values = type(network).values
+    objective = bind(make(), model, Patch(3))
+    objective.worst_case(batch, 1.0, seeded())
+    kind = type(objective.network)
+    values = kind.values
     monkeypatch.setattr(
-        type(network), "values", lambda network, images: passes.append(len(images)) or values(network, images)
+        kind, "values", lambda network, images: passes.append(len(images)) or values(network, images)
     )
-    strategy.worst_case(network, batch, 1.0, seeded())
+    objective.worst_case(batch, 1.0, seeded())
     assert passes == [len(batch)]
 
 
 def test_natural_training_is_plain_cross_entropy():
     model, batch = make_model("cnn"), make_batch()
-    worst = Natural().worst_case(trace(model), batch, torch.tensor(1.0), seeded())
-    loss = margin_loss(worst.margins, batch.labels, len(batch))
+    margins = worst_margins(Natural(), model, Patch(3), batch, torch.tensor(1.0))
+    loss = margin_loss(margins, batch.labels, len(batch))
     torch.testing.assert_close(loss, F.cross_entropy(model(batch.images), batch.labels))
-    assert torch.equal(is_robust(worst.margins, batch.labels), model(batch.images).argmax(1) == batch.labels)
+    assert torch.equal(is_robust(margins, batch.labels), model(batch.images).argmax(1) == batch.labels)
 
 
 def test_random_placements_lie_between_one_and_all():
-    network, batch, threat = trace(make_model("cnn")), make_batch(), Patch((2, 3))
-    everywhere = dense_margins(network, batch, threat, 1.0)
-    found = RandomPlacements(threat, 5).worst_case(network, batch, torch.tensor(1.0), seeded()).margins
+    model, batch, threat = make_model("cnn"), make_batch(), Patch((2, 3))
+    everywhere = dense_margins(trace(model), batch, threat, 1.0)
+    found = worst_margins(RandomPlacements(placements=5), model, threat, batch, torch.tensor(1.0))
     assert (found >= everywhere.amin(dim=1) - 1e-6).all()
     assert (found <= everywhere.amax(dim=1) + 1e-6).all()
-    many = RandomPlacements(threat, 600).worst_case(network, batch, torch.tensor(1.0), seeded()).margins
+    many = worst_margins(RandomPlacements(placements=600), model, threat, batch, torch.tensor(1.0))
     torch.testing.assert_close(many, everywhere.amin(dim=1))
 
 
@@ -175,8 +186,9 @@ class TrueMap(nn.Module):
 def test_a_unet_that_knows_the_margins_picks_the_weakest_placements(threat):
     network, batch = trace(make_model("cnn")), make_batch(5)
     helper = TrueMap(network, batch.labels, threat)
-    strategy = GuidedPlacements(threat, helper, inverse_temperature=1e6)
-    worst = strategy.worst_case(network, batch, torch.tensor(1.0), seeded())
+    strategy = GuidedPlacements(inverse_temperature=1e6)
+    objective = strategy.guided_by(helper, PlacedPatch(network, threat))
+    worst = objective.worst_case(batch, torch.tensor(1.0), seeded())
     true = dense_margins(network, batch, threat, 1.0)
     torch.testing.assert_close(worst.margins, true.amin(dim=1))
     assert worst.helper_loss is not None
@@ -190,11 +202,10 @@ def test_a_unet_that_knows_the_margins_picks_the_weakest_placements(threat):
 
 def test_guided_draws_follow_the_softmax_and_never_repeat_within_a_class():
     guesses = torch.tensor([0.0, 1.0, 2.0]).expand(20000, 1, 3)
-    strategy = GuidedPlacements(Patch(3), nn.Identity(), per_class=2, inverse_temperature=1.0)
-    chosen = strategy.draw(guesses, seeded())
+    chosen = GuidedPlacements(per_class=2, inverse_temperature=1.0).draw(guesses, seeded())
     assert chosen.shape == (20000, 2)
     assert (chosen[:, 0] != chosen[:, 1]).all()
-    first = GuidedPlacements(Patch(3), nn.Identity(), per_class=1).draw(guesses, seeded())
+    first = GuidedPlacements(per_class=1).draw(guesses, seeded())
     shares = torch.bincount(first.flatten(), minlength=3) / 20000
     torch.testing.assert_close(shares, (-guesses[0, 0]).softmax(0), atol=0.015, rtol=0)
 
@@ -202,8 +213,9 @@ def test_guided_draws_follow_the_softmax_and_never_repeat_within_a_class():
 def test_the_helper_learns_from_its_own_error_alone():
     model = make_model("cnn")
     helper = build_unet(1, CLASSES, 2, seeded())
-    batch, strategy = make_batch(4), GuidedPlacements(Patch((3, 2)), helper, per_class=2)
-    worst = strategy.worst_case(trace(model), batch, torch.tensor(0.5), seeded())
+    batch, patch = make_batch(4), PlacedPatch(trace(model), Patch((3, 2)))
+    objective = GuidedPlacements(per_class=2).guided_by(helper, patch)
+    worst = objective.worst_case(batch, torch.tensor(0.5), seeded())
     loss = margin_loss(worst.margins, batch.labels, 4)
     assert all(
         g is None
@@ -215,19 +227,6 @@ def test_the_helper_learns_from_its_own_error_alone():
     )
     assert all(g is None for g in slopes)
     assert all(g.isfinite().all() for g in torch.autograd.grad(worst.helper_loss, list(helper.parameters())))
-
-
-@pytest.mark.parametrize(("channels", "side", "width", "count"), [(1, 28, 6, 39_040), (3, 32, 10, 108_540)])
-def test_the_unet_has_the_papers_size(channels, side, width, count):
-    unet = MarginUNet(channels, 10, width)
-    assert sum(parameter.numel() for parameter in unet.parameters()) == count
-    assert unet(torch.rand(2, channels, side, side)).shape == (2, 10, side, side)
-
-
-def test_the_unet_depends_on_its_generator_alone():
-    one, same, other = (build_unet(1, 4, 2, seeded(seed)) for seed in (1, 1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
-    assert not torch.equal(one.head.weight, other.head.weight)
 
 
 @settings(max_examples=20, deadline=None)
@@ -242,7 +241,7 @@ def test_pooled_margins_never_exceed_those_of_all_placements(kind, size, blocks,
     blocks = tuple(blocks) if kind == "cnn" else tuple(blocks[:1])
     model = make_model(kind, seed=seed).double()
     network, batch = trace(model), make_batch(2, seed=seed, dtype=torch.float64)
-    found = PooledPlacements(Patch(size), blocks).worst_case(network, batch, epsilon, seeded()).margins
+    found = worst_margins(PooledPlacements(blocks=blocks), model, Patch(size), batch, epsilon)
     everywhere = dense_margins(network, batch, Patch(size), epsilon).amin(dim=1)
     assert (found <= everywhere + 1e-9).all()
 
@@ -251,8 +250,8 @@ def test_blocks_of_one_lose_nothing_and_large_blocks_lose_something():
     model = make_model("cnn").double()
     network, batch = trace(model), make_batch(dtype=torch.float64)
     everywhere = dense_margins(network, batch, Patch(2), 1.0).amin(dim=1)
-    single = PooledPlacements(Patch(2), (1, 1)).worst_case(network, batch, 1.0, seeded()).margins
-    merged = PooledPlacements(Patch(2), (4,)).worst_case(network, batch, 1.0, seeded()).margins
+    single = worst_margins(PooledPlacements(blocks=(1, 1)), model, Patch(2), batch, 1.0)
+    merged = worst_margins(PooledPlacements(blocks=(4,)), model, Patch(2), batch, 1.0)
     torch.testing.assert_close(single, everywhere)
     assert (merged < everywhere - 1e-3).any()
 
@@ -272,7 +271,7 @@ def test_pooled_bounds_contain_every_member_of_their_block():
             members = grid[top : top + 2, left : left + 2].flatten()
             hull = Interval(bounds.lower[members].amin(0)[None], bounds.upper[members].amax(0)[None])
             margins.append(network.margins(hull, batch.labels, after=first))
-    found = PooledPlacements(threat, (2,)).worst_case(network, batch, 1.0, seeded()).margins
+    found = worst_margins(PooledPlacements(), model, threat, batch, 1.0)
     torch.testing.assert_close(found, torch.cat(margins).amin(dim=0, keepdim=True))
 
 
@@ -290,14 +289,17 @@ def test_pooling_on_windows_has_the_margins_and_gradients_of_the_dense_way(
     blocks = tuple(blocks[:1]) if kind == "mlp" else tuple(blocks)
     assume(math.prod(blocks) <= 9 - max(patch.height, patch.width))
     model = DEEPER[kind](seed) if kind in DEEPER else make_model(kind, seed=seed).double()
-    batch, network = make_batch(3, seed=seed, dtype=torch.float64), trace(model)
-    strategy = PooledPlacements(patch, blocks)
-    assert strategy._cover(network, batch.images) is not None
-    fast = strategy.worst_case(network, batch, epsilon, seeded()).margins
-    dense = strategy.dense_worst_case(network, batch, epsilon).margins
+    batch, pooled = make_batch(3, seed=seed, dtype=torch.float64), pooled_patch(model, patch, blocks)
+    assert pooled.windows(batch.images) is not None
+    fast = pooled.worst_case(batch, epsilon, seeded()).margins
+    dense = pooled.dense_worst_case(batch, epsilon).margins
     torch.testing.assert_close(fast, dense, rtol=1e-9, atol=1e-9)
     ours, plain = (gradient(model, margins, batch.labels)[1] for margins in (fast, dense))
     torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-8)
+
+
+def pooled_patch(model, threat, blocks, memory_budget=None):
+    return PooledPatch(PlacedPatch(trace(model), threat), blocks, memory_budget)
 
 
 def _strided(seed):
@@ -323,33 +325,35 @@ DEEPER = {"strided": _strided, "pooled": _pooled}
 
 
 def test_pooling_takes_the_dense_way_where_a_block_is_larger_than_the_image_allows():
-    network, batch = trace(make_model("cnn").double()), make_batch(2, dtype=torch.float64)
-    strategy = PooledPlacements(Patch(6), (4,))
-    assert strategy._cover(network, batch.images) is None
-    found = strategy.worst_case(network, batch, 1.0, seeded()).margins
-    torch.testing.assert_close(found, strategy.dense_worst_case(network, batch, 1.0).margins)
+    batch, pooled = (
+        make_batch(2, dtype=torch.float64),
+        pooled_patch(make_model("cnn").double(), Patch(6), (4,)),
+    )
+    assert pooled.windows(batch.images) is None
+    found = pooled.worst_case(batch, 1.0, seeded()).margins
+    torch.testing.assert_close(found, pooled.dense_worst_case(batch, 1.0).margins)
 
 
 def test_pooling_takes_the_dense_way_past_branches_and_says_so(caplog):
     inner = ResidualBlock(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()), nn.Identity())
     layers = [nn.Conv2d(1, 3, 3, 1, 1), nn.ReLU(), inner, nn.Flatten(), nn.Linear(3 * 64, CLASSES)]
     model = randomise(nn.Sequential(*layers), seeded()).double()
-    network, batch, strategy = trace(model), make_batch(2, dtype=torch.float64), PooledPlacements(Patch(3))
+    batch, pooled = make_batch(2, dtype=torch.float64), pooled_patch(model, Patch(3), (2,))
     with caplog.at_level("DEBUG", logger="patchcert"):
-        found = strategy.worst_case(network, batch, 1.0, seeded()).margins
+        found = pooled.worst_case(batch, 1.0, seeded()).margins
     assert "the dense path takes over" in caplog.text
     assert "branches" in caplog.text
-    torch.testing.assert_close(found, strategy.dense_worst_case(network, batch, 1.0).margins)
+    torch.testing.assert_close(found, pooled.dense_worst_case(batch, 1.0).margins)
 
 
 def test_pooling_in_small_parts_changes_neither_margins_nor_gradients():
     model, batch = make_model("cnn").double(), make_batch(5, dtype=torch.float64)
     results = []
     for budget in (1, 2**40):
-        strategy = PooledPlacements(Patch(3), (2, 2), memory_budget=budget)
+        pooled = pooled_patch(model, Patch(3), (2, 2), budget)
         for margins in (
-            strategy.worst_case(trace(model), batch, 0.7, seeded()).margins,
-            strategy.dense_worst_case(trace(model), batch, 0.7).margins,
+            pooled.worst_case(batch, 0.7, seeded()).margins,
+            pooled.dense_worst_case(batch, 0.7).margins,
         ):
             results.append((margins, gradient(model, margins, batch.labels)[1]))
     for result in results[1:]:
@@ -357,63 +361,65 @@ def test_pooling_in_small_parts_changes_neither_margins_nor_gradients():
 
 
 def test_pooling_needs_a_full_grid_and_enough_layers():
-    network, batch = trace(make_model("mlp")), make_batch()
+    model, batch = make_model("mlp"), make_batch()
     with pytest.raises(InvalidThreat, match="full grid of placements to merge, but .* allows only 4 of 36"):
-        PooledPlacements(Patch(3, "corners")).worst_case(network, batch, 1.0, seeded())
+        worst_margins(PooledPlacements(), model, Patch(3, "corners"), batch, 1.0)
     with pytest.raises(InvalidInput, match="pooling after 2 layers needs a network with more than 2"):
-        PooledPlacements(Patch(3), (2, 2)).worst_case(network, batch, 1.0, seeded())
+        worst_margins(PooledPlacements(blocks=(2, 2)), model, Patch(3), batch, 1.0)
 
 
 @pytest.mark.parametrize("bound", ["tight", "per-pixel", "per-value"])
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_sparse_training_uses_the_bound_it_is_given(kind, bound):
     model, batch = make_model(kind, 2), make_batch(3, 2)
-    network = trace(model)
-    epsilon = torch.tensor(0.4)
-    worst = SparseChanges(SparsePixels(3), bound).worst_case(network, batch, epsilon, seeded())
-    torch.testing.assert_close(
-        worst.margins, network.sparse_margins(batch.images, batch.labels, 3, bound, 0.4)
-    )
-    assert gradient(model, worst.margins, batch.labels)[1].abs().sum() > 0
-    assert SparseChanges(SparsePixels(3, "per-pixel")).bound == "per-pixel"
+    wanted = trace(model).sparse_margins(batch.images, batch.labels, 3, bound, 0.4)
+    for strategy, threat in (
+        (SparseChanges(bound=bound), SparsePixels(3)),
+        (SparseChanges(), SparsePixels(3, bound)),
+    ):
+        margins = worst_margins(strategy, model, threat, batch, torch.tensor(0.4))
+        torch.testing.assert_close(margins, wanted)
+        assert gradient(model, margins, batch.labels)[1].abs().sum() > 0
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Natural(),
-        lambda: AllPlacements(Patch(3)),
-        lambda: RandomPlacements(Patch(3), 3),
-        lambda: GuidedPlacements(Patch(3), build_unet(1, CLASSES, 2, seeded())),
-        lambda: PooledPlacements(Patch(3)),
-        lambda: SparseChanges(SparsePixels(2)),
-    ],
-    ids=["natural", "all", "random", "guided", "pooled", "sparse"],
-)
-def test_shares_of_a_batch_add_up_to_the_whole(make):
-    network, batch, epsilon = trace(make_model("cnn")), make_batch(5), torch.tensor(0.8)
-    whole = make().worst_case(network, batch, epsilon, seeded(3))
-    parts = [
-        make().worst_case(network, Batch(batch.images, batch.labels, rows), epsilon, seeded(3))
-        for rows in (slice(0, 2), slice(2, 5))
+SHARED = {
+    "natural": (Natural(), Patch(3)),
+    "all": (AllPlacements(), Patch(3)),
+    "random": (RandomPlacements(placements=3), Patch(3)),
+    "guided": (GuidedPlacements(width=2), Patch(3)),
+    "pooled": (PooledPlacements(), Patch(3)),
+    "sparse": (SparseChanges(), SparsePixels(2)),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_shares_of_a_batch_add_up_to_the_whole(kind):
+    model, batch, epsilon = make_model("cnn"), make_batch(5), torch.tensor(0.8)
+    whole, *parts = [
+        bind(SHARED[kind][0], model, SHARED[kind][1]).worst_case(
+            Batch(batch.images, batch.labels, rows), epsilon, seeded(3)
+        )
+        for rows in (slice(None), slice(0, 2), slice(2, 5))
     ]
     torch.testing.assert_close(torch.cat([part.margins for part in parts]), whole.margins)
     if whole.helper_loss is not None:
         torch.testing.assert_close(sum(part.helper_loss for part in parts), whole.helper_loss)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in SHARED if kind != "natural"])
+def test_a_threat_of_the_other_kind_is_refused(kind):
+    strategy, threat = SHARED[kind]
+    other = Patch(3) if isinstance(threat, SparsePixels) else SparsePixels(2)
+    with pytest.raises(InvalidThreat, match="trained against, but the threat is"):
+        bind(strategy, make_model("cnn"), other)
+
+
+def test_seeds_for_different_purposes_differ():
+    seeds = {derived_seed(1, "order", 0), derived_seed(1, "order", 1), derived_seed(1, "draws", 0)}
+    assert len(seeds | {derived_seed(2, "order", 0)}) == 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
 def test_nan_margins_are_not_robust():
     margins = torch.tensor([[0.0, 1.0], [0.0, float("nan")], [0.0, 0.0]])
     assert is_robust(margins, torch.zeros(3, dtype=torch.long)).tolist() == [True, False, False]
-
-
-@pytest.mark.parametrize(("size", "larger"), [((2, 3), (4, 7)), ((7, 7), (14, 14)), ((1, 2), (3, 2))])
-def test_maps_are_enlarged_as_by_bilinear_interpolation(size, larger):
-    maps = torch.rand(3, 2, *size, generator=seeded(), requires_grad=True)
-    expected = torch.nn.functional.interpolate(maps, larger, mode="bilinear", align_corners=True)
-    weights = torch.rand(expected.shape, generator=seeded())
-    mine = enlarged(maps, *larger)
-    torch.testing.assert_close(mine, expected)
-    (gradient,) = torch.autograd.grad((mine * weights).sum(), maps)
-    (wanted,) = torch.autograd.grad((expected * weights).sum(), maps)
-    torch.testing.assert_close(gradient, wanted)
