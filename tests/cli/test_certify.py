@@ -8,9 +8,9 @@ import patchcert as pc
 from patchcert.certify import intervals as certificates
 from patchcert.cli.app import run
 from patchcert.data import load_dataset
+from patchcert.evidence import proving
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
-from patchcert.train import proving
 from patchcert.train.run_folder import Run
 from patchcert.train.spec import DataSettings, ModelSettings, Spec
 from patchcert.train.strategies import AllPlacements

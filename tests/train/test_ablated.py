@@ -7,7 +7,7 @@ from torch import Generator, nn
 from patchcert.data import Split
 from patchcert.models import ModelSpec
 from patchcert.threats import SparsePixels
-from patchcert.train.checkpoint import load_state, save_state
+from patchcert.train.checkpoint import Best, load_state, save_state
 from patchcert.train.loop import Position, train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
@@ -50,7 +50,7 @@ class SaveAt:
     def after_batch(self, position):
         self.rates.append(float(self.trainee.learning_rate))
         if (position.epoch, position.batch) == self.stop:
-            save_state(self.path, self.trainee, position, {}, {})
+            save_state(self.path, self.trainee, position, Best())
 
     def after_epoch(self, summary):
         self.losses.append(summary.loss)
@@ -122,7 +122,7 @@ def test_training_resumes_bit_for_bit_from_any_batch(stop, tmp_path):
     straight, plan = make()
     train(straight, plan, SaveAt(straight, stop, tmp_path / "state"))
     second, plan = make()
-    position, _, _ = load_state(tmp_path / "state", second)
+    position, _ = load_state(tmp_path / "state", second)
     assert position == Position(*stop, position.seconds)
     train(second, plan, SaveAt(second), position)
     for name, value in straight.model.state_dict().items():

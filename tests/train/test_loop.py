@@ -10,7 +10,7 @@ from patchcert.data import Split
 from patchcert.errors import InvalidInput, RunError
 from patchcert.models import ModelSpec
 from patchcert.threats import Patch, SparsePixels
-from patchcert.train.checkpoint import load_state, save_state
+from patchcert.train.checkpoint import Best, load_state, save_state
 from patchcert.train.loop import EpochSummary, Position, train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
@@ -86,7 +86,7 @@ class Recorder:
             self.save_at.batch,
         )
         if here:
-            save_state(self.path, self.trainee, position, {"a": 1}, {"b": torch.ones(2)})
+            save_state(self.path, self.trainee, position, Best(0.5, 1, {"b": torch.ones(2)}))
 
     def after_epoch(self, summary):
         self.summaries.append(summary)
@@ -121,9 +121,10 @@ def test_training_resumes_bit_for_bit_from_any_batch(kind, tmp_path):
         train(first.trainee, plan, first)
         plan = make_plan(kind)
         second = Recorder(make_trainee(plan))
-        position, notes, kept = load_state(path, second.trainee)
-        assert (position.epoch, position.batch, notes) == (stop.epoch, stop.batch, {"a": 1})
-        assert torch.equal(kept["b"], torch.ones(2))
+        position, best = load_state(path, second.trainee)
+        assert (position.epoch, position.batch) == (stop.epoch, stop.batch)
+        assert (best.accuracy, best.epoch) == (0.5, 1)
+        assert torch.equal(best.weights["b"], torch.ones(2))
         train(second.trainee, plan, second, position)
         for name, value in weights(straight.trainee).items():
             assert torch.equal(value, second.trainee.model.state_dict()[name]), (kind, stop, name)
@@ -191,7 +192,7 @@ def test_a_graph_is_refused_where_there_is_no_gpu():
 def test_a_state_that_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "state.safetensors"
     plan = make_plan("natural")
-    save_state(path, make_trainee(plan), Position(1), {}, {})
+    save_state(path, make_trainee(plan), Position(1), Best())
     guided = make_trainee(make_plan("guided"))
     with pytest.raises(RunError, match=r"does not fit the model of its specification: helper\."):
         load_state(path, guided)

@@ -5,19 +5,19 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 
 from patchcert.certify.checks import check_fit
 from patchcert.data import Dataset, Split
 from patchcert.errors import PatchcertError, RunError
 from patchcert.models import ModelSpec, build, save
-from patchcert.train.checkpoint import load_state, save_state
+from patchcert.train.checkpoint import Best, load_state, save_state
 from patchcert.train.distributed import ALONE, World, shared_accuracies
 from patchcert.train.environment import describe_environment, describe_session
 from patchcert.train.loop import EpochSummary, Position, train
@@ -123,15 +123,6 @@ def _train(run: Run, spec: Spec, dataset: Dataset, place: Workplace, listener: L
     return run
 
 
-@dataclass
-class _Best:
-    """The weights with the highest certified accuracy on the validation images so far, and that accuracy."""
-
-    accuracy: float = -1.0
-    epoch: int = -1
-    weights: dict[str, Tensor] = field(default_factory=dict)
-
-
 class _Training:
     """One run with all its parts in memory; observes its own loop to check, record and save.
 
@@ -155,7 +146,7 @@ class _Training:
         subject = Subject(self.model, self.model_spec, spec.threat, spec.seed, windows)
         strategy: Strategy = spec.strategy
         self.trainee = Trainee(self.model, strategy.bind(subject), spec.optimiser)
-        self.best = _Best()
+        self.best = Best()
         self._saved_at, self._save_took = 0.0, 0.0
 
     def carry_out(self, stop: StopRequest) -> None:
@@ -199,9 +190,8 @@ class _Training:
             return
         self.trainee.sums.cpu()
         began = time.monotonic()
-        notes = {"best_accuracy": self.best.accuracy, "best_epoch": self.best.epoch}
         try:
-            save_state(self.run.state, self.trainee, position, notes, self.best.weights)
+            save_state(self.run.state, self.trainee, position, self.best)
         except OSError as error:
             raise RunError(f"the state of {self.run.path} cannot be saved: {error}") from error
         self._saved_at = time.monotonic()
@@ -210,9 +200,7 @@ class _Training:
     def _restore(self) -> Position:
         if not self.run.state.is_file():
             return Position()
-        position, notes, kept = load_state(self.run.state, self.trainee)
-        self.best.accuracy, self.best.epoch = notes["best_accuracy"], notes["best_epoch"]
-        self.best.weights = {name: value.to(self.place.device) for name, value in kept.items()}
+        position, self.best = load_state(self.run.state, self.trainee)
         return position
 
     def _record_session(self, start: Position) -> None:
@@ -233,7 +221,7 @@ class _Training:
         found = self._accuracies(sample)
         if chooses and found["certified_accuracy"] > self.best.accuracy:
             weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-            self.best = _Best(found["certified_accuracy"], summary.epoch, weights)
+            self.best = Best(found["certified_accuracy"], summary.epoch, weights)
         name = "train" if self.held_out is None else "validation"
         return found | {"checked_on": name, "checked_images": len(sample)}
 

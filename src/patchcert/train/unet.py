@@ -36,7 +36,7 @@ class BasicBlock(nn.Module):
             else nn.Identity()
         )
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Annotated[Tensor, "n _ _ _"]) -> Annotated[Tensor, "n _ _ _"]:
         """Features of the block's width, at the block's stride."""
         return F.relu(self.residual(features) + self.shortcut(features))
 
@@ -86,7 +86,7 @@ class MarginUNet(nn.Module):
         return self.head(features)
 
 
-def enlarged(maps: Tensor, height: int, width: int) -> Tensor:
+def enlarged(maps: Annotated[Tensor, "n c _ _"], height: int, width: int) -> Annotated[Tensor, "n c _ _"]:
     """Bilinear interpolation with aligned corners, as two products: on small maps many times faster than
     `F.interpolate`, which goes through all maps of a batch one after the other."""
     rows = _hats(maps.shape[2], height, maps.device, maps.dtype)
@@ -95,7 +95,7 @@ def enlarged(maps: Tensor, height: int, width: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _hats(size: int, larger: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _hats(size: int, larger: int, device: torch.device, dtype: torch.dtype) -> Annotated[Tensor, "_ _"]:
     """The matrix (larger, size) of linear interpolation whose first and last points are the ends."""
     step = (size - 1) / (larger - 1) if larger > 1 else 0.0
     places = torch.arange(larger, device=device, dtype=dtype) * step

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, final
+from typing import Annotated, ClassVar, Literal, final
 
 import torch
 from torch import Generator, Tensor
@@ -112,7 +112,7 @@ class PooledPatch:
         margins = network.margins(box, repeated, after=last)
         return margins.unflatten(0, (len(images), boxes)).amin(dim=1)
 
-    def _grid(self, images: Tensor) -> Placements:
+    def _grid(self, images: Images) -> Placements:
         placements = self.patch.threat.placements(images.shape[2], images.shape[3])
         if not placements.complete:
             raise InvalidThreat(
@@ -122,7 +122,7 @@ class PooledPatch:
             )
         return placements
 
-    def _images_at_once(self, image: Tensor, placements: int) -> int:
+    def _images_at_once(self, image: Annotated[Tensor, "c h w"], placements: int) -> int:
         """As many images as keep bounds and gradients of the first layers within the budget, roughly."""
         each = 16 * placements * image.numel() * image.element_size()
         budget = self.memory_budget or (2**32 if image.is_cuda else 2**27)
