@@ -206,11 +206,6 @@ class Spec:
                 "select is 'best-validation', but votes are not counted during training",
                 hint="set select = 'last'",
             )
-        if not strategy.has_bounds and self.schedule.epsilon.full_from:
-            raise SpecError(
-                f"the strategy {strategy.kind!r} has no epsilon, but the schedule has natural or ramp epochs",
-                hint="set schedule.epsilon.natural_epochs = 0 and schedule.epsilon.ramp_epochs = 0",
-            )
 
     def scaled(self, factor: float) -> "Spec":
         """The same run with every part of its schedule shrunk in proportion."""

@@ -15,7 +15,7 @@ from torch import Generator, nn
 
 from patchcert.certify.checks import check_fit
 from patchcert.data import Dataset, Split
-from patchcert.errors import PatchcertError, RunError
+from patchcert.errors import PatchcertError, RunError, SpecError
 from patchcert.models import ModelSpec, build, save
 from patchcert.train.checkpoint import Best, load_state, save_state
 from patchcert.train.distributed import ALONE, World, shared_accuracies
@@ -89,6 +89,7 @@ def train_run(
     spec: Spec, folder: Path, place: Workplace, resume: bool = False, listener: Listener | None = None
 ) -> Run:
     """The finished run of a specification in a folder; an unfinished one there is resumed, a finished one returned."""
+    _check_epsilon(spec)
     dataset = spec.data.load(place.data_dir)
     check_fit(spec.threat, dataset.test.take(1).floats())
     if not place.world.is_main:
@@ -247,6 +248,14 @@ def summarise(run: Run) -> dict[str, Any]:
         "loss": rows[-1]["loss"] if rows else None,
         "seconds": round(run.training_seconds, 3),
     } | {key: checked[key] for key in keys if key in checked}
+
+
+def _check_epsilon(spec: Spec) -> None:
+    if not spec.strategy.has_bounds and spec.schedule.epsilon.full_from:
+        raise SpecError(
+            f"the strategy {spec.strategy.kind!r} has no epsilon, but the schedule has natural or ramp epochs",
+            hint="set schedule.epsilon.natural_epochs = 0 and schedule.epsilon.ramp_epochs = 0",
+        )
 
 
 def _check_data(run: Run, dataset: Dataset) -> None:
