@@ -1,9 +1,10 @@
-"""Training on ablated images: masks, batch norms, gradient descent, and resuming from any batch."""
+"""Bounds over sparse changes, and training on ablated images: masks, batch norms, and resuming from any batch."""
 
 import pytest
 import torch
 from torch import Generator, nn
 
+from patchcert.bounds import trace
 from patchcert.data import Split
 from patchcert.models import ModelSpec
 from patchcert.threats import SparsePixels
@@ -12,7 +13,7 @@ from patchcert.train.loop import Position, train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
 from patchcert.train.step import Plan, Trainee, TrainingStep
-from patchcert.train.strategies import Ablated
+from patchcert.train.strategies import Ablated, SparseChanges
 from patchcert.train.strategy import Batch, Subject
 
 SIDE, CLASSES = 6, 3
@@ -41,6 +42,22 @@ def make(strategy=None, device="cpu", cuda_graph="auto", flip=True):
     data, run = DataSettings(flip=flip), RunSettings(cuda_graph=cuda_graph)
     spec = Spec(data, ModelSettings(), THREAT, strategy, SCHEDULE, SETTINGS, seed=3, run=run)
     return Trainee(model, bind(strategy, model), SETTINGS), Plan(spec, make_data(device))
+
+
+@pytest.mark.parametrize("bound", ["tight", "per-pixel", "per-value"])
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_sparse_training_uses_the_bound_it_is_given(
+    make_model, make_batch, worst_margins, gradient, kind, bound
+):
+    model, batch = make_model(kind, 2), make_batch(3, 2)
+    wanted = trace(model).sparse_margins(batch.images, batch.labels, 3, bound, 0.4)
+    for strategy, threat in (
+        (SparseChanges(bound=bound), SparsePixels(3)),
+        (SparseChanges(), SparsePixels(3, bound)),
+    ):
+        margins = worst_margins(strategy, model, threat, batch, torch.tensor(0.4))
+        torch.testing.assert_close(margins, wanted)
+        assert gradient(model, margins, batch.labels)[1].abs().sum() > 0
 
 
 class SaveAt:
