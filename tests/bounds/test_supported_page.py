@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from patchcert.bounds import Interval, Rounding, trace
-from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
-from patchcert.bounds.refusals import Kind, always_refuses, spoken
+from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES, Kind, always_refuses, spoken
 from patchcert.models import Normalize
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "your-own-model.md").read_text()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
-from patchcert.certify.intervals import certify, placement_margins
+from patchcert.certificates.intervals import certify, placement_margins
 from patchcert.models import ModelSpec, build
 from patchcert.testing.strategies import seeds
 from patchcert.threats import Patch, SparsePixels

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from patchcert.certify.intervals import certify
+from patchcert.certificates.intervals import certify
 from patchcert.testing.blocks import randomise
 from patchcert.testing.strategies import cases
 from patchcert.threats import Patch, shapes

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import Network
-from patchcert.bounds.geometry import Geometry, convolve
+from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Window, convolve
 from patchcert.bounds.network import Step
 from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape, is_relu
 from patchcert.threats import Patch
-from patchcert.windows.geometry import FeatureMap, Layout, NotCovered, Window
-from patchcert.windows.taps import is_worth_a_matrix, window_matrix
+from patchcert.windows.layout import Layout
+from patchcert.windows.products import is_worth_a_matrix, window_matrix
 
 _CLEAN_AT_ONCE = 1024
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from patchcert.attacks.views import ImageViews, View, Views, stamp_cells, stamp_offsets
 from patchcert.attacks.window_plan import Part, Product, Spread, WindowPlan
 from patchcert.bounds import trace
+from patchcert.bounds.geometry import NotCovered
 from patchcert.errors import PatchcertError
 from patchcert.threats import Patch
-from patchcert.windows.geometry import NotCovered
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from patchcert.bench.floor import Work
 from patchcert.bench.timing import Ceilings, seconds, synchronise
 from patchcert.bounds import Network, precise_arithmetic, trace
 from patchcert.bounds.rounding import fast_arithmetic
-from patchcert.certify.intervals import certify
+from patchcert.certificates import certify
 from patchcert.data import Split, load_dataset
 from patchcert.models import ModelSpec
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, Spec
@@ -107,7 +107,7 @@ def run_case(case: Case, machine: Machine) -> Measurement:
     step_gigabytes = _peak(machine.device)
     return Measurement(
         case=case.name,
-        placements=sweep.placements,
+        placements=len(sweep.order),
         dense_forward=dense_forward,
         dense_step=dense_step,
         sweep_float32=exact,
@@ -135,7 +135,7 @@ def _sweeps(sweep: PlacementSweep, images: Tensor, labels: Tensor, machine: Mach
 
     @torch.no_grad()
     def swept() -> None:
-        sweep.worst(clean_pass(sweep.layout.network, images, labels), labels)
+        sweep.margins(clean_pass(sweep.layout.network, images, labels), labels).argmin(dim=1)
 
     with precise_arithmetic():
         exact = _micro(_graphed(swept, machine.device), machine, len(images))

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from patchcert.certify.intervals import certify
+from patchcert.certificates import AnyThreat, certify
 from patchcert.errors import InvalidInput, RunError
 from patchcert.tensors import Images, Labels
-from patchcert.threats import Patch, SparsePixels
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -115,7 +114,7 @@ class Accuracies:
 
 
 def shared_accuracies(
-    model: nn.Module, images: Images, labels: Labels, threat: Patch | SparsePixels, world: World
+    model: nn.Module, images: Images, labels: Labels, threat: AnyThreat, world: World
 ) -> Accuracies:
     """The same in every process and however many there are: each certifies its own rows, and counts are summed."""
     rows, counts = world.rows(len(labels)), torch.zeros(2, dtype=torch.float64, device=images.device)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, nn
 
-from patchcert.certify.checks import check_fit
+from patchcert.certificates.checks import check_fit
 from patchcert.data import Dataset, Split
 from patchcert.errors import PatchcertError, RunError, SpecError
 from patchcert.models import ModelSpec, build, save

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from patchcert.certificates.ablation_statistics import certified_radius, is_decided, probability_lower_bound
 
-from patchcert.certify.ablation_statistics import certified_radius, is_decided, probability_lower_bound
 from patchcert.data import load_dataset
 from patchcert.errors import RunError, SpecError
 from patchcert.files import sha256

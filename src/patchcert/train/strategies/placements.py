@@ -14,7 +14,7 @@ from patchcert.threats import Patch
 from patchcert.train.strategy import Batch, Objective, Subject, WorstCase, derived_seed
 from patchcert.train.toml import at_least
 from patchcert.train.unet import build_unet
-from patchcert.windows import ChosenPlacements, Clean, WeakestPlacements, covering_placements
+from patchcert.windows import Clean, DifferentiablePlacements, WeakestPlacements, covering_placements
 
 Chosen = Annotated[Tensor, "n m"]
 """For each image m numbers of placements, as the threat counts them."""
@@ -146,7 +146,7 @@ class PlacedPatch:
         self.threat = threat
         self.dtype = dtype
         self._corners: dict[tuple[object, ...], Corners] = {}
-        self._windows: dict[tuple[object, ...], ChosenPlacements | None] = {}
+        self._windows: dict[tuple[object, ...], DifferentiablePlacements | None] = {}
 
     @staticmethod
     def of(subject: Subject) -> "PlacedPatch":
@@ -204,7 +204,7 @@ class PlacedPatch:
         repeated = labels.unsqueeze(1).expand_as(chosen).flatten()
         return self.network.margins(flat, repeated).unflatten(0, tuple(chosen.shape))
 
-    def _cover(self, images: Images) -> ChosenPlacements | None:
+    def _cover(self, images: Images) -> DifferentiablePlacements | None:
         key = (images.device, images.dtype, *images.shape[1:])
         if key not in self._windows:
             self._windows = {key: covering_placements(self.network, images, self.threat)}

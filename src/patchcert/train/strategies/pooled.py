@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 from torch.utils.checkpoint import checkpoint
 
 from patchcert.bounds import Interval, Network
+from patchcert.bounds.geometry import NotCovered
 from patchcert.bounds.operations import Convolution, Linear
 from patchcert.bounds.rounding import NEAREST
 from patchcert.errors import InvalidInput, InvalidThreat, UnsupportedLayer
@@ -17,9 +18,9 @@ from patchcert.tensors import Corners, Images, Labels, Margins
 from patchcert.threats import Patch, Placements
 from patchcert.train.strategies.placements import PlacedPatch, in_class_order, other_classes
 from patchcert.train.strategy import Batch, Objective, Subject, WorstCase
-from patchcert.windows import ChosenPlacements, PlacementSweep
-from patchcert.windows.geometry import Layout, NotCovered
-from patchcert.windows.merging import Merging
+from patchcert.windows import DifferentiablePlacements, PlacementSweep
+from patchcert.windows.blocks import PlacementBlocks
+from patchcert.windows.layout import Layout
 from patchcert.windows.search import search_budget, weakest
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class BlockWindows:
     """The windows of all blocks: to search them, and to bound a few with a gradient."""
 
     sweep: PlacementSweep
-    chosen: ChosenPlacements
+    chosen: DifferentiablePlacements
     corners: Corners
 
     @staticmethod
@@ -155,9 +156,9 @@ class BlockWindows:
                 )
             with torch.no_grad():
                 layout = Layout.of(network, network.values(images[:1]))
-            merging = Merging.of(layout, threat, placements, blocks, layers, images.device)
+            merging = PlacementBlocks.of(layout, threat, placements, blocks, layers, images.device)
             sweep = PlacementSweep.of(network, images, threat, memory_budget, merging)
-            chosen = ChosenPlacements.of(network, images, threat, merging)
+            chosen = DifferentiablePlacements.of(network, images, threat, merging)
         except NotCovered as reason:
             logger.debug("the dense path takes over: %s", reason)
             return None

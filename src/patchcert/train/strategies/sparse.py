@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from patchcert.bounds import Network, trace
-from patchcert.certify.ablation import draw_retained, encode_ablated
+from patchcert.certificates.ablation import draw_retained, encode_ablated
 from patchcert.errors import InvalidThreat, SpecError
 from patchcert.models import ModelSpec
 from patchcert.tensors import Images
