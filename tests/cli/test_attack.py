@@ -17,7 +17,8 @@ from patchcert.errors import InvalidInput
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
 from patchcert.train.run_folder import Run
-from patchcert.train.spec import AllTraining, DataChoice, ModelChoice, Spec
+from patchcert.train.spec import DataSettings, ModelSettings, Spec
+from patchcert.train.strategies import AllPlacements
 
 QUICK = ["--steps", "4", "--restarts", "2", "--images", "25"]
 
@@ -49,10 +50,10 @@ def trained_file(tmp_path_factory):
 @pytest.fixture
 def run_folder(tmp_path, trained_file):
     spec = Spec(
-        data=DataChoice("mnist-mini"),
-        model=ModelChoice("mlp", hidden=16),
+        data=DataSettings("mnist-mini"),
+        model=ModelSettings("mlp", hidden=16),
         threat=pc.Patch(2),
-        strategy=AllTraining(),
+        strategy=AllPlacements(),
     )
     created = Run.create(tmp_path / "run", spec)
     created.weights.write_bytes(trained_file.read_bytes())

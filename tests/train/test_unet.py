@@ -1,13 +1,12 @@
-"""Convolutions of few channels are those of the library, with their gradients, on whatever device."""
+"""The U-net has its size and weights; its convolutions are those of the library, with their gradients."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from patchcert.train import convolution, unet
-from patchcert.train.convolution import SmallConv2d, small_convolution
-from patchcert.train.unet import MarginUNet
+from patchcert.train import unet
+from patchcert.train.unet import MarginUNet, SmallConv2d, build_unet, enlarged
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -48,10 +47,45 @@ def passed(function, tensors, settings, dtype=torch.float32):
     return [output.detach(), *torch.autograd.grad(output, [part for part in own if part is not None], slopes)]
 
 
+def small_convolution(*arguments):
+    from patchcert.train.unet_kernels import small_convolution
+
+    return small_convolution(*arguments)
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
 def worst(found, wanted):
     return max(
         float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, wanted, strict=True)
     )
+
+
+@pytest.mark.parametrize(("channels", "side", "width", "count"), [(1, 28, 6, 39_040), (3, 32, 10, 108_540)])
+def test_the_unet_has_the_papers_size(channels, side, width, count):
+    network = MarginUNet(channels, 10, width)
+    assert sum(parameter.numel() for parameter in network.parameters()) == count
+    assert network(torch.rand(2, channels, side, side)).shape == (2, 10, side, side)
+
+
+def test_the_unet_depends_on_its_generator_alone():
+    one, same, other = (build_unet(1, 4, 2, seeded(seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.head.weight, other.head.weight)
+
+
+@pytest.mark.parametrize(("size", "larger"), [((2, 3), (4, 7)), ((7, 7), (14, 14)), ((1, 2), (3, 2))])
+def test_maps_are_enlarged_as_by_bilinear_interpolation(size, larger):
+    maps = torch.rand(3, 2, *size, generator=seeded(), requires_grad=True)
+    expected = F.interpolate(maps, larger, mode="bilinear", align_corners=True)
+    weights = torch.rand(expected.shape, generator=seeded())
+    mine = enlarged(maps, *larger)
+    torch.testing.assert_close(mine, expected)
+    (gradient,) = torch.autograd.grad((mine * weights).sum(), maps)
+    (wanted,) = torch.autograd.grad((expected * weights).sum(), maps)
+    torch.testing.assert_close(gradient, wanted)
 
 
 def test_on_a_cpu_the_layer_is_the_librarys():
@@ -96,7 +130,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_kernels_are_not_asked_for_what_they_cannot_do(name, monkeypatch):
-    monkeypatch.setattr(convolution, "is_fused", lambda value: value.dtype == torch.float32)
+    monkeypatch.setattr(unet, "is_fused", lambda value: value.dtype == torch.float32)
     images = torch.rand(2, 4, 9, 9)
     assert SmallConv2d(4, 4, 3, 1, 1)._is_small(images)
     assert not OTHERS[name]()._is_small(images)
@@ -104,7 +138,7 @@ def test_the_kernels_are_not_asked_for_what_they_cannot_do(name, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(4, 9, 9), (0, 4, 9, 9), (2, 3, 9, 9), (2**14, 4, 128, 128)])
 def test_the_kernels_are_not_asked_for_other_images(shape, monkeypatch):
-    monkeypatch.setattr(convolution, "is_fused", lambda value: True)
+    monkeypatch.setattr(unet, "is_fused", lambda value: True)
     assert not SmallConv2d(4, 8, 3, 1, 1)._is_small(torch.empty(1).expand(shape))
 
 
@@ -150,7 +184,7 @@ def test_the_unet_is_nearly_the_same_with_and_without_kernels(channels, side, wi
     images = torch.rand(16, channels, side, side).cuda()
     found = []
     for has_kernels in (True, False):
-        monkeypatch.setattr(convolution, "is_fused", lambda value, has_kernels=has_kernels: has_kernels)
+        monkeypatch.setattr(unet, "is_fused", lambda value, has_kernels=has_kernels: has_kernels)
         output = network(images)
         slopes = torch.autograd.grad(output.square().sum(), list(network.parameters()))
         found.append([output.detach(), *slopes])

@@ -2,7 +2,8 @@
 
 import logging
 from dataclasses import dataclass
-from typing import final
+from functools import partial
+from typing import Annotated, ClassVar, Literal, final
 
 import torch
 from torch import Generator, Tensor
@@ -13,10 +14,10 @@ from patchcert.bounds.geometry import NotCovered
 from patchcert.bounds.operations import Convolution, Linear
 from patchcert.bounds.rounding import NEAREST
 from patchcert.errors import InvalidInput, InvalidThreat, UnsupportedLayer
+from patchcert.tensors import Corners, Images, Labels, Margins
 from patchcert.threats import Patch, Placements
-from patchcert.train.strategies.all_placements import worst_of_classes
-from patchcert.train.strategies.placed import PlacedPatch
-from patchcert.train.strategy import Batch, WorstCase
+from patchcert.train.strategies.placements import PlacedPatch, in_class_order, other_classes
+from patchcert.train.strategy import Batch, Objective, Subject, WorstCase
 from patchcert.windows import DifferentiablePlacements, PlacementSweep
 from patchcert.windows.blocks import PlacementBlocks
 from patchcert.windows.layout import Layout
@@ -26,88 +27,79 @@ logger = logging.getLogger(__name__)
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class PooledPlacements:
-    """Merges the pre-activation bounds of the first layers over blocks of g x g adjacent placements.
+    """All placements, merged into blocks of g x g adjacent ones before the activations of the first layers.
 
     `blocks` gives g for each of the first layers with weights: (2,) merges once, (2, 2) again after the
     second layer on the grid of blocks. A merged box contains all boxes it stands for, so margins can only
     fall. The last block of a row or column may be smaller.
     """
 
-    helper = None
-    is_capturable = True
+    threats: ClassVar = (Patch,)
+    has_bounds: ClassVar = True
+    kind: Literal["pooled"] = "pooled"
+    blocks: tuple[int, ...] = (2,)
 
-    def __init__(
-        self, threat: Patch, blocks: tuple[int, ...] = (2,), memory_budget: int | None = None
-    ) -> None:
-        self.patch = PlacedPatch(threat)
+    def __post_init__(self) -> None:
+        if not self.blocks or min(self.blocks) < 1:
+            raise InvalidInput(f"blocks are {list(self.blocks)}; expected at least one, each 1 or more")
+
+    def bind(self, subject: Subject) -> Objective:
+        """The least margin per class over all merged boxes."""
+        pooled = PooledPatch(PlacedPatch.of(subject), self.blocks)
+        return Objective(pooled.patch.network, pooled.worst_case)
+
+
+class PooledPatch:
+    """Worst-case margins of a network over blocks of placements; keeps its windows between steps."""
+
+    def __init__(self, patch: PlacedPatch, blocks: tuple[int, ...], memory_budget: int | None = None) -> None:
+        self.patch = patch
         self.blocks = blocks
         self.memory_budget = memory_budget
         self._windows: dict[tuple[object, ...], BlockWindows | None] = {}
 
-    def worst_case(
-        self, network: Network, batch: Batch, epsilon: float | Tensor, generator: Generator
-    ) -> WorstCase:
+    def worst_case(self, batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
         """The least margin per class over all merged boxes.
 
         As in training on all placements, a search without a gradient finds the weakest block of each class, and
         only these are passed with one.
         """
-        windows = self._cover(network, batch.own_images)
-        if windows is None:
-            return self.dense_worst_case(network, batch, epsilon)
         images, labels = batch.own_images, batch.own_labels
+        windows = self.windows(images)
+        if windows is None:
+            return self.dense_worst_case(batch, epsilon)
         clean = windows.chosen.clean(images, labels)
         worst = weakest(windows.sweep, images, labels, epsilon, clean)
-        return worst_of_classes(
-            labels,
-            worst,
-            lambda blocks, classes: windows.chosen.margins(
-                images, labels, windows.corners[blocks], epsilon, classes, clean=clean
-            ),
-        )
+        classes = other_classes(labels, worst.shape[1])
+        corners = windows.corners[worst.gather(1, classes)]
+        margins = windows.chosen.margins(images, labels, corners, epsilon, classes, clean=clean)
+        return in_class_order(labels, margins)
 
-    def _cover(self, network: Network, images: Tensor) -> "BlockWindows | None":
-        key = (id(network), images.device, images.dtype, *images.shape[1:])
+    def windows(self, images: Images) -> "BlockWindows | None":
+        """The windows of all blocks on such images; None where only the dense way is left."""
+        key = (images.device, images.dtype, *images.shape[1:])
         if key not in self._windows:
-            layers = first_layers(network, len(self.blocks))
             budget = self.memory_budget or search_budget(images.device)
-            self._windows = {
-                key: BlockWindows.of(
-                    network, images, self.patch.threat, self._grid(images), self.blocks, layers, budget
-                )
-            }
+            made = BlockWindows.of(self.patch, self._grid(images), self.blocks, images, budget)
+            self._windows = {key: made}
         return self._windows[key]
 
-    def dense_worst_case(self, network: Network, batch: Batch, epsilon: float | Tensor) -> WorstCase:
+    def dense_worst_case(self, batch: Batch, epsilon: float | Tensor) -> WorstCase:
         """The same the slow, obvious way: whole images; parts of a batch are redone for the gradient."""
         images, labels = batch.own_images, batch.own_labels
         placements = self._grid(images)
         size = self._images_at_once(images[0], len(placements))
+        redone = partial(checkpoint, self._margins, use_reentrant=False, preserve_rng_state=False)
         parts = zip(images.split(size), labels.split(size), strict=True)
-        margins = [
-            checkpoint(
-                self._margins,
-                network,
-                *part,
-                placements,
-                epsilon,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            for part in parts
-        ]
-        return WorstCase(torch.cat(margins))
+        return WorstCase(torch.cat([redone(*part, placements, epsilon) for part in parts]))
 
     def _margins(
-        self,
-        network: Network,
-        images: Tensor,
-        labels: Tensor,
-        placements: Placements,
-        epsilon: float | Tensor,
-    ) -> Tensor:
-        """Margins (n, classes) of a few images."""
+        self, images: Images, labels: Labels, placements: Placements, epsilon: float | Tensor
+    ) -> Margins:
+        """The margins of a few images."""
+        network = self.patch.network
         grid = (placements.rows, placements.columns)
         box = self.patch.threat.boxes(images, self.patch.corners(images), epsilon).flatten(0, 1)
         start = 0
@@ -121,7 +113,7 @@ class PooledPlacements:
         margins = network.margins(box, repeated, after=last)
         return margins.unflatten(0, (len(images), boxes)).amin(dim=1)
 
-    def _grid(self, images: Tensor) -> Placements:
+    def _grid(self, images: Images) -> Placements:
         placements = self.patch.threat.placements(images.shape[2], images.shape[3])
         if not placements.complete:
             raise InvalidThreat(
@@ -131,8 +123,8 @@ class PooledPlacements:
             )
         return placements
 
-    def _images_at_once(self, image: Tensor, placements: int) -> int:
-        """So many that bounds and gradients of the first layers keep within the budget, roughly."""
+    def _images_at_once(self, image: Annotated[Tensor, "c h w"], placements: int) -> int:
+        """As many images as keep bounds and gradients of the first layers within the budget, roughly."""
         each = 16 * placements * image.numel() * image.element_size()
         budget = self.memory_budget or (2**32 if image.is_cuda else 2**27)
         return max(1, budget // each)
@@ -144,19 +136,19 @@ class BlockWindows:
 
     sweep: PlacementSweep
     chosen: DifferentiablePlacements
-    corners: Tensor
+    corners: Corners
 
     @staticmethod
     def of(
-        network: Network,
-        images: Tensor,
-        threat: Patch,
+        patch: PlacedPatch,
         placements: Placements,
         blocks: tuple[int, ...],
-        layers: list[int],
+        images: Images,
         memory_budget: int,
     ) -> "BlockWindows | None":
         """None where windows do not follow the network, or a block is larger than the image allows."""
+        network, threat = patch.network, patch.threat
+        layers = first_layers(network, len(blocks))
         try:
             if any(step.inputs != (position,) for position, step in enumerate(network.steps)):
                 raise NotCovered(

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from patchcert.errors import InvalidInput, RunError
-from patchcert.train.prepare import exclusive, prepare_run
-from patchcert.train.read import read_spec
-from patchcert.train.run_folder import Run
+from patchcert.train.run_folder import Run, exclusive, prepare_run
+from patchcert.train.spec import read_spec
 
 SPEC = read_spec("paper-mnist")
 
@@ -51,7 +50,7 @@ def test_a_new_folder_is_made_and_an_unfinished_one_asks_for_resume(tmp_path):
     prepare_run(folder, SPEC, resume=False).append_metrics({"epoch": 0})
     with pytest.raises(RunError, match="holds this run, unfinished") as caught:
         prepare_run(folder, SPEC, resume=False)
-    assert caught.value.hint == "add --resume to go on with it"
+    assert caught.value.hint == "add --resume to continue it"
     assert prepare_run(folder, SPEC, resume=True).path == folder
 
 
