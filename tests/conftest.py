@@ -15,13 +15,19 @@ import pytest
 import torch
 from hypothesis import settings
 
-from patchcert.evidence import Evidence, EvidenceFolder, Question, Selection
-from patchcert.evidence.record import VERSION
-from patchcert.evidence.results import Circumstances, collect
-from patchcert.files import sha256
-from patchcert.models import ModelSpec, build, save
-from patchcert.train.read import read_spec
-from patchcert.train.run_folder import EVIDENCE, Run
+from patchcert.testing.shapes import check_shapes_on_import
+
+# Before any other module of the package is imported, so that every call in every test is checked.
+check_shapes_on_import("patchcert")
+
+from patchcert.evidence import Evidence, EvidenceFolder, Question, Selection  # noqa: E402
+from patchcert.evidence.record import VERSION  # noqa: E402
+from patchcert.evidence.results import Circumstances, collect  # noqa: E402
+from patchcert.files import sha256  # noqa: E402
+from patchcert.models import ModelSpec, build, save  # noqa: E402
+from patchcert.train.run_folder import EVIDENCE, Run  # noqa: E402
+from patchcert.train.spec import read_spec  # noqa: E402
+
 
 CHECKSUMS = {"file": "0" * 64}
 INTERVALS = {"name": "IntervalBounds", "dtype": "float32"}

@@ -14,10 +14,9 @@ from patchcert.errors import RunError
 from patchcert.evidence.record import Evidence, EvidenceFolder, Question, refuted
 from patchcert.files import atomic_write, sha256
 from patchcert.train.environment import source_sha256
-from patchcert.train.read import read_spec
 from patchcert.train.run_folder import ENVIRONMENT, EVIDENCE, SPEC, Run, write_text
 from patchcert.train.schedules import Schedule
-from patchcert.train.spec import RunSettings, Spec
+from patchcert.train.spec import RunSettings, Spec, read_spec
 
 SUMMARY, CIRCUMSTANCES = "summary.json", ".circumstances.json"
 TRIMMED = "trimmed"

@@ -8,15 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from patchcert.attacks import AdaptiveAttack, AttackSeries, PatchAttack, SparseAttack, TransferAttack
-from patchcert.attacks.settings import default_batch_size
+from patchcert.attacks import (
+    AdaptiveAfterTransfer,
+    AdaptiveAttack,
+    AttackSeries,
+    PatchAttack,
+    SparseAttack,
+    TransferAttack,
+    default_batch_size,
+)
 from patchcert.certificates import Classifier, IntervalBounds, RandomAblation
 from patchcert.data import Dataset
 from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
 from patchcert.evidence import Attacking, Certification, Evidence, EvidenceFolder, Question, Subject
 from patchcert.files import sha256
-from patchcert.papers.chiang2020.recipes import AdaptiveAfterTransfer, CornerAttack
+from patchcert.papers.chiang2020.recipes import CornerAttack
 from patchcert.progress import Progress
 from patchcert.threats import Patch
 from patchcert.threats.shapes import name_of

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Generator
 
-from patchcert.attacks import Task
-from patchcert.attacks.imagenet_corners import CornerExperiment, CornerRow, DefenseName, Tell, find_imagenet
+from patchcert.attacks import AttackJob
 from patchcert.data import Dataset, load_dataset
+from patchcert.data.files import find_imagenet
 from patchcert.data.folder import FolderSplit
 from patchcert.defenses import LocalGradientSmoothing
 from patchcert.errors import DataError
@@ -23,6 +23,7 @@ from patchcert.evidence import EvidenceFolder, Question, Selection, Subject
 from patchcert.files import sha256
 from patchcert.models.imagenet import load_imagenet
 from patchcert.papers.chiang2020.answering import attack_from
+from patchcert.papers.chiang2020.imagenet_corners import CornerExperiment, CornerRow, DefenseName, Tell
 from patchcert.papers.chiang2020.networks import network_name, with_seed
 from patchcert.papers.chiang2020.planning import Assignment
 from patchcert.papers.chiang2020.recipes import IMAGENET, CornerAttack, recipe
@@ -118,12 +119,12 @@ def answer_corners(
     model, experiment = load_imagenet(network, material.folder).to(device), planned_experiment(first, device)
     subject = Subject(model, material.weights_sha256, material.dataset, first.selection, device)
     images, clock = subject.images(subject.positions()), Clock()
-    task = Task(images.floats(), images.labels, first.threat, _generator(first, device))
-    transferred = experiment.transferred(model, task, tell)
+    job = AttackJob(images.floats(), images.labels, first.threat, _generator(first, device))
+    transferred = experiment.transferred(model, job, tell)
     shared = clock.lap()
     for defense in dict.fromkeys(str(each.classifier["defense"]) for each in missing):
         name: DefenseName = "lgs" if defense.startswith(LocalGradientSmoothing.__name__) else "dw"
-        again = replace(task, generator=_generator(first, device))
+        again = replace(job, generator=_generator(first, device))
         rows = experiment.rows(name, model, again, transferred, tell)
         seconds = shared, shared + clock.lap()
         for row, taken in zip(rows, seconds, strict=True):

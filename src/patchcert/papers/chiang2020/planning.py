@@ -11,7 +11,8 @@ from patchcert.evidence.results import FIRST_SEED, Circumstances
 from patchcert.papers.chiang2020.recipes import PAPER_SCALE, Recipe, Scale, recipe
 from patchcert.papers.chiang2020.tables import Entry
 from patchcert.train.run_folder import SPEC, Run, write_text
-from patchcert.train.spec import RandomTraining, Spec
+from patchcert.train.spec import Spec
+from patchcert.train.strategies import RandomPlacements
 
 QUESTIONS, STOP_FILE = ".questions.json", ".stop"
 
@@ -87,7 +88,7 @@ def plan(entries: Sequence[Entry], effort: Effort, data_dir: Path | None) -> tup
 def _label(spec: Spec) -> str:
     """The run in a few words."""
     strategy = spec.strategy.kind
-    if isinstance(spec.strategy, RandomTraining):
+    if isinstance(spec.strategy, RandomPlacements):
         strategy = f"random({spec.strategy.placements})"
     seed = f" seed {spec.seed}" if spec.seed != FIRST_SEED else ""
     threat = str(spec.threat).partition("(")[2].split(",")[0].rstrip(")")

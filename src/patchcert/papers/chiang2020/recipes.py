@@ -5,35 +5,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from torch import Generator, nn
+from torch import nn
 
-from patchcert.attacks import (
-    AdaptiveAttack,
-    Attack,
-    AttackResult,
-    AttackSeries,
-    PatchAttack,
-    TransferAttack,
-)
+from patchcert.attacks import AdaptiveAfterTransfer, AttackSeries, PatchAttack, TransferAttack
 from patchcert.certificates import AnyThreat, IntervalBounds, RandomAblation
 from patchcert.defenses import DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
 from patchcert.evidence.record import Question, Selection
 from patchcert.papers.chiang2020.tables import AVERAGED, Entry
-from patchcert.progress import Progress
-from patchcert.tensors import Images, Labels
-from patchcert.threats import Patch, SparsePixels, Threat, shapes
-from patchcert.train.read import read_spec
+from patchcert.threats import Patch, SparsePixels, shapes
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
-from patchcert.train.spec import (
-    AblatedTraining,
-    DataChoice,
-    GuidedTraining,
-    ModelChoice,
-    PooledTraining,
-    RunSettings,
-    Spec,
-)
+from patchcert.train.spec import DataSettings, ModelSettings, RunSettings, Spec, read_spec
+from patchcert.train.strategies import Ablated, GuidedPlacements, PooledPlacements
 
 TUNED = {
     ("mnist", "2x2", "LGS"): "LocalGradientSmoothing(window=2, overlap=1, threshold=0.6, smoothing=1.5)",
@@ -79,40 +62,6 @@ _STRATEGY = re.compile(r"(All Patch|Random|Guided|Pool)\s*\(?([\d-]*)\)?")
 _CLASSES = 10
 _ANY = nn.Identity()
 """Stands for the model in what a classifier says of its own settings."""
-
-
-@final
-@dataclass(frozen=True)
-class AdaptiveAfterTransfer:
-    """An attack that knows the defense and starts from the very patches of one that does not.
-
-    No image that `TransferAttack(first)` breaks withstands this attack.
-    """
-
-    first: Attack
-    attack: Attack
-
-    def run(
-        self,
-        model: nn.Module,
-        images: Images,
-        labels: Labels,
-        threat: Threat,
-        generator: Generator | None = None,
-        progress: Progress | None = None,
-    ) -> AttackResult:
-        """The result on a defended model."""
-        weak = TransferAttack(self.first).run(model, images, labels, threat, generator, progress)
-        aware = AdaptiveAttack(self.attack)
-        return aware.run_after(weak, model, images, labels, threat, generator, progress)
-
-    def describe(self) -> dict[str, Any]:
-        """The kind of attack and its settings in types that JSON has."""
-        return {
-            "kind": type(self).__name__,
-            "first": self.first.describe(),
-            "attack": self.attack.describe(),
-        }
 
 
 @final
@@ -176,20 +125,20 @@ class Scale:
 
     def _quick(self, spec: Spec) -> Spec:
         strategy, images = spec.strategy, self.quick_train
-        if isinstance(strategy, GuidedTraining):
+        if isinstance(strategy, GuidedPlacements):
             strategy = replace(strategy, width=2)
-        if isinstance(strategy, AblatedTraining):
+        if isinstance(strategy, Ablated):
             strategy = replace(strategy, retained=QUICK_RETAINED)
-        if isinstance(strategy, PooledTraining):
+        if isinstance(strategy, PooledPlacements):
             images = min(images, QUICK_POOLED)
         return replace(
             spec,
-            data=DataChoice(
+            data=DataSettings(
                 QUICK_DATA, limit=images, validation=QUICK_HELD_OUT if spec.data.validation else 0
             ),
-            model=ModelChoice(QUICK_MODELS.get(spec.model.name, spec.model.name), hidden=64),
+            model=ModelSettings(QUICK_MODELS.get(spec.model.name, spec.model.name), hidden=64),
             strategy=strategy,
-            schedule=QUICK_VOTING if isinstance(strategy, AblatedTraining) else QUICK_SCHEDULE,
+            schedule=QUICK_VOTING if isinstance(strategy, Ablated) else QUICK_SCHEDULE,
             optimiser=replace(spec.optimiser, batch_size=25),
             run=RunSettings(check_every=0),
         )
@@ -262,7 +211,7 @@ def _proven(specs: Sequence[Spec], scale: Scale, threats: Iterable[AnyThreat] = 
 
 def _voted(entry: Entry, scale: Scale) -> Recipe:
     spec = scale.spec(read_spec(f"paper-{entry.dataset}-ablation"))
-    assert isinstance(spec.strategy, AblatedTraining)
+    assert isinstance(spec.strategy, Ablated)
     images = scale.drawn(spec, VOTED_IMAGES.get(entry.dataset))
     votes = Question("certify", spec.threat, images, scale.votes(spec.strategy.retained).describe())
     return Recipe((spec,), (votes,), against=SparsePixels(entry.pixels))
