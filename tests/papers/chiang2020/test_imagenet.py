@@ -12,6 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from patchcert.papers.chiang2020.imagenet_attack import Material, planned_experiment
+from patchcert.papers.chiang2020.imagenet_plan import CornerPlan, Piece, corner_plan, pieces_of
+from patchcert.papers.chiang2020.imagenet_results import CornerResult, corner_results, initially_correct
+from patchcert.papers.chiang2020.imagenet_runner import PieceRunner
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
@@ -22,10 +26,6 @@ from patchcert.data import load_dataset
 from patchcert.errors import DataError, RunError
 from patchcert.models import imagenet
 from patchcert.papers.chiang2020 import imagenet_plan
-from patchcert.papers.chiang2020.imagenet_attack import Material, planned_experiment
-from patchcert.papers.chiang2020.imagenet_plan import CornerPlan, Piece, corner_plan, pieces_of
-from patchcert.papers.chiang2020.imagenet_results import CornerResult, corner_results, initially_correct
-from patchcert.papers.chiang2020.imagenet_runner import PieceRunner
 from patchcert.papers.chiang2020.runner import StopOrder, Workshop
 from patchcert.papers.chiang2020.tables import find_table
 

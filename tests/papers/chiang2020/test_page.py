@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from patchcert.errors import InvalidInput
 from patchcert.papers.chiang2020.counts import Count, Outcome, RunOutcome
 from patchcert.papers.chiang2020.outcome import outcomes
-from patchcert.papers.chiang2020.tables import find_table, table_names
 from patchcert.report.reproduction_charts import charts
 from patchcert.report.reproduction_page import write_reproduction_page
 from patchcert.report.reproduction_view import duration, table_view
+
+from patchcert.errors import InvalidInput
+from patchcert.papers.chiang2020.tables import find_table, table_names
 from patchcert.report.statistics import clopper_pearson
 from patchcert.threats import Patch
 from patchcert.train.spec import read_spec

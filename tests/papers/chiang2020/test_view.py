@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-
 from patchcert.papers.chiang2020.counts import Count, Outcome, RunOutcome
-from patchcert.papers.chiang2020.tables import find_table
 from patchcert.report.reproduction import reproduction_document, reproduction_json, reproduction_table
+
+from patchcert.papers.chiang2020.tables import find_table
 from patchcert.threats import Patch
 from patchcert.train.spec import read_spec
 
