@@ -34,7 +34,7 @@ class Workshop:
     device: str = "cpu"
     data_dir: Path | None = None
     jobs: int = 1
-    worker: tuple[str, ...] = WORKER
+    worker: tuple[str, ...] = field(default_factory=lambda: WORKER)
 
 
 class Watcher(Protocol):
