@@ -589,7 +589,7 @@ def _graded_images() -> tuple[nn.Module, Images, Labels]:
 def _broken_networks() -> dict[str, nn.Module]:
     nan, infinity = float("nan"), float("inf")
     features = SHAPE[0] * SHAPE[1] * SHAPE[2]
-    overflow = linear(torch.full((2, features), 3e38), [0.0, 0.0])
+    overflow = linear(torch.full((2, features), 3e38), [3e38, 3e38])
     one_weight = pixel_probe(SHAPE, 0, 1, 1)
     with torch.no_grad():
         next(one_weight.parameters())[0, 7] = nan
