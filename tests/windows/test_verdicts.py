@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from patchcert.certify.intervals import certify
+from patchcert.certificates import certify
 from patchcert.testing.networks import randomise
 from patchcert.testing.strategies import cases
 from patchcert.threats import Patch, shapes
