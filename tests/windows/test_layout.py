@@ -1,15 +1,21 @@
 """Every placement is in one group, and what windows cannot follow is left to the dense path."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from patchcert.bounds import trace
-from patchcert.bounds.geometry import NotCovered
+from patchcert.bounds import Interval, trace
+from patchcert.bounds.geometry import Geometry, NotCovered, Places
+from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
+from patchcert.bounds.operations import Operation
 from patchcert.testing.blocks import ResidualBlock
 from patchcert.threats import Patch
+from patchcert.windows import clean_pass, reference_margins
 from patchcert.windows.groups import groups
 from patchcert.windows.layout import WITH_OWN_RULES, Layout
 from patchcert.windows.rules import RULES
@@ -94,7 +100,7 @@ NOT_COVERED = {
     ),
     "a reshaped map": (
         nn.Sequential(nn.Flatten(2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)),
-        r"a map is reshaped to \(1, 64\)",
+        r"Reshape makes \(1, 64\) of a map, not \(1, 8, 8\)",
     ),
     "features as a map": (
         nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(2, 2)),
@@ -148,3 +154,103 @@ def test_skip_connections_of_one_stride_are_covered():
     block = ResidualBlock(nn.Conv2d(1, 2, 3, 2, 1), nn.Conv2d(1, 2, 1, 2))
     model = nn.Sequential(block, nn.ReLU(), nn.Flatten(), nn.Linear(32, 2)).eval()
     assert PlacementSweep.of(trace(model), torch.rand(1, 1, 8, 8), Patch(2), 2**20).groups
+
+
+@dataclass(frozen=True)
+class Halved(Operation):
+    """x / 2, which is exact, without a rule of its own."""
+
+    answer: Geometry | Places | None
+
+    def forward(self, *inputs):
+        return sum(inputs) / 2
+
+    def interval(self, *inputs, rounding):
+        return Interval(sum(box.lower for box in inputs) / 2, sum(box.upper for box in inputs) / 2)
+
+    def places(self, area):
+        return super().places(area) if self.answer is None else self.answer
+
+
+@dataclass(frozen=True)
+class Mean(Operation):
+    """The mean of two results."""
+
+    arity: ClassVar[int] = 2
+    forward = Halved.forward
+    interval = Halved.interval
+
+    def places(self, area):
+        return Places.KEPT
+
+
+class Half(nn.Module):
+    def forward(self, value):
+        return value / 2
+
+
+class Doubled(nn.Module):
+    """A layer whose input counts twice."""
+
+    def forward(self, value):
+        return torch.mul(value, value)
+
+
+def halving(monkeypatch, operation, *layers):
+    monkeypatch.setitem(LAYER_RULES, Half, lambda layer: operation)
+    return trace(nn.Sequential(*layers).eval())
+
+
+MAP_LAYERS = (nn.Conv2d(1, 2, 3), Half(), nn.ReLU(), nn.Flatten(), nn.Linear(72, 4), nn.Linear(4, 2))
+FLAT_LAYERS = (nn.Conv2d(1, 2, 3), nn.Flatten(), Half(), nn.Linear(72, 2))
+FEATURE_LAYERS = (nn.Flatten(), nn.Linear(64, 4), Half(), nn.ReLU(), nn.Linear(4, 2))
+POOLED_LAYERS = (nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), Half(), nn.Flatten(), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("answer", "layers"),
+    [
+        (Places.KEPT, MAP_LAYERS),
+        (Places.KEPT, POOLED_LAYERS),
+        (Places.KEPT, FEATURE_LAYERS),
+        (None, FEATURE_LAYERS),
+    ],
+)
+def test_an_operation_without_a_rule_goes_by_its_interval(monkeypatch, answer, layers):
+    network, images = halving(monkeypatch, Halved(answer), *layers), torch.rand(2, 1, 8, 8)
+    labels = torch.tensor([0, 1])
+    with torch.no_grad():
+        margins = PlacementSweep.of(network, images, Patch(2), 2**20).margins(
+            clean_pass(network, images, labels), labels
+        )
+        torch.testing.assert_close(margins, reference_margins(network, images, labels, Patch(2)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "layers"),
+    [(None, MAP_LAYERS), (Places.LOST, MAP_LAYERS), (Places.KEPT, FLAT_LAYERS), (None, POOLED_LAYERS)],
+)
+def test_an_operation_without_a_rule_must_say_what_it_sees_of_a_map(monkeypatch, answer, layers):
+    network = halving(monkeypatch, Halved(answer), *layers)
+    with pytest.raises(NotCovered, match="windows have no rule for Halved"):
+        PlacementSweep.of(network, torch.rand(1, 1, 8, 8), Patch(2), 2**20)
+
+
+def test_an_operation_of_two_maps_needs_a_rule_of_its_own(monkeypatch):
+    monkeypatch.setitem(FUNCTION_RULES, torch.mul, Mean)
+    network = trace(nn.Sequential(nn.Conv2d(1, 2, 3), Doubled(), nn.Flatten(), nn.Linear(72, 2)))
+    with pytest.raises(NotCovered, match="windows have no rule for Mean"):
+        PlacementSweep.of(network, torch.rand(1, 1, 8, 8), Patch(2), 2**20)
+    network = trace(nn.Sequential(nn.Flatten(), nn.Linear(64, 4), Doubled(), nn.Linear(4, 2)))
+    images, labels = torch.rand(2, 1, 8, 8), torch.tensor([0, 1])
+    with torch.no_grad():
+        margins = PlacementSweep.of(network, images, Patch(2), 2**20).margins(
+            clean_pass(network, images, labels), labels
+        )
+        torch.testing.assert_close(margins, reference_margins(network, images, labels, Patch(2)))
+
+
+def test_a_geometry_that_does_not_fit_the_result_is_not_covered(monkeypatch):
+    network = halving(monkeypatch, Halved(Geometry((2, 2))), *MAP_LAYERS)
+    with pytest.raises(NotCovered, match=r"Halved makes \(2, 6, 6\) of a map, not \(2, 5, 5\)"):
+        PlacementSweep.of(network, torch.rand(1, 1, 8, 8), Patch(2), 2**20)

@@ -4,21 +4,22 @@ A rule takes the layer (or the arguments of the function after its input) and re
 `UnsupportedLayer` where the settings have no sound bound. The rules stand beside the operations, in `operations`.
 """
 
+import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from patchcert.errors import UnsupportedLayer
 
 if TYPE_CHECKING:
-    from patchcert.bounds.operations import Operation, Source
+    from patchcert.bounds.operations import Operation
 
 Lowered: TypeAlias = "Operation | tuple[Operation, ...] | None"
 """What a rule returns: an operation, a chain of them, or None for the identity."""
@@ -32,9 +33,33 @@ def layer_rule(*types: type[nn.Module]) -> Callable:
     return partial(_register, LAYER_RULES, types)
 
 
-def function_rule(*functions: Callable | str) -> Callable:
-    """Registers how a function, or a tensor method given by name, is lowered."""
-    return partial(_register, FUNCTION_RULES, functions)
+def function_rule(*functions: Callable | str, layers: tuple[type[nn.Module], ...] = ()) -> Callable:
+    """Registers how a function, or a tensor method given by name, is lowered.
+
+    So are `layers`, whose attributes must have the names of the rule's parameters.
+    """
+
+    def register(rule: Callable) -> Callable:
+        _register(LAYER_RULES, layers, _by_attributes(rule))
+        return _register(FUNCTION_RULES, functions, rule)
+
+    return register
+
+
+def _by_attributes(rule: Callable) -> Callable:
+    names = tuple(inspect.signature(rule).parameters)
+
+    @wraps(rule)
+    def of_layer(layer: nn.Module) -> Lowered:
+        return rule(**{name: _attribute(layer, name) for name in names})
+
+    return of_layer
+
+
+def _attribute(layer: nn.Module, name: str) -> object:
+    """A setting as it is; a weight as a source, which reads it whenever it is asked."""
+    value = getattr(layer, name)
+    return (lambda: getattr(layer, name)) if isinstance(value, Tensor) else value
 
 
 def _register(table: dict, keys: tuple, rule: Callable) -> Callable:
@@ -48,11 +73,6 @@ def _register(table: dict, keys: tuple, rule: Callable) -> Callable:
 def refuse(reason: str, hint: str = "") -> NoReturn:
     """Refuses a layer for its settings; the place is added by `trace`."""
     raise UnsupportedLayer(reason, hint)
-
-
-def attribute(layer: nn.Module, name: str) -> "Source | None":
-    """Reads the layer's weight of that name whenever it is asked; None where the layer has none."""
-    return None if getattr(layer, name) is None else lambda: getattr(layer, name)
 
 
 def pair(value: int | tuple[int, ...]) -> tuple[int, int]:
@@ -100,7 +120,7 @@ class Site:
     target: Target
 
     def __str__(self) -> str:
-        name = spoken(self.target)
+        name = public_name(self.target)
         match Kind.of(self.target):
             case Kind.LAYER:
                 return f"layer '{self.place}' ({name})"
@@ -120,7 +140,7 @@ def supported(kind: Kind) -> list[str]:
     """The names of all layers, functions or methods that have bounds."""
     rules = {**LAYER_RULES, **FUNCTION_RULES}
     known = [target for target, rule in rules.items() if not always_refuses(rule)]
-    return sorted({spoken(target) for target in known if Kind.of(target) is kind}, key=str.lower)
+    return sorted({public_name(target) for target in known if Kind.of(target) is kind}, key=str.lower)
 
 
 def always_refuses(rule: Callable) -> bool:
@@ -131,7 +151,7 @@ def always_refuses(rule: Callable) -> bool:
 _PUBLIC = {"F": F, "torch": torch, "operator": operator}
 
 
-def spoken(target: Target) -> str:
+def public_name(target: Target) -> str:
     """The name by which users know it; F is torch.nn.functional."""
     if isinstance(target, str):
         return f".{target}()"
@@ -154,7 +174,7 @@ def _advice(target: Target) -> str:
         return special
     if Kind.of(target) is Kind.LAYER:
         return "replace the layer, or register a sound rule for it with patchcert.bounds.layer_rule"
-    key = repr(target) if isinstance(target, str) else spoken(target)
+    key = repr(target) if isinstance(target, str) else public_name(target)
     return f"use a layer that has bounds, or register a sound rule with patchcert.bounds.function_rule({key})"
 
 

@@ -91,7 +91,7 @@ def _next_map(
         height, width = places.output_size(height, width)
     target = FeatureMap(source.channels if len(given) == 1 else given[0], height, width, len(given) == 1)
     if target.shape != given:
-        raise NotCovered(f"a map is reshaped to {given}")
+        raise NotCovered(f"{type(operation).__name__} makes {given} of a map, not {target.shape}")
     return target
 
 

@@ -31,6 +31,8 @@ from patchcert.windows.kernels import differentiable_relu, fused_relu
 from patchcert.windows.passes import WindowPass, Windows
 from patchcert.windows.products import product
 
+Inputs = Sequence[Windows]
+
 
 def propagate(sweep: WindowPass, start: Windows, last: int, first: int = 0) -> Windows:
     """Deviation and radius of value `last`, from those of value `first`, which all between must come from."""
@@ -62,15 +64,11 @@ def before_head(sweep: WindowPass, start: Windows, first: int = 0) -> Windows:
     return propagate(sweep, start, last, first).settled(sweep.outside(last))
 
 
-def _convolution(
-    operation: Convolution, inputs: Sequence[Windows], sweep: WindowPass, position: int
-) -> Windows:
+def _convolution(operation: Convolution, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     return slide(operation.geometry, operation.weight(), operation.groups, inputs[0], sweep, position)
 
 
-def _average_pool(
-    operation: AveragePool, inputs: Sequence[Windows], sweep: WindowPass, position: int
-) -> Windows:
+def _average_pool(operation: AveragePool, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
     area, clean = sweep.layout.maps[index], sweep.clean.values[index]
     assert area is not None
@@ -95,7 +93,7 @@ def _global_mean(state: Windows, area: FeatureMap, sweep: WindowPass) -> Windows
     return state.map(mean).widened(summed_roundings(cells) + 1, sweep.rounding)
 
 
-def _linear(operation: Linear, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _linear(operation: Linear, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     (state,), index = inputs, sweep.steps[position].inputs[0]
     columns, absolute = _columns(operation, state.deviation.dtype, sweep, position)
     if sweep.windows[index] is None:
@@ -151,9 +149,7 @@ def _packed(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
-def _channel_scale(
-    operation: ChannelScale, inputs: Sequence[Windows], sweep: WindowPass, position: int
-) -> Windows:
+def _channel_scale(operation: ChannelScale, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     (state,), key = inputs, (position,)
     if key not in sweep.shared.weights:
         scale = operation.scale().to(state.deviation.dtype).flatten()
@@ -163,7 +159,7 @@ def _channel_scale(
     return Windows(state.deviation * scale, state.radius * absolute).widened(SCALE_ROUNDINGS, sweep.rounding)
 
 
-def _monotone(operation: Monotone, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _monotone(operation: Monotone, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
     if operation.is_relu and sweep.is_fused:
         return _fused_relu(state, sweep, position)
@@ -174,9 +170,7 @@ def _monotone(operation: Monotone, inputs: Sequence[Windows], sweep: WindowPass,
     return _difference(bounds, after, sweep, position, operation.units, operation.is_relu and is_outward)
 
 
-def _by_interval(
-    operation: Operation, inputs: Sequence[Windows], sweep: WindowPass, position: int
-) -> Windows:
+def _by_interval(operation: Operation, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     """Any other operation: its own interval bound on what the output window sees, clean values around it included."""
     indices, target = sweep.steps[position].inputs, sweep.windows[position + 1]
     if target is None:
@@ -271,7 +265,7 @@ def relu_terms(
     return state.factor * (1 + 8 * rounding.unit), 1 + 8 * rounding.unit, slack
 
 
-def _add(operation: Add, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _add(operation: Add, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     step, target = sweep.steps[position], sweep.windows[position + 1]
     first, second = (
         _extend(state, sweep.windows[index], target) for state, index in zip(inputs, step.inputs, strict=True)
@@ -290,7 +284,7 @@ def _extend(state: Windows, source: Window | None, target: Window | None) -> Win
     return state.map(lambda part: F.pad(part, (0, 0, left, right, top, bottom)))
 
 
-def _reshape(operation: Reshape, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _reshape(operation: Reshape, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     return inputs[0]
 
 

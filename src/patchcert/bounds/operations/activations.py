@@ -87,34 +87,19 @@ _always(F.logsigmoid, _ELEMENTARY, nn.LogSigmoid)
 _always(F.softsign, _ELEMENTARY, nn.Softsign)
 
 
-@layer_rule(nn.Hardtanh)
-def _hardtanh_layer(layer: nn.Hardtanh) -> Operation:
-    return _hardtanh(layer.min_val, layer.max_val)
-
-
-@function_rule(F.hardtanh)
+@function_rule(F.hardtanh, layers=(nn.Hardtanh,))
 def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Operation:
     return Monotone(lambda value: F.hardtanh(value, min_val, max_val), _ROUNDED_LIMIT)
 
 
-@layer_rule(nn.LeakyReLU)
-def _leaky_relu_layer(layer: nn.LeakyReLU) -> Operation:
-    return _leaky_relu(layer.negative_slope)
-
-
-@function_rule(F.leaky_relu)
+@function_rule(F.leaky_relu, layers=(nn.LeakyReLU,))
 def _leaky_relu(negative_slope: float = 0.01, inplace: bool = False) -> Operation:
     if negative_slope < 0:
         refuse(f"negative_slope is {negative_slope}, bounds exist for slopes of at least 0")
     return Monotone(lambda value: F.leaky_relu(value, negative_slope), _ROUNDED_PRODUCT)
 
 
-@layer_rule(nn.ELU)
-def _elu_layer(layer: nn.ELU) -> Operation:
-    return _elu(layer.alpha)
-
-
-@function_rule(F.elu)
+@function_rule(F.elu, layers=(nn.ELU,))
 def _elu(alpha: float = 1.0, inplace: bool = False) -> Operation:
     if alpha < 0:
         refuse(f"alpha is {alpha}, bounds exist for alpha of at least 0")

@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places, convolve
-from patchcert.bounds.lowering import attribute, function_rule, layer_rule, pair, refuse
+from patchcert.bounds.lowering import function_rule, pair, refuse
 from patchcert.bounds.operations.base import Interval, Operation, Source
 from patchcert.bounds.rounding import Rounding, blocked_product, lifted, summed_roundings
 from patchcert.errors import ModelError
+
+Maps = Annotated[Tensor, "n _ _ _"]
+ByChannel = Annotated[Tensor, "n c ..."]
 
 
 class Affine(Operation):
@@ -113,12 +116,7 @@ def _product(
     return blocked_product(value, weight.T) if precise else F.linear(value, weight)
 
 
-@layer_rule(nn.Linear)
-def _linear_layer(layer: nn.Linear) -> Operation:
-    return Linear(lambda: layer.weight, attribute(layer, "bias"))
-
-
-@function_rule(F.linear)
+@function_rule(F.linear, layers=(nn.Linear,))
 def _linear(weight: Source, bias: Source | None = None) -> Operation:
     return Linear(weight, bias)
 
@@ -132,12 +130,10 @@ class Convolution(Affine):
     geometry: Geometry
     groups: int
 
-    def map(self, value: Annotated[Tensor, "n _ _ _"], precise: bool) -> Annotated[Tensor, "n _ _ _"]:
+    def map(self, value: Maps, precise: bool) -> Maps:
         return convolve(value, self.weight(), self.geometry, self.groups, precise)
 
-    def absolute_map(
-        self, value: Annotated[Tensor, "n _ _ _"], precise: bool
-    ) -> Annotated[Tensor, "n _ _ _"]:
+    def absolute_map(self, value: Maps, precise: bool) -> Maps:
         return convolve(value, self.weight().abs(), self.geometry, self.groups, precise)
 
     def offset(self, like: Tensor) -> Tensor | None:
@@ -158,15 +154,7 @@ class Convolution(Affine):
         return replace(self, geometry=self.geometry.unpadded)
 
 
-@layer_rule(nn.Conv2d)
-def _convolution_layer(layer: nn.Conv2d) -> Operation:
-    if layer.padding_mode != "zeros":
-        refuse(f"padding_mode is {layer.padding_mode!r}, bounds exist for 'zeros'")
-    bias = attribute(layer, "bias")
-    return _convolution(lambda: layer.weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
-
-
-@function_rule(F.conv2d, torch.conv2d)
+@function_rule(F.conv2d, torch.conv2d, layers=(nn.Conv2d,))
 def _convolution(
     weight: Source,
     bias: Source | None = None,
@@ -174,7 +162,10 @@ def _convolution(
     padding: int | str | tuple[int, ...] = 0,
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
+    padding_mode: str = "zeros",
 ) -> Operation:
+    if padding_mode != "zeros":
+        refuse(f"padding_mode is {padding_mode!r}, bounds exist for 'zeros'")
     kernel, spacing = (weight().shape[2], weight().shape[3]), pair(dilation)
     geometry = Geometry(kernel, pair(stride), _explicit_padding(padding, kernel, spacing), spacing)
     return Convolution(weight, bias, geometry, groups)
@@ -208,12 +199,10 @@ class ChannelScale(Affine):
         gain = 1.0 if self.gain is None else self.gain().double()
         return gain / self.deviation().double()
 
-    def map(self, value: Annotated[Tensor, "n c ..."], precise: bool) -> Annotated[Tensor, "n c ..."]:
+    def map(self, value: ByChannel, precise: bool) -> ByChannel:
         return value * _per_channel(self.scale(), value)
 
-    def absolute_map(
-        self, value: Annotated[Tensor, "n c ..."], precise: bool
-    ) -> Annotated[Tensor, "n c ..."]:
+    def absolute_map(self, value: ByChannel, precise: bool) -> ByChannel:
         scale = _per_channel(self.scale().abs(), value)
         return value * (lifted(scale) if precise else scale)
 
@@ -241,7 +230,7 @@ class ChannelScale(Affine):
 SCALE_ROUNDINGS = 8
 
 
-def _per_channel(values: Tensor, like: Annotated[Tensor, "n c ..."]) -> Tensor:
+def _per_channel(values: Tensor, like: ByChannel) -> Tensor:
     """Broadcast over all but the channels; more values than those would make channels of nothing."""
     if values.numel() not in (1, like.shape[1]):
         raise ModelError(
@@ -251,31 +240,20 @@ def _per_channel(values: Tensor, like: Annotated[Tensor, "n c ..."]) -> Tensor:
     return values.to(like.dtype).reshape(-1, *[1] * (like.dim() - 2))
 
 
-@layer_rule(nn.BatchNorm1d, nn.BatchNorm2d)
-def _batch_norm_layer(layer: nn.BatchNorm1d | nn.BatchNorm2d) -> Operation:
-    if layer.training or not layer.track_running_stats:
-        raise ModelError(
-            "it normalises by the statistics of the batch (training mode): no function of the image alone",
-            hint="call model.eval() and keep track_running_stats=True",
-        )
-    mean, variance = attribute(layer, "running_mean"), attribute(layer, "running_var")
-    assert mean is not None
-    assert variance is not None
-    return _batch_norm(mean, variance, attribute(layer, "weight"), attribute(layer, "bias"), eps=layer.eps)
-
-
-@function_rule(F.batch_norm)
+@function_rule(F.batch_norm, layers=(nn.BatchNorm1d, nn.BatchNorm2d))
 def _batch_norm(
-    running_mean: Source,
-    running_var: Source,
+    running_mean: Source | None,
+    running_var: Source | None,
     weight: Source | None = None,
     bias: Source | None = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Operation:
-    if training:
+    if training or running_mean is None or running_var is None:
         raise ModelError(
-            "it normalises by the statistics of the batch (training=True)", hint="call model.eval()"
+            "it normalises by the statistics of the batch (training mode, training=True, or none are kept): no "
+            "function of the image alone",
+            hint="call model.eval() and keep track_running_stats=True",
         )
     return ChannelScale(running_mean, lambda: (running_var().double() + eps).sqrt(), weight, bias)

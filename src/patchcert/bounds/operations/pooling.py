@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places, convolve
-from patchcert.bounds.lowering import Lowered, function_rule, layer_rule, pair, refuse
+from patchcert.bounds.lowering import Lowered, function_rule, pair, refuse
 from patchcert.bounds.operations.affine import Affine
 from patchcert.bounds.operations.base import Interval, Operation
 from patchcert.bounds.operations.structure import Reshape
 from patchcert.bounds.rounding import Rounding
+
+Maps = Annotated[Tensor, "n c _ _"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,7 @@ class MaxPool(Operation):
         return replace(self, geometry=self.geometry.unpadded)
 
 
-@layer_rule(nn.MaxPool2d)
-def _max_pool_layer(layer: nn.MaxPool2d) -> Operation:
-    return _max_pool(
-        layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.ceil_mode, layer.return_indices
-    )
-
-
-@function_rule(F.max_pool2d, torch.max_pool2d)
+@function_rule(F.max_pool2d, torch.max_pool2d, layers=(nn.MaxPool2d,))
 def _max_pool(
     kernel_size: int | tuple[int, ...],
     stride: int | tuple[int, ...] | None = None,
@@ -77,7 +72,7 @@ class AveragePool(Affine):
     most: Callable[[Tensor], int]
     geometry: Callable[[int, int], Geometry | None]
 
-    def map(self, value: Annotated[Tensor, "n c _ _"], precise: bool) -> Annotated[Tensor, "n c _ _"]:
+    def map(self, value: Maps, precise: bool) -> Maps:
         geometry = self.geometry(value.shape[-2], value.shape[-1]) if precise else None
         if geometry is None:
             return self.pool(value)
@@ -85,9 +80,7 @@ class AveragePool(Affine):
         weight = value.new_full((channels, 1, *geometry.kernel), 1 / area)
         return convolve(value, weight, geometry, channels, precise)
 
-    def absolute_map(
-        self, value: Annotated[Tensor, "n c _ _"], precise: bool
-    ) -> Annotated[Tensor, "n c _ _"]:
+    def absolute_map(self, value: Maps, precise: bool) -> Maps:
         return self.map(value, precise)
 
     def offset(self, like: Tensor) -> Tensor | None:
@@ -106,19 +99,7 @@ class AveragePool(Affine):
         return Places.LOST if is_global else geometry
 
 
-@layer_rule(nn.AvgPool2d)
-def _average_pool_layer(layer: nn.AvgPool2d) -> Operation:
-    return _average_pool(
-        layer.kernel_size,
-        layer.stride,
-        layer.padding,
-        layer.ceil_mode,
-        layer.count_include_pad,
-        layer.divisor_override,
-    )
-
-
-@function_rule(F.avg_pool2d)
+@function_rule(F.avg_pool2d, layers=(nn.AvgPool2d,))
 def _average_pool(
     kernel_size: int | tuple[int, ...],
     stride: int | tuple[int, ...] | None = None,
@@ -142,12 +123,7 @@ def _average_pool(
     return AveragePool(pool, lambda value: kernel[0] * kernel[1], lambda height, width: geometry)
 
 
-@layer_rule(nn.AdaptiveAvgPool2d)
-def _adaptive_average_pool_layer(layer: nn.AdaptiveAvgPool2d) -> Operation:
-    return _adaptive_average_pool(layer.output_size)
-
-
-@function_rule(F.adaptive_avg_pool2d)
+@function_rule(F.adaptive_avg_pool2d, layers=(nn.AdaptiveAvgPool2d,))
 def _adaptive_average_pool(output_size: int | tuple[int | None, int | None] | None) -> AveragePool:
     sizes = output_size if isinstance(output_size, tuple) else (output_size, output_size)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from patchcert.bounds.geometry import FeatureMap, Places
-from patchcert.bounds.lowering import BATCH_SIZE, function_rule, layer_rule, refuse
+from patchcert.bounds.lowering import BATCH_SIZE, function_rule, refuse
 from patchcert.bounds.operations.base import Interval, Operation
 from patchcert.bounds.rounding import Rounding
 from patchcert.errors import ModelError, UnsupportedLayer
@@ -79,12 +79,7 @@ class Reshape(Operation):
         return Places.KEPT
 
 
-@layer_rule(nn.Flatten)
-def _flatten_layer(layer: nn.Flatten) -> Operation:
-    return _flatten(layer.start_dim, layer.end_dim)
-
-
-@function_rule(torch.flatten, "flatten")
+@function_rule(torch.flatten, "flatten", layers=(nn.Flatten,))
 def _flatten(start_dim: int = 0, end_dim: int = -1) -> Operation:
     if start_dim < 1:
         refuse(f"start_dim is {start_dim}: the batch dimension must stay", hint="flatten from dimension 1 on")
@@ -115,22 +110,12 @@ def _reshape_each(sizes: Sequence[int], value: Annotated[Tensor, "n ..."]) -> An
     return value.reshape(value.shape[0], *sizes)
 
 
-@layer_rule(nn.Dropout, nn.Dropout2d)
-def _dropout_layer(layer: nn.Dropout | nn.Dropout2d) -> None:
-    _dropout(layer.p, layer.training)
-
-
-@function_rule(F.dropout, F.dropout2d)
+@function_rule(F.dropout, F.dropout2d, layers=(nn.Dropout, nn.Dropout2d))
 def _dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
     if training and p > 0:
         raise ModelError("it drops values at random (training mode)", hint="call model.eval()")
 
 
-@layer_rule(nn.Identity)
-def _identity(layer: nn.Identity) -> None:
-    return None
-
-
-@function_rule("contiguous")
-def _contiguous() -> None:
+@function_rule("contiguous", layers=(nn.Identity,))
+def _identity() -> None:
     return None
