@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from patchcert.testing.blocks import ResidualBlock, randomise
+from patchcert.testing.networks import ResidualBlock, randomise
 
 SHAPE = (2, 9, 7)
 MODELS = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from patchcert.certify.intervals import certify, placement_margins
-from patchcert.testing.blocks import randomise
+from patchcert.certificates import certify, placement_margins
+from patchcert.testing.networks import randomise
 from patchcert.threats import Patch
 from patchcert.windows import affine
 from patchcert.windows.affine import moved_alone, moved_channels

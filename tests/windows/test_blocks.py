@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from patchcert.bounds import NEAREST, trace
 from patchcert.bounds.geometry import NotCovered
 from patchcert.models import Normalize
-from patchcert.testing.blocks import randomise
+from patchcert.testing.networks import randomise
 from patchcert.threats import Patch, shapes
 from patchcert.windows import DifferentiablePlacements, PlacementSweep, clean_pass
 from patchcert.windows.blocks import PlacementBlocks

@@ -11,8 +11,8 @@ from torch import nn
 from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
 from patchcert.bounds.geometry import Geometry, convolve
 from patchcert.bounds.rounding import blocked_product, fast_arithmetic
-from patchcert.certify.intervals import certify, placement_margins
-from patchcert.testing.blocks import ResidualBlock, randomise
+from patchcert.certificates import certify, placement_margins
+from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
 from patchcert.windows import (
     clean_pass,

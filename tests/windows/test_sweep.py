@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
-from patchcert.certify.intervals import certify, placement_margins
+from patchcert.certificates import certify, placement_margins
 from patchcert.models import Normalize
-from patchcert.testing.blocks import FunctionalHead, ResidualBlock, randomise
+from patchcert.testing.networks import FunctionalHead, ResidualBlock, randomise
 from patchcert.testing.strategies import cases, seeds, threats
 from patchcert.threats import Patch, shapes
 from patchcert.windows import (

@@ -13,7 +13,7 @@ from patchcert.bounds import NEAREST, precise_arithmetic, trace
 from patchcert.bounds.geometry import FeatureMap, Geometry, Window, convolve
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.models import Normalize
-from patchcert.testing.blocks import randomise
+from patchcert.testing.networks import randomise
 from patchcert.threats import Patch
 from patchcert.windows import affine, clean_pass, covering_sweep, kernels
 from patchcert.windows.groups import cells
