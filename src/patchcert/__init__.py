@@ -7,10 +7,11 @@ if TYPE_CHECKING:
     from patchcert import zoo
     from patchcert.attacks import PatchAttack, SparseAttack
     from patchcert.bounds import Interval
-    from patchcert.certify.intervals import (
+    from patchcert.certificates import (
         Certificates,
-        Certifier,
-        IntervalCertifier,
+        Classifier,
+        IntervalBounds,
+        RandomAblation,
         certify,
         placement_margins,
     )
@@ -24,14 +25,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Certificates",
-    "Certifier",
+    "Classifier",
     "Interval",
-    "IntervalCertifier",
+    "IntervalBounds",
     "ModelSpec",
     "Normalize",
     "Patch",
     "PatchAttack",
     "PatchcertError",
+    "RandomAblation",
     "SparseAttack",
     "SparsePixels",
     "certify",
@@ -43,21 +45,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Certificates": "patchcert.certify",
-    "Certifier": "patchcert.certify",
+    "Certificates": "patchcert.certificates",
+    "Classifier": "patchcert.certificates",
     "Interval": "patchcert.bounds",
-    "IntervalCertifier": "patchcert.certify",
+    "IntervalBounds": "patchcert.certificates",
     "ModelSpec": "patchcert.models",
     "Normalize": "patchcert.models",
     "Patch": "patchcert.threats",
     "PatchAttack": "patchcert.attacks",
     "PatchcertError": "patchcert.errors",
+    "RandomAblation": "patchcert.certificates",
     "SparseAttack": "patchcert.attacks",
     "SparsePixels": "patchcert.threats",
-    "certify": "patchcert.certify",
+    "certify": "patchcert.certificates",
     "load": "patchcert.zoo",
     "load_dataset": "patchcert.data",
-    "placement_margins": "patchcert.certify",
+    "placement_margins": "patchcert.certificates",
     "shapes": "patchcert.threats",
     "zoo": "patchcert.zoo",
 }

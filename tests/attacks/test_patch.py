@@ -11,7 +11,7 @@ from torch import nn
 from patchcert.attacks import Attack, AttackLeftThreat, Findings, PatchAttack, reference_patch_attack
 from patchcert.attacks.campaign import vertices
 from patchcert.attacks.placement_search import random_order
-from patchcert.certify.intervals import certify
+from patchcert.certificates import certify
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.models import Normalize
 from patchcert.threats import Patch, SparsePixels, shapes

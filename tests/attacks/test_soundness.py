@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from patchcert.attacks import PatchAttack, SparseAttack, challenge, strongest_attack
-from patchcert.certify.intervals import certify, placement_margins
+from patchcert.certificates import certify, placement_margins
 from patchcert.errors import InvalidInput
 from patchcert.threats import Patch, SparsePixels
 

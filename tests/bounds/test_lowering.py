@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, prune
 from patchcert.bounds import Interval, Rounding, trace
 from patchcert.bounds.rounding import NEAREST
 from patchcert.errors import ModelError, UnsupportedLayer
-from patchcert.testing.blocks import randomise
+from patchcert.testing.networks import randomise
 
 
 class Written(nn.Module):

@@ -16,7 +16,7 @@ from patchcert.bounds import Interval, Rounding, trace
 from patchcert.bounds.network import Network
 from patchcert.bounds.operations import Add, Affine, Convolution, Linear, Monotone, Operation
 from patchcert.models import Normalize
-from patchcert.testing.blocks import ResidualBlock, randomise
+from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.testing.strategies import image_batches, image_shapes, networks, seeds
 
 OUTWARD = Rounding.outward(torch.float64)

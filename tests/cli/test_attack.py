@@ -3,14 +3,14 @@ import json
 import numpy as np
 import pytest
 import torch
+from patchcert.cli.attack_choice import AttackChoice, describe_attack
+from patchcert.cli.attack_steps import draw_images, parse_settings
 from safetensors.torch import save_file
 from torch import nn
 
 import patchcert as pc
 from patchcert.attacks import AdaptiveAttack, TransferAttack, tune_defense
 from patchcert.cli.app import run
-from patchcert.cli.attack_choice import AttackChoice, describe_attack
-from patchcert.cli.attack_steps import draw_images, parse_settings
 from patchcert.data import load_dataset
 from patchcert.defenses import Defended, LocalGradientSmoothing, smoothing_grid
 from patchcert.errors import InvalidInput

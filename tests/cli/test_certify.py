@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import patchcert as pc
-from patchcert.certify import intervals as certificates
+from patchcert.certificates import intervals as certificates
 from patchcert.cli.app import run
 from patchcert.data import load_dataset
 from patchcert.files import sha256

@@ -12,7 +12,7 @@ from torch import nn
 
 from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
 from patchcert.bounds.operations import Add
-from patchcert.certify.intervals import certify, placement_margins
+from patchcert.certificates import certify, placement_margins
 from patchcert.models import ModelSpec, build
 from patchcert.testing.strategies import seeds
 from patchcert.threats import Patch, SparsePixels

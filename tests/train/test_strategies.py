@@ -12,7 +12,7 @@ from torch import Generator, nn
 from patchcert.bounds import Interval, trace
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.models import Normalize
-from patchcert.testing.blocks import ResidualBlock, randomise
+from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, SparsePixels, shapes
 from patchcert.train.strategies import (
     AllPlacements,
@@ -258,7 +258,7 @@ def test_blocks_of_one_lose_nothing_and_large_blocks_lose_something():
 
 
 def test_pooled_bounds_contain_every_member_of_their_block():
-    """Merging by hand: the block's box is the hull of its members' pre-activation boxes."""
+    """PlacementBlocks by hand: the block's box is the hull of its members' pre-activation boxes."""
     model = make_model("cnn").double()
     network, batch, threat = trace(model), make_batch(1, dtype=torch.float64), Patch((3, 4))
     placements = threat.placements(8, 8)

@@ -13,7 +13,7 @@ from patchcert.bounds import Interval, trace
 from patchcert.bounds.geometry import Geometry, NotCovered, Places
 from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
 from patchcert.bounds.operations import Operation
-from patchcert.testing.blocks import ResidualBlock
+from patchcert.testing.networks import ResidualBlock
 from patchcert.threats import Patch
 from patchcert.windows import clean_pass, reference_margins
 from patchcert.windows.groups import groups

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from patchcert.certify.intervals import certify
+from patchcert.certificates import certify
 from patchcert.data import load_dataset
 from patchcert.files import sha256
 from patchcert.papers.chiang2020.evidence import certificate_columns, evidence_name

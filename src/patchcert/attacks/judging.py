@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from patchcert.certify.checks import check_inputs, check_labels, logits_as_given
+from patchcert.certificates.checks import check_inputs, check_labels, logits_as_given
 from patchcert.errors import ModelError, PatchcertError
 from patchcert.threats import Threat
 

@@ -13,7 +13,7 @@ from patchcert.bounds.network import Step
 from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape, is_relu
 from patchcert.threats import Patch
 from patchcert.windows.layout import Layout
-from patchcert.windows.taps import is_worth_a_matrix, window_matrix
+from patchcert.windows.products import is_worth_a_matrix, window_matrix
 
 _CLEAN_AT_ONCE = 1024
 

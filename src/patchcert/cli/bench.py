@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from patchcert.cli.options import parse_device
 from patchcert.cli.output import print_json, say
-from patchcert.cli.parsing import parse_device
 from patchcert.errors import InvalidInput
 
 
@@ -78,8 +78,8 @@ def _measure(
 ) -> dict[str, Any]:
     from patchcert.bench import CASES, Machine, run_case
     from patchcert.bench.cases import SIZES
+    from patchcert.bench.floor import Ceilings
     from patchcert.bench.report import summary
-    from patchcert.bench.timing import Ceilings
 
     chosen = parse_device(device)
     known = [replace(case, patch=patch or case.patch) for case in (*CASES, *(SIZES if sizes else ()))]

@@ -36,7 +36,7 @@ class Checked:
 
 
 def cache_folder() -> Path:
-    """Where fetched data go unless told otherwise."""
+    """Where fetched data go by default."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "patchcert"
 
 

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from patchcert.certify.intervals import placement_margins
+from patchcert.certificates import placement_margins
 from patchcert.data import Split
 from patchcert.report.summary import (
     AttackedImage,

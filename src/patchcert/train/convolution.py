@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from patchcert.windows.fused import is_fused
+from patchcert.windows.kernels import is_fused
 
 _MOST_CHANNELS = 64
 _MOST_TAPS = 63

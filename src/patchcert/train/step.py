@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from patchcert.bounds import Network, trace
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
 from patchcert.data import Split
-from patchcert.data.augment import random_crop, random_flip
+from patchcert.data.split import random_crop, random_flip
 from patchcert.train.distributed import World
 from patchcert.train.strategy import Batch, Strategy, WorstCase, is_robust, margin_loss
 

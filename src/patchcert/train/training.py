@@ -10,7 +10,7 @@ import torch
 from torch import Generator, nn
 
 from patchcert.bounds import Network
-from patchcert.certify.checks import check_fit
+from patchcert.certificates.checks import check_fit
 from patchcert.data import Dataset, Split
 from patchcert.errors import PatchcertError, RunError
 from patchcert.models import ModelSpec, build, save

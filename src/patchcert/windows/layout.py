@@ -18,7 +18,7 @@ from patchcert.bounds.operations import (
     Operation,
     Reshape,
 )
-from patchcert.windows.taps import Taps
+from patchcert.windows.products import ConvolutionMatrix
 
 Shape = tuple[int, ...]
 
@@ -32,7 +32,9 @@ class Layout:
 
     network: Network
     maps: tuple[FeatureMap | None, ...]
-    _taps: dict[tuple[object, ...], Taps] = field(default_factory=dict, repr=False, compare=False)
+    _taps: dict[tuple[object, ...], ConvolutionMatrix] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @staticmethod
     def of(network: Network, values: Sequence[Tensor]) -> "Layout":
@@ -48,11 +50,11 @@ class Layout:
             maps.append(_next_map(step.operation, maps[first], shapes[first], shapes[position + 1]))
         return Layout(network, tuple(maps))
 
-    def taps(self, geometry: Geometry, weight: Tensor, groups: int, shape: Shape) -> Taps:
+    def taps(self, geometry: Geometry, weight: Tensor, groups: int, shape: Shape) -> ConvolutionMatrix:
         """How a convolution becomes a matrix on windows of this shape; kept for every later step."""
         key = (geometry, groups, weight.shape, shape, weight.device)
         if key not in self._taps:
-            self._taps[key] = Taps.of(geometry, weight, groups, shape)
+            self._taps[key] = ConvolutionMatrix.of(geometry, weight, groups, shape)
         return self._taps[key]
 
     def windows(self, start: Window) -> tuple[Window | None, ...]:

@@ -27,11 +27,10 @@ from patchcert.bounds.operations import (
 from patchcert.bounds.operations.affine import SCALE_ROUNDINGS
 from patchcert.bounds.operations.pooling import equal_weights
 from patchcert.bounds.rounding import lifted, summed_roundings
-from patchcert.windows.fused import differentiable_relu, fused_relu
-from patchcert.windows.joint import convolution_with_relu, product_of_windows
-from patchcert.windows.sliding import slide
-from patchcert.windows.unmoved import moved_channels, only
-from patchcert.windows.windows import WindowPass, Windows, product
+from patchcert.windows.affine import convolution_with_relu, moved_channels, only, product_of_windows, slide
+from patchcert.windows.kernels import differentiable_relu, fused_relu
+from patchcert.windows.passes import WindowPass, Windows
+from patchcert.windows.products import product
 
 Inputs = Sequence[Windows]
 

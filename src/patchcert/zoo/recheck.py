@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from patchcert.certify.intervals import Certificates
+from patchcert.certificates import Certificates
 from patchcert.zoo.card import AnyThreat, Card
 
 SHOWN = 5

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from patchcert.certify.ablation_statistics import certified_radius, is_decided, probability_lower_bound
+from patchcert.certificates.ablation import certified_radius, is_decided, probability_lower_bound
 from patchcert.data import load_dataset
 from patchcert.errors import RunError, SpecError
 from patchcert.files import sha256

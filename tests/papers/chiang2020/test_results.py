@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patchcert.certify.intervals import Certificates
-from patchcert.cli.parsing import parse_threat
+from patchcert.certificates import Certificates
+from patchcert.cli.options import parse_threat
 from patchcert.errors import RunError
 from patchcert.papers.chiang2020 import summaries
 from patchcert.papers.chiang2020.attack_plan import AttackPlan

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from patchcert.certify.ablation import Precision
+from patchcert.certificates.ablation import Precision
 
 
 @dataclass(frozen=True, slots=True)

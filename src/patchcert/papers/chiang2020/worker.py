@@ -111,7 +111,7 @@ def _certify(
     run: "Run", dataset: "Dataset", threat: "AnyThreat", limit: int | None, device: "torch.device"
 ) -> None:
     """Verdicts, and margins where the threat is the one that was trained against: without them it is faster."""
-    from patchcert.certify.intervals import IntervalCertifier
+    from patchcert.certificates.intervals import IntervalCertifier
     from patchcert.evidence.proving import Proving
     from patchcert.files import sha256
     from patchcert.papers.chiang2020.evidence import certificate_columns, certify_command, evidence_name

@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from patchcert.bounds import Network
-from patchcert.certify.ablation import draw_retained, encode_ablated
+from patchcert.certificates.ablation import draw_retained, encode_ablated
 from patchcert.train.strategy import Batch, WorstCase
 
 Masks = Literal["image", "batch"]

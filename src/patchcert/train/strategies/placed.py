@@ -5,7 +5,7 @@ from torch import Tensor
 
 from patchcert.bounds import Interval, Network
 from patchcert.threats import Patch
-from patchcert.windows import ChosenPlacements, Clean, covering_placements
+from patchcert.windows import Clean, DifferentiablePlacements, covering_placements
 
 
 class PlacedPatch:
@@ -19,7 +19,7 @@ class PlacedPatch:
         self.threat = threat
         self.dtype = dtype
         self._corners: dict[tuple[object, ...], Tensor] = {}
-        self._windows: dict[tuple[object, ...], ChosenPlacements | None] = {}
+        self._windows: dict[tuple[object, ...], DifferentiablePlacements | None] = {}
 
     def corners(self, images: Tensor) -> Tensor:
         """All allowed corners (p, 2), copied to the device once."""
@@ -69,7 +69,7 @@ class PlacedPatch:
         repeated = labels.unsqueeze(1).expand_as(chosen).flatten()
         return network.margins(flat, repeated).unflatten(0, tuple(chosen.shape))
 
-    def _cover(self, network: Network, images: Tensor) -> ChosenPlacements | None:
+    def _cover(self, network: Network, images: Tensor) -> DifferentiablePlacements | None:
         key = (id(network), images.device, images.dtype, *images.shape[1:])
         if key not in self._windows:
             self._windows = {key: covering_placements(network, images, self.threat)}

@@ -17,9 +17,9 @@ from patchcert.threats import Patch, Placements
 from patchcert.train.strategies.all_placements import worst_of_classes
 from patchcert.train.strategies.placed import PlacedPatch
 from patchcert.train.strategy import Batch, WorstCase
-from patchcert.windows import ChosenPlacements, PlacementSweep
+from patchcert.windows import DifferentiablePlacements, PlacementSweep
+from patchcert.windows.blocks import PlacementBlocks
 from patchcert.windows.layout import Layout
-from patchcert.windows.merging import Merging
 from patchcert.windows.search import search_budget, weakest
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class BlockWindows:
     """The windows of all blocks: to search them, and to bound a few with a gradient."""
 
     sweep: PlacementSweep
-    chosen: ChosenPlacements
+    chosen: DifferentiablePlacements
     corners: Tensor
 
     @staticmethod
@@ -163,9 +163,9 @@ class BlockWindows:
                 )
             with torch.no_grad():
                 layout = Layout.of(network, network.values(images[:1]))
-            merging = Merging.of(layout, threat, placements, blocks, layers, images.device)
+            merging = PlacementBlocks.of(layout, threat, placements, blocks, layers, images.device)
             sweep = PlacementSweep.of(network, images, threat, memory_budget, merging)
-            chosen = ChosenPlacements.of(network, images, threat, merging)
+            chosen = DifferentiablePlacements.of(network, images, threat, merging)
         except NotCovered as reason:
             logger.debug("the dense path takes over: %s", reason)
             return None

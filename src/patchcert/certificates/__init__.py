@@ -1,0 +1,64 @@
+"""Every kind of proof, all of one shape: `predict(images)` and `certify(images, labels, threat) -> Certificates`."""
+
+import torch
+from torch import nn
+
+from patchcert.certificates.ablation import ABSTAINED as ABSTAINED
+from patchcert.certificates.ablation import RandomAblation as RandomAblation
+from patchcert.certificates.classifier import AnyThreat as AnyThreat
+from patchcert.certificates.classifier import Ballots as Ballots
+from patchcert.certificates.classifier import Certificates as Certificates
+from patchcert.certificates.classifier import Classifier as Classifier
+from patchcert.certificates.classifier import Guarantee as Guarantee
+from patchcert.certificates.intervals import IntervalBounds as IntervalBounds
+from patchcert.errors import InvalidInput
+from patchcert.progress import Progress
+from patchcert.tensors import Images, Labels, PlacementMargins
+from patchcert.threats import Patch
+
+METHODS: dict[str, type[Classifier]] = {"IntervalBounds": IntervalBounds, "RandomAblation": RandomAblation}
+"""The kinds of proof by the names that evidence calls them."""
+
+
+def certify(
+    model: nn.Module | Classifier,
+    images: Images,
+    labels: Labels,
+    threat: AnyThreat,
+    *,
+    dtype: torch.dtype | None = None,
+    memory_budget: int | None = None,
+    verdicts_only: bool = False,
+    progress: Progress | None = None,
+) -> Certificates:
+    """Proves, image by image, that no member of the threat changes the prediction away from the label.
+
+    A plain model takes images (n, c, h, w) in [0, 1] to logits and is bounded by intervals: the keywords are those of
+    `IntervalBounds`. Any other kind of proof is a classifier with settings of its own. `progress` is called with the
+    number of images done and the number of all images.
+    """
+    if not isinstance(model, Classifier):
+        return IntervalBounds(model, dtype, memory_budget, verdicts_only).certify(
+            images, labels, threat, progress
+        )
+    if dtype is not None or memory_budget is not None or verdicts_only:
+        raise InvalidInput(
+            "dtype, memory_budget and verdicts_only are settings of interval bounds of a plain model, but the model "
+            f"is a {type(model).__name__}",
+            hint="give the settings where the classifier is made",
+        )
+    return model.certify(images, labels, threat, progress)
+
+
+def placement_margins(
+    model: nn.Module,
+    images: Images,
+    labels: Labels,
+    threat: Patch,
+    *,
+    dtype: torch.dtype | None = None,
+    memory_budget: int | None = None,
+    progress: Progress | None = None,
+) -> PlacementMargins:
+    """Proven margins with the patch at each of its placements, by interval bounds."""
+    return IntervalBounds(model, dtype, memory_budget).placement_margins(images, labels, threat, progress)

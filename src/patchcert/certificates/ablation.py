@@ -1,0 +1,351 @@
+"""Random Ablation (Levine and Feizi 2020): vote over copies of which only a few random pixels are kept."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Annotated, Any, Literal, final, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from torch import Generator, Tensor, nn
+
+from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
+from patchcert.certificates.checks import check_fit, check_images, check_inputs, check_labels
+from patchcert.certificates.classifier import (
+    AnyThreat,
+    Ballots,
+    Certificates,
+    Classifier,
+    Columns,
+    Guarantee,
+    first_row,
+)
+from patchcert.errors import InvalidInput
+from patchcert.progress import Progress
+from patchcert.tensors import Images, Labels
+from patchcert.threats import threat_from_dict
+
+Precision = Literal["float32", "tf32", "bfloat16"]
+_KEYS = 2**31 - 1
+ABSTAINED = -1
+"""What the vote says where its two leading classes cannot be told apart."""
+
+
+def seen_probability(pixels: int, retained: int, changed: int) -> Fraction:
+    """The exact chance that at least one of `changed` pixels is among the `retained` of all `pixels`."""
+    if not (0 < retained <= pixels and 0 <= changed <= pixels):
+        raise InvalidInput(
+            f"ablation needs 0 < retained <= pixels and 0 <= changed <= pixels, got {retained} retained and "
+            f"{changed} changed of {pixels}",
+            hint="MNIST uses 45 of 784, CIFAR-10 75 of 1024",
+        )
+    unseen = Fraction(1)
+    for index in range(changed):
+        unseen *= Fraction(max(pixels - retained - index, 0), pixels - index)
+    return 1 - unseen
+
+
+def certified_radius(probability: NDArray[np.float64], pixels: int, retained: int) -> NDArray[np.int64]:
+    """The largest number of changed pixels that leave a class of this probability in the lead.
+
+    Changing r pixels moves the probability by at most `seen_probability(r)`, so the class leads while the
+    probability less that exceeds 1/2. Is -1 where not even the unchanged image has a proven majority.
+    """
+    thresholds = []
+    for changed in range(pixels + 1):
+        needed = Fraction(1, 2) + seen_probability(pixels, retained, changed)
+        if needed >= 1:
+            break
+        thresholds.append(math.nextafter(float(needed), 1.0))  # rounding must not add a pixel
+    return np.searchsorted(np.asarray(thresholds), probability, side="left") - 1
+
+
+def probability_lower_bound(
+    votes: NDArray[np.integer], samples: int, error_rate: float
+) -> NDArray[np.float64]:
+    """Clopper and Pearson's one-sided bound: the probability is below it in at most `error_rate` of cases."""
+    bound = stats.beta.ppf(error_rate, np.maximum(votes, 1), samples - votes + 1)
+    return np.where(votes > 0, bound, 0.0)
+
+
+def is_decided(
+    first: NDArray[np.integer], second: NDArray[np.integer], error_rate: float
+) -> NDArray[np.bool_]:
+    """Whether a fair coin splits the two leading classes' votes so unevenly with a chance of at most that."""
+    both = first + second
+    chance = np.minimum(2 * stats.binom.sf(np.maximum(first, second) - 1, both, 0.5), 1.0)
+    return chance <= error_rate
+
+
+def decided_class(votes: NDArray[np.integer], error_rate: float) -> NDArray[np.int64]:
+    """The class that leads the votes (n, classes), or ABSTAINED where that could be chance (`is_decided`)."""
+    second, first = np.partition(votes.astype(np.int64), -2, axis=1)[:, -2:].T
+    return np.where(is_decided(first, second, error_rate), votes.argmax(axis=1), ABSTAINED)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class VoteRules:
+    """What follows from votes: how many there are, how many of an image's pixels each sees, and the error rate."""
+
+    samples: int
+    pixels: int
+    retained: int
+    error_rate: float
+
+    def predictions(self, votes: NDArray[np.integer]) -> NDArray[np.int64]:
+        """The class that leads the votes (n, k), or ABSTAINED."""
+        return decided_class(votes, self.error_rate)
+
+    def radii(
+        self, votes: NDArray[np.integer], selected: NDArray[np.integer], labels: NDArray[np.integer]
+    ) -> NDArray[np.int64]:
+        """How many pixels may change; -1 where the selected class is wrong or has no proven majority."""
+        agreeing = votes[np.arange(len(votes)), selected].astype(np.int64)
+        lower = probability_lower_bound(agreeing, self.samples, self.error_rate)
+        return np.where(selected == labels, certified_radius(lower, self.pixels, self.retained), -1)
+
+
+def encode_ablated(images: Images, retained: Annotated[Tensor, "_ h w"]) -> Annotated[Tensor, "n _ h w"]:
+    """Channels (v, 1 - v) on retained pixels, (0, 0) on the others, which no colour is encoded by.
+
+    Lies channels-last in memory, the layout in which a GPU convolves fastest.
+    """
+    encoded = torch.cat([images, 1 - images], dim=1) * retained[:, None]
+    return encoded.contiguous(memory_format=torch.channels_last)
+
+
+def draw_retained(
+    count: int, height: int, width: int, retained: int, generator: Generator
+) -> Annotated[Tensor, "count h w"]:
+    """Masks with exactly `retained` ones, each set of pixels equally likely.
+
+    The pixels with the largest of random 32-bit keys are retained: ties, which the order of pixels would break,
+    come up in one mask of millions.
+    """
+    shape, device = (count, height * width), generator.device
+    keys = torch.randint(-_KEYS, _KEYS, shape, generator=generator, device=device, dtype=torch.int32)
+    masks = torch.zeros(shape, device=device)
+    masks.scatter_(1, keys.topk(retained, dim=1, sorted=False).indices, 1.0)
+    return masks.unflatten(1, (height, width))
+
+
+@final
+@dataclass(frozen=True)
+class RandomAblation(Classifier):
+    """Classifies by the majority of a base model's votes on randomly ablated copies, and abstains from close votes.
+
+    The base model takes twice the channels of the image (`encode_ablated`). What is voted on and certified is
+    the model as it is carried out here: in `precision`, and always in batches of the same shape, so that the
+    votes of both counts come from the same arithmetic. Certificates hold against any K changed pixels, and so against
+    any patch of K pixels, each with a confidence of 1 - `error_rate`.
+
+    Which pixels are kept follows from the `seed` and the images, so that predictions and certificates of the same batch
+    come from the same votes. Who knows the seed can look for images that are unlucky with it: deploy with
+    `seed=None`, which draws anew in every call.
+    """
+
+    model: nn.Module
+    retained: int = 45
+    selection_samples: int = 1_000
+    estimation_samples: int = 10_000
+    error_rate: float = 0.05
+    batch_size: int = 1_100
+    precision: Precision = "float32"
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        whole = (self.retained, self.selection_samples, self.estimation_samples, self.batch_size)
+        if min(whole) < 1 or not 0 < self.error_rate < 1:
+            raise InvalidInput(
+                "random ablation needs retained, samples and batch_size of at least 1 and an error rate "
+                f"between 0 and 1, got {whole} and {self.error_rate}",
+                hint="MNIST uses retained=45, CIFAR-10 retained=75; 1,000 and 10,000 samples at 0.05",
+            )
+        if self.precision not in get_args(Precision):
+            raise InvalidInput(
+                f"precision is {self.precision!r}; expected one of {', '.join(get_args(Precision))}"
+            )
+
+    def predict(self, images: Images, progress: Progress | None = None) -> Labels:
+        """The majority's class, or ABSTAINED where the two leading classes cannot be told apart."""
+        check_images(self.model, images)
+        votes = self.ballots(images, progress).estimation.cpu().numpy()
+        return torch.from_numpy(self._rules(images).predictions(votes)).to(images.device)
+
+    def certify(
+        self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
+    ) -> Certificates:
+        """The class comes from some samples, its probability and with it the radius from fresh ones."""
+        check_inputs(self.model, images, labels)
+        check_fit(threat, images)
+        ballots = self.ballots(images, progress)
+        check_labels(labels, ballots.selection.shape[1])
+        rules = self._rules(images)
+        votes, selected = ballots.estimation.cpu().numpy(), ballots.selected.cpu().numpy()
+        predictions = torch.from_numpy(rules.predictions(votes)).to(images.device)
+        radius = torch.from_numpy(rules.radii(votes, selected, labels.cpu().numpy())).to(images.device)
+        return Certificates(
+            certified=(radius >= threat.pixels) & (predictions == labels),
+            predictions=predictions,
+            labels=labels,
+            guarantee=Guarantee(confidence=1 - self.error_rate),
+            radius=radius,
+            ballots=ballots,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": "RandomAblation",
+            "retained": self.retained,
+            "selection_samples": self.selection_samples,
+            "estimation_samples": self.estimation_samples,
+            "error_rate": self.error_rate,
+            "precision": self.precision,
+            "seed": self.seed,
+        }
+
+    def images_per_block(self, device: torch.device) -> int | None:
+        """Draws follow from the whole block, which has a fixed size for that reason."""
+        return 40
+
+    @staticmethod
+    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
+        """Predictions and radii follow from the votes, and verdicts from the radii."""
+        settings = meta["classifier"]
+        _, height, width = meta["data"]["image"]
+        rules = VoteRules(
+            settings["estimation_samples"], height * width, settings["retained"], settings["error_rate"]
+        )
+        votes = columns["votes"].astype(np.int64)
+        radii = rules.radii(votes, columns["selected"], columns["label"])
+        row = first_row(
+            (votes.sum(axis=1) != rules.samples)
+            | (rules.predictions(votes) != columns["prediction"])
+            | (radii != columns["radius"])
+            | (columns["certified"] & (radii < threat_from_dict(meta["threat"]).pixels))
+        )
+        return (
+            "" if row is None else f"prediction, radius or verdict of row {row} do not follow from its votes"
+        )
+
+    def surrogate(self) -> nn.Module:
+        """The mean of the base model's softmax over a few fixed random copies, in logarithms."""
+        return _MeanVote(self)
+
+    def votes(
+        self, images: Images, samples: int, generator: Generator, progress: Progress | None = None
+    ) -> Annotated[Tensor, "n k"]:
+        """How often the base model says each class on fresh random copies."""
+        return self._count(images, (samples,), generator, progress)[:, 0]
+
+    def ballots(self, images: Images, progress: Progress | None = None) -> Ballots:
+        """Both counts of votes."""
+        parts = (self.selection_samples, self.estimation_samples)
+        counts = self._count(images, parts, self._generator(images), progress)
+        return Ballots(counts[:, 0], counts[:, 1])
+
+    def _generator(self, images: Images) -> Generator:
+        generator = Generator(images.device)
+        if self.seed is None:
+            generator.seed()
+            return generator
+        content = hashlib.sha256(str(self.seed).encode())
+        content.update(images.detach().float().cpu().contiguous().numpy().tobytes())
+        return generator.manual_seed(int.from_bytes(content.digest()[:7], "big"))
+
+    def _rules(self, images: Images) -> VoteRules:
+        pixels = images.shape[2] * images.shape[3]
+        return VoteRules(self.estimation_samples, pixels, self.retained, self.error_rate)
+
+    @torch.no_grad()
+    def _count(
+        self, images: Tensor, parts: tuple[int, ...], generator: Generator, progress: Progress | None
+    ) -> Tensor:
+        """Votes by image, part and class.
+
+        The last batch is filled up with votes that do not count. Nor do logits that are NaN or infinite, so that they
+        never help to prove anything.
+        """
+        self._check(images)
+        device, each, total = images.device, sum(parts), len(images) * sum(parts)
+        ends = torch.tensor(parts).cumsum(0).to(device)
+        counts = torch.zeros(0, dtype=torch.int64, device=device)
+        for start in range(0, total, self.batch_size):
+            position = torch.arange(start, start + self.batch_size, device=device)
+            owner = (position // each).clamp(max=len(images) - 1)
+            logits = self._logits(images.index_select(0, owner), generator)
+            if start == 0:
+                counts = counts.new_zeros(len(images) * len(parts) * logits.shape[1])
+            part = torch.bucketize(position % each, ends, right=True)
+            bins = (owner * len(parts) + part) * logits.shape[1] + logits.argmax(dim=1)
+            counts.scatter_add_(0, bins, ((position < total) & logits.isfinite().all(dim=1)).long())
+            if progress is not None:
+                progress(min(start + self.batch_size, total) // each, len(images))
+        return counts.reshape(len(images), len(parts), -1)
+
+    def _check(self, images: Tensor) -> None:
+        if images.dim() != 4 or not len(images):
+            raise InvalidInput(
+                f"votes need images (n, channels, height, width) and one at least, got {tuple(images.shape)}"
+            )
+        if self.retained > images.shape[2] * images.shape[3]:
+            raise InvalidInput(
+                f"{self.retained} pixels cannot be retained in images of {images.shape[2]}x{images.shape[3]}",
+                hint="retain fewer pixels",
+            )
+        if self.model.training:
+            raise InvalidInput(
+                "the base model is in training mode, where votes may depend on each other",
+                hint="call model.eval()",
+            )
+
+    def _logits(self, images: Tensor, generator: Generator) -> Tensor:
+        masks = draw_retained(len(images), images.shape[2], images.shape[3], self.retained, generator)
+        with _arithmetic(self.precision, images.device):
+            return self.model(encode_ablated(images, masks.to(images)))
+
+
+@final
+class _MeanVote(nn.Module):
+    """What an attack differentiates in place of a vote."""
+
+    COPIES = 8
+
+    def __init__(self, ablation: RandomAblation) -> None:
+        super().__init__()
+        self.ablation = ablation
+        self.model = ablation.model
+        self.train(ablation.model.training)
+
+    def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
+        """Logarithms of mean probabilities."""
+        height, width = images.shape[2:]
+        masks = draw_retained(
+            self.COPIES,
+            height,
+            width,
+            self.ablation.retained,
+            Generator().manual_seed(self.ablation.seed or 0),
+        )
+        copies = [self.model(encode_ablated(images, mask[None].to(images))) for mask in masks]
+        return torch.stack([copy.softmax(dim=1) for copy in copies]).mean(dim=0).log()
+
+
+@contextmanager
+def _arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
+    """The precision whatever is set outside; TF32 exists on CUDA alone."""
+    with precise_arithmetic():
+        if precision == "tf32":
+            with fast_arithmetic():
+                yield
+        elif precision == "bfloat16":
+            with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+                yield
+        else:
+            yield

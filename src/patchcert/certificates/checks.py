@@ -1,0 +1,254 @@
+"""What a certificate asks of its inputs; each check says what was expected, what came and what to do."""
+
+import copy
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from patchcert.bounds import Interval, Network, Rounding
+from patchcert.bounds.rounding import dtype_holds
+from patchcert.errors import InvalidInput, InvalidThreat, ModelError
+from patchcert.threats import Patch, SparsePixels
+
+
+def bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    """The type of the bounds: the wanted one, or at least float32; it holds weights and images exactly."""
+    own = weight_dtype(model, images.dtype)
+    dtype = wanted if wanted is not None else torch.promote_types(own, torch.float32)
+    if dtype not in (torch.float32, torch.float64):
+        raise InvalidInput(
+            f"bounds are computed in float32 or float64, got dtype={dtype}", hint="use torch.float64"
+        )
+    for name, source in (("model", own), ("images", images.dtype)):
+        if not dtype_holds(dtype, source):
+            raise InvalidInput(
+                f"the {name} of {source} cannot be held exactly in dtype={dtype}", hint=f"use dtype={source}"
+            )
+    return dtype
+
+
+_HELD = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of real numbers that float64 holds and that PyTorch computes with."""
+
+
+def check_inputs(model: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """The model takes the images, which have one label each on the same device."""
+    _check_dense("labels", labels)
+    check_images(model, images)
+    if labels.shape != images.shape[:1] or labels.dtype != torch.long:
+        raise InvalidInput(
+            f"labels must be a long tensor ({len(images)},), got {labels.dtype} {tuple(labels.shape)}",
+            hint="give one class index per image",
+        )
+    if labels.device != images.device:
+        raise InvalidInput(
+            f"images are on {images.device}, labels on {labels.device}", hint="put both on one device"
+        )
+
+
+def check_images(model: nn.Module, images: Tensor) -> None:
+    """The model is a module, and images are dense floats (n, c, h, w) in [0, 1] on its device."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(
+            f"the model must be a torch.nn.Module, got {type(model).__name__}",
+            hint="write the function as the forward method of a module",
+        )
+    _check_dense("images", images)
+    floats = {value.dtype for value in (*float_weights(model), images) if value.is_floating_point()}
+    if strange := floats - {*_HELD}:
+        raise InvalidInput(
+            f"weights and images must be floats of 16, 32 or 64 bits, got {', '.join(map(str, strange))}",
+            hint="convert them with .float()",
+        )
+    if images.dim() != 4 or not images.is_floating_point():
+        raise InvalidInput(
+            f"images must be floats (n, channels, height, width), got {images.dtype} {tuple(images.shape)}",
+            hint="divide 8-bit images by 255 and add a batch dimension",
+        )
+    if images.numel() and not bool(((images >= 0) & (images <= 1)).all()):
+        raise InvalidInput(
+            f"images must lie in [0, 1], got values from {float(images.min())} to {float(images.max())}",
+            hint="threats are in raw pixels: put normalisation into the model as a patchcert.Normalize layer",
+        )
+    own = next(iter(float_weights(model)), images)
+    if own.device != images.device:
+        raise InvalidInput(
+            f"the model is on {own.device}, images on {images.device}", hint="put both on one device"
+        )
+
+
+def _check_dense(name: str, value: object) -> None:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        kind = value.layout if isinstance(value, Tensor) else type(value).__name__
+        raise InvalidInput(
+            f"{name} must be a dense torch.Tensor, got {kind}", hint="convert them with torch.as_tensor"
+        )
+
+
+def check_fit(threat: Patch | SparsePixels, images: Tensor) -> None:
+    """Raises the threat's own error where it does not fit images of this shape."""
+    if isinstance(threat, Patch):
+        threat.placements(images.shape[2], images.shape[3])
+    elif not isinstance(threat, SparsePixels):
+        raise InvalidThreat(
+            f"certificates exist for patches and sparse pixels, got {threat!r}",
+            hint="give patchcert.Patch(5) or patchcert.SparsePixels(4)",
+        )
+    else:
+        blank = images.new_zeros(1, *images.shape[1:])
+        threat.contains(blank, blank)
+
+
+def model_of_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model itself where all its weights have this type, else a copy of this type."""
+    if all(value.dtype == dtype for value in float_weights(model)):
+        return model
+    return copy_of_type(model, dtype)
+
+
+def copy_of_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of this type, which must have the weights of the model: classes may say themselves how they are copied."""
+    copied = copy.deepcopy(model)
+    if {id(value) for value in copied.parameters()} & {id(value) for value in model.parameters()}:
+        raise ModelError(
+            f"a copy of the model {type(model).__name__} shares its weights",
+            hint="let copy.deepcopy copy it as it is",
+        )
+    copied = copied.to(dtype)
+    before, after = ({**dict(one.named_parameters()), **dict(one.named_buffers())} for one in (model, copied))
+    changed = [
+        name for name in before.keys() | after.keys() if not _is_same(before.get(name), after.get(name))
+    ]
+    if changed:
+        raise ModelError(
+            f"a copy of the model {type(model).__name__} has other weights: {', '.join(sorted(changed))}",
+            hint="let copy.deepcopy copy it as it is",
+        )
+    return copied
+
+
+def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
+    if before is None or after is None or before.shape != after.shape:
+        return False
+    return bool(((before == after) | (before.isnan() & after.isnan())).all())
+
+
+_PROBED = 4
+
+
+def check_trace(
+    twin: nn.Module, audit: Network, network: Network, images: Tensor, threat: Patch | SparsePixels
+) -> None:
+    """The traced operations must give what the model's float64 twin gives: on a few images, their negatives, and
+    random members of the threat. So must those of the model itself, in the type of the images.
+
+    They differ where the forward pass looks at more than its input, at a counter or at whether it is traced, or
+    goes another way for some inputs; and where a copy of the model is another function.
+    """
+    few = images[:_PROBED] if len(images) else images.new_full((1, *images.shape[1:]), 0.25)
+    probes = torch.cat([few, 1 - few, threat.sample(few, torch.Generator().manual_seed(0))])
+    try:
+        bounds = audit.bounds(Interval.point(probes.double()), rounding=Rounding.outward(torch.float64))
+        logits = torch.cat([twin(probe) for probe in probes.double().split(1)])
+    except RuntimeError as error:
+        raise ModelError(
+            f"the model does not run in float64: {str(error).splitlines()[0]}",
+            hint="keep all weights in parameters or buffers, and cast nothing to a fixed type",
+        ) from error
+    own = network.bounds(Interval.point(probes), rounding=Rounding.outward(probes.dtype))
+    if bool(((own.lower.double() > bounds.upper) | (own.upper.double() < bounds.lower)).any()):
+        raise ModelError(
+            f"a copy of the model {type(twin).__name__} in float64 is another function",
+            hint="let copy.deepcopy copy it as it is, and let it compute the same in every type",
+        )
+    leeway = (bounds.upper - bounds.lower) + 1e-6 * logits.abs().amax(dim=1, keepdim=True)
+    apart = torch.maximum(bounds.lower - logits, logits - bounds.upper)
+    if bool((apart > leeway).any()):
+        worst = int((apart - leeway).amax(dim=1).argmax())
+        raise ModelError(
+            f"the model gives {logits[worst].tolist()}, its traced operations {bounds.centre[worst].tolist()}",
+            hint="the forward pass must be a function of the images alone, the same in every call",
+        )
+
+
+def logits_as_given(model: nn.Module, images: Tensor) -> Tensor:
+    """What the model says of images in their own type, which it must take as they are."""
+    try:
+        return _answer(model, images)
+    except RuntimeError as error:
+        logits_of(model, images)  # says what is wrong, unless it is their type alone
+        own = next(iter(float_weights(model)), images).dtype
+        raise InvalidInput(
+            f"the model of {own} does not take images of {images.dtype}",
+            hint=f"convert the images with .to({own})",
+        ) from error
+
+
+def logits_of(model: nn.Module, images: Tensor) -> Tensor:
+    """What the model says as it is, in its own type."""
+    own = next(iter(float_weights(model)), images)
+    at_once = 2048 if images.is_cuda else 256
+    batches = images.to(own.dtype).split(at_once) if len(images) else [images.to(own.dtype)]
+    try:
+        return torch.cat([_answer(model, batch) for batch in batches])
+    except RuntimeError as error:
+        raise ModelError(
+            f"the model does not take images of {tuple(images.shape[1:])}: {str(error).splitlines()[0]}",
+            hint="check channels, height and width against the model's first layers",
+        ) from error
+
+
+def _answer(model: nn.Module, images: Tensor) -> Tensor:
+    """Logits of images that stay as they are."""
+    given = images.clone()
+    logits = model(given)
+    if not torch.equal(given, images):
+        raise ModelError(
+            "the model changes the images it is given in place", hint="use inplace=False, or copy them first"
+        )
+    return logits
+
+
+def check_logits(logits: Tensor, images: Tensor) -> None:
+    """There is one row of logits for each image, of two classes at least."""
+    if logits.dim() != 2 or len(logits) != len(images):
+        raise ModelError(
+            f"the model must return logits ({len(images)}, classes), got {tuple(logits.shape)}",
+            hint="end the model with one score per class",
+        )
+    if logits.shape[1] < 2:
+        raise ModelError(
+            f"the model gives {logits.shape[1]} logit for each image; a certificate compares at least two classes",
+            hint="give a binary model two logits: torch.cat([-z, z], dim=1) / 2 for its one logit z",
+        )
+
+
+def check_labels(labels: Tensor, classes: int) -> None:
+    """Every label names a class of the model."""
+    if len(labels) and not bool(((labels >= 0) & (labels < classes)).all()):
+        lowest, highest = int(labels.min()), int(labels.max())
+        counted = "count classes from 0, and leave out images without a label"
+        raise InvalidInput(
+            f"labels must lie in 0..{classes - 1}, got {lowest} to {highest}",
+            hint=counted
+            if lowest < 0
+            else f"the model has {classes} classes, fewer than the labels speak of",
+        )
+
+
+def weight_dtype(model: nn.Module, otherwise: torch.dtype) -> torch.dtype:
+    """The type that holds all weights exactly; the other one where there are none."""
+    types = [value.dtype for value in float_weights(model)]
+    return reduce(torch.promote_types, types) if types else otherwise
+
+
+def has_finite_weights(model: nn.Module) -> bool:
+    """Whether no parameter or buffer holds NaN or infinity."""
+    flags = [value.isfinite().all() for value in float_weights(model)]
+    return bool(torch.stack(flags).all()) if flags else True
+
+
+def float_weights(model: nn.Module) -> list[Tensor]:
+    """All parameters and buffers that hold real numbers."""
+    return [value for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()]

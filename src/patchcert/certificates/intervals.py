@@ -1,0 +1,264 @@
+"""Proofs by interval bounds: the model as it is, bounded over every member of the threat."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from patchcert.bounds import Network, Rounding, precise_arithmetic, subnormals_kept, trace
+from patchcert.certificates.checks import (
+    bound_dtype,
+    check_fit,
+    check_images,
+    check_inputs,
+    check_labels,
+    check_logits,
+    check_trace,
+    copy_of_type,
+    has_finite_weights,
+    logits_of,
+    model_of_type,
+    weight_dtype,
+)
+from patchcert.certificates.classifier import AnyThreat, Certificates, Classifier, Columns, first_row
+from patchcert.errors import InvalidInput
+from patchcert.progress import Progress
+from patchcert.tensors import Images, Labels, Margins, PlacementMargins
+from patchcert.threats import Patch, SparsePixels
+from patchcert.windows.clean import Clean, exact_clean_pass
+from patchcert.windows.dense import dense_margins
+from patchcert.windows.memory import default_budget, default_image_budget, images_within, rows_within
+from patchcert.windows.sweep import PlacementSweep, covering_sweep
+from patchcert.windows.verdicts import VerdictSweep
+
+FLOAT64_BLOCK, GPU_BLOCK = 256, 2048
+"""In float64 and on a GPU libraries sum in another order for other batch sizes: blocks of a proof have a fixed size."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class IntervalBounds(Classifier):
+    """Proofs by interval bounds, exact over all placements and sound under rounding; predicts as the model does.
+
+    `dtype` is the arithmetic of the bounds (default: the model's, float32 at least); float64 is an audit with
+    far less widening. `memory_budget` is in bytes; on a CPU float32 results do not depend on it, on a GPU
+    libraries sum in another order for other sizes. They are proven either way. With `verdicts_only` an image
+    is let go as soon as it is decided: the same images are certified in less time, but there are no margins, worst
+    placements and maps, except where that saves nothing: against sparse changes, and where placements are bounded
+    one by one.
+    """
+
+    model: nn.Module
+    dtype: torch.dtype | None = None
+    memory_budget: int | None = None
+    verdicts_only: bool = False
+
+    def __post_init__(self) -> None:
+        budget = self.memory_budget
+        if budget is not None and (not isinstance(budget, int) or budget < 1):
+            raise InvalidInput(
+                f"memory_budget is {budget!r}; expected a positive number of bytes", hint="2 GiB are 2**31"
+            )
+
+    def predict(self, images: Images, progress: Progress | None = None) -> Labels:
+        """The class of the largest logit."""
+        check_images(self.model, images)
+        with torch.no_grad(), precise_arithmetic():
+            logits = logits_of(self.model, images)
+        check_logits(logits, images)
+        if progress is not None:
+            progress(len(images), len(images))
+        return logits.argmax(dim=1)
+
+    def certify(
+        self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
+    ) -> Certificates:
+        with torch.no_grad(), precise_arithmetic(), subnormals_kept():
+            proof = _Proof.of(self, images, labels, threat, progress)
+            if proof.verdicts is not None:
+                return proof.bare_verdicts()
+            return proof.certificates()
+
+    def placement_margins(
+        self, images: Images, labels: Labels, threat: Patch, progress: Progress | None = None
+    ) -> PlacementMargins:
+        """Proven margins with the patch at each of its placements."""
+        if not isinstance(threat, Patch):
+            raise InvalidInput(
+                f"{threat} has no placements", hint="use certify for threats without placements"
+            )
+        with torch.no_grad(), precise_arithmetic(), subnormals_kept():
+            proof = _Proof.of(self, images, labels, threat, progress)
+            pieces = [proof.margins(chunk) for chunk in proof.chunks()]
+            shape = (0, len(threat.placements(*images.shape[-2:])), proof.classes)
+            return torch.cat(pieces) if pieces else images.new_empty(shape)
+
+    def describe(self) -> dict[str, Any]:
+        dtype = self.dtype or torch.promote_types(weight_dtype(self.model, torch.float32), torch.float32)
+        settings = {"memory_budget": self.memory_budget, "verdicts_only": self.verdicts_only or None}
+        given = {name: value for name, value in settings.items() if value is not None}
+        return {"name": "IntervalBounds", "dtype": str(dtype).removeprefix("torch."), **given}
+
+    def images_per_block(self, device: torch.device) -> int | None:
+        if device.type != "cpu":
+            return GPU_BLOCK
+        return None if self.describe()["dtype"] == "float32" else FLOAT64_BLOCK
+
+    @staticmethod
+    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
+        """A certified image has positive margins, where there are margins."""
+        if "margin" not in columns:
+            return ""
+        row = first_row(columns["certified"] & ~(columns["margin"] > 0))
+        return "" if row is None else f"row {row} is certified with a margin of {columns['margin'][row]}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """One call: checked inputs, the network in the dtype of the bounds and in float64, and the memory budget.
+
+    `sweep` is the fast engine for the threat, None where the threat has no placements or only the dense way goes;
+    `verdicts` stands in its place where only verdicts are wanted.
+    """
+
+    network: Network
+    audit: Network
+    threat: AnyThreat
+    sweep: PlacementSweep | None
+    verdicts: VerdictSweep | None
+    images: Images
+    labels: Labels
+    predictions: Labels
+    is_sound: Annotated[Tensor, "n"]
+    """Predicted rightly, with finite logits and weights: without that nothing is certified."""
+    classes: int
+    budget: int
+    image_budget: int
+    progress: Progress | None
+
+    @staticmethod
+    def of(
+        bounds: IntervalBounds, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None
+    ) -> "_Proof":
+        model = bounds.model
+        check_inputs(model, images, labels)
+        check_fit(threat, images)
+        dtype = bound_dtype(model, images, bounds.dtype)
+        network, exact_model = trace(model_of_type(model, dtype)), copy_of_type(model, torch.float64)
+        audit = trace(exact_model)
+        budget = bounds.memory_budget or default_budget(images.device)
+        logits = logits_of(model, images)
+        check_logits(logits, images)
+        check_labels(labels, logits.shape[1])
+        converted = images.to(dtype)
+        check_trace(exact_model, audit, network, converted, threat)
+        sweep, verdicts = None, None
+        if isinstance(threat, Patch) and len(images):
+            if bounds.verdicts_only:
+                verdicts = VerdictSweep.of(network, converted, threat, budget)
+            else:
+                sweep = covering_sweep(network, converted, threat, budget)
+        predictions = logits.argmax(dim=1) if len(logits) else labels.new_empty(0)
+        is_finite = logits.isfinite().all(dim=1) & has_finite_weights(model)
+        return _Proof(
+            network=network,
+            audit=audit,
+            threat=threat,
+            sweep=sweep,
+            verdicts=verdicts,
+            images=converted,
+            labels=labels,
+            predictions=predictions,
+            is_sound=is_finite & (predictions == labels),
+            classes=logits.shape[1],
+            budget=budget,
+            image_budget=bounds.memory_budget or default_image_budget(images.device),
+            progress=progress,
+        )
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding.outward(self.images.dtype)
+
+    def chunks(self) -> Iterator[slice]:
+        """Slices of images that fit the budget; progress is reported after each."""
+        count, size = len(self.images), 1
+        if count:
+            size = images_within(self.network, self.images, self.threat, self.classes, self.image_budget)
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            yield slice(start, stop)
+            if self.progress is not None:
+                self.progress(stop, count)
+
+    def certificates(self) -> Certificates:
+        """The certificates of all images, with margins and, for patches, with maps."""
+        bound = self._bounded if isinstance(self.threat, Patch) else self._bounded_sparse
+        if not len(self.images):
+            return self._verdicts(
+                slice(0), self.images.new_empty(0, self.classes), self.labels.new_empty(0, 2)
+            )
+        return Certificates.concatenated([bound(chunk) for chunk in self.chunks()])
+
+    def bare_verdicts(self) -> Certificates:
+        """The same verdicts without margins and maps."""
+        assert self.verdicts is not None
+        proven = [
+            self.verdicts.proven(self._clean_pass(chunk), self.labels[chunk], self.rounding)
+            for chunk in self.chunks()
+        ]
+        return Certificates(torch.cat(proven) & self.is_sound, self.predictions, self.labels)
+
+    def _bounded(self, chunk: slice) -> Certificates:
+        """Some of the images over all placements; NaN counts as the weakest of all, and stays NaN."""
+        assert isinstance(self.threat, Patch)
+        margins, labels = self.margins(chunk), self.labels[chunk]
+        own = labels[:, None, None].expand(-1, margins.shape[1], 1)
+        others = margins.scatter(2, own, torch.inf).amin(dim=2)
+        weakest = torch.where(others.isnan(), -torch.inf, others).argmin(dim=1)
+        corners = self.threat.placements(*self.images.shape[-2:]).corners.to(labels.device)
+        least = margins.amin(dim=1)
+        proven = (others > 0) & (self.is_sound[chunk] & least.isfinite().all(dim=1))[:, None]
+        return replace(self._verdicts(chunk, least, corners[weakest]), placements=proven)
+
+    def _bounded_sparse(self, chunk: slice) -> Certificates:
+        """Some of the images against sparse changes."""
+        images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
+        assert isinstance(threat, SparsePixels)
+        margins = self.network.sparse_margins(
+            images, labels, threat.pixels, threat.bound, rounding=self.rounding
+        )
+        return self._verdicts(chunk, margins, labels.new_full((len(labels), 2), -1))
+
+    def _verdicts(self, chunk: slice, margins: Margins, worst_placement: Tensor) -> Certificates:
+        """What is not strictly proven, NaN and infinity included, is not certified."""
+        labels = self.labels[chunk]
+        own = torch.nn.functional.one_hot(labels, self.classes).bool()
+        proven = ((margins > 0) | own).all(dim=1) & margins.isfinite().all(dim=1)
+        return Certificates(
+            certified=proven & self.is_sound[chunk],
+            predictions=self.predictions[chunk],
+            labels=labels,
+            margins=margins,
+            worst_placement=worst_placement,
+        )
+
+    def margins(self, chunk: slice) -> PlacementMargins:
+        """The margins of some of the images at every placement."""
+        images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
+        assert isinstance(threat, Patch)
+        if self.sweep is not None:
+            return self.sweep.margins(self._clean_pass(chunk), labels, rounding=self.rounding)
+        corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
+        size = rows_within(self.network, images, self.budget, len(images), unfolded=True)
+        parts = [
+            dense_margins(self.network, images, labels, threat, some, rounding=self.rounding)
+            for some in corners.split(size)
+        ]
+        return torch.cat(parts, dim=1)
+
+    def _clean_pass(self, chunk: slice) -> Clean:
+        images = self.images[chunk]
+        return exact_clean_pass(self.audit, images, self.labels[chunk], images.dtype)

@@ -1,0 +1,335 @@
+"""Certify, or attack, and write it down: the one way from a model and images to evidence."""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Generator, Tensor, nn
+
+from patchcert.attacks import Attack, AttackResult
+from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
+from patchcert.certificates import AnyThreat, Certificates, Classifier
+from patchcert.data import Dataset, Split
+from patchcert.defenses import Defended
+from patchcert.evidence.record import VERSION, Evidence, EvidenceFolder, Question, Selection
+from patchcert.files import atomic_write
+from patchcert.progress import Progress
+from patchcert.train.environment import describe_machine, source_sha256
+
+FIRST_BLOCK, LARGEST_BLOCK = 64, 4096
+BLOCK_SECONDS = 10.0
+_PLAIN = (bool, int, float, str, tuple, type(None), torch.Size, torch.dtype)
+
+
+@final
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: a classifier, or a model under attack, with the sum of its weights; and on which images."""
+
+    classifier: Classifier | nn.Module
+    weights: str
+    dataset: Dataset
+    selection: Selection
+    device: torch.device
+
+    def positions(self) -> Tensor:
+        """Where the images stand in their split."""
+        return self.selection.positions(len(self.dataset.split(self.selection.split)))
+
+    def images(self, positions: Tensor) -> Split:
+        """The images at these positions, on the device."""
+        return self.dataset.split(self.selection.split)[positions].to(self.device)
+
+    def describe(self) -> dict[str, Any]:
+        """The kind of classifier with its settings."""
+        if isinstance(self.classifier, Classifier):
+            return self.classifier.describe()
+        if isinstance(self.classifier, Defended):
+            defense = self.classifier.defense
+            return {"name": "Defended", "defense": f"{type(defense).__name__}({defense.extra_repr()})"}
+        return {"name": "Model"}
+
+    def evidence(self, question: Question, columns: Mapping[str, Any], facts: Mapping[str, Any]) -> Evidence:
+        """An answer with the circumstances under which it was found."""
+        asked = question.to_dict()
+        data = {
+            **asked["data"],
+            "image": list(self.dataset.split(self.selection.split).image_size),
+            "sha256": dict(self.dataset.checksums),
+        }
+        machine = describe_machine(self.device)
+        meta = {"version": VERSION, **asked, "data": data, "weights_sha256": self.weights, **facts, **machine}
+        return Evidence(columns, meta)
+
+
+@final
+@dataclass(frozen=True)
+class Certification:
+    """Certifies the images of a subject, block by block, and writes evidence to a file, if one is named.
+
+    Finished blocks wait in a file beside it, so that an interrupted certification resumes where it stopped. Blocks of
+    other weights, data, settings, machines, or of other code of this package, are not used; and none are kept of
+    models with layers or rules from elsewhere, since no sum tells whether that code has changed.
+    """
+
+    subject: Subject
+    threat: AnyThreat
+    file: Path | None = None
+    command: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def into(self, folder: EvidenceFolder) -> "Certification":
+        """The same, written to the file of its question in a folder."""
+        return replace(self, file=folder.file(self.question))
+
+    @property
+    def classifier(self) -> Classifier:
+        """The subject's classifier, which must be one that certifies."""
+        assert isinstance(self.subject.classifier, Classifier)
+        return self.subject.classifier
+
+    @property
+    def question(self) -> Question:
+        """What is asked."""
+        return Question("certify", self.threat, self.subject.selection, self.subject.describe())
+
+    def run(self, progress: Progress | None = None) -> Evidence:
+        """The evidence, with the seconds of earlier, interrupted calls counted in."""
+        positions = self.subject.positions()
+        images = self.subject.images(positions)
+        kept = self._partial.read(images.labels)
+        found, seconds = self._prove(images, kept, progress)
+        facts = {
+            **self.extra,
+            "guarantee": asdict(found.guarantee),
+            "command": self.command,
+            "seconds": round(seconds, 3),
+        }
+        evidence = self.subject.evidence(self.question, certificate_columns(found, positions), facts)
+        if self.file is not None:
+            evidence = evidence.write(self.file)
+        self._partial.discard()
+        return evidence
+
+    @property
+    def kept(self) -> int:
+        """How many images an interrupted certification has left proven or refuted."""
+        kept = self._partial.read(self.subject.images(self.subject.positions()).labels)
+        return 0 if kept is None else len(kept.certificates)
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether an interruption leaves anything to resume from."""
+        return self._partial.file is not None
+
+    def _prove(
+        self, images: Split, kept: "_Kept | None", progress: Progress | None
+    ) -> tuple[Certificates, float]:
+        total, pixels = len(images), images.floats()
+        parts, seconds = ([kept.certificates], kept.seconds) if kept else ([], 0.0)
+        done = sum(map(len, parts))
+        fixed = self.classifier.images_per_block(images.labels.device)
+        size = fixed or FIRST_BLOCK
+        while done < total or not parts:
+            began, rows = time.perf_counter(), slice(done, done + size)
+            shifted = None if progress is None else _shifted(progress, done, total)
+            block = self.classifier.certify(pixels[rows], images.labels[rows], self.threat, shifted)
+            parts, took = [*parts, block], time.perf_counter() - began
+            seconds, done = seconds + took, done + len(block)
+            self._partial.write(Certificates.concatenated(parts), seconds)
+            size = fixed or _next_size(size, took)
+        return Certificates.concatenated(parts), seconds
+
+    @property
+    def _partial(self) -> "_Partial":
+        model = self.classifier.model
+        if self.file is None or has_foreign_code(self.classifier):
+            return _Partial(None, "")
+        claim = self.subject.evidence(self.question, {}, {}).meta
+        identity = {**claim, "architecture": architecture(model), "code": source_sha256()}
+        return _Partial(
+            self.file.with_name(f"{self.file.name}.partial"), json.dumps(identity, sort_keys=True)
+        )
+
+
+def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDArray[Any]]:
+    """The rows of evidence, in small types that hold them."""
+    labels = found.labels.cpu().numpy()
+    small = np.int8 if max(labels.max(initial=0), int(found.predictions.max())) < 128 else np.int16
+    columns = {
+        "index": positions.numpy().astype(np.int32),
+        "label": labels.astype(small),
+        "prediction": found.predictions.cpu().numpy().astype(small),
+        "certified": found.certified.cpu().numpy(),
+    }
+    if found.least_margin is not None:
+        columns["margin"] = found.least_margin.cpu().numpy()
+    if found.worst_placement is not None:
+        tops, lefts = found.worst_placement.cpu().numpy().astype(np.int16).T
+        columns |= {"worst_top": tops, "worst_left": lefts}
+    if found.radius is not None:
+        columns["radius"] = found.radius.cpu().numpy().astype(np.int32)
+    if found.ballots is not None:
+        votes = found.ballots.estimation.cpu().numpy()
+        columns["selected"] = found.ballots.selected.cpu().numpy().astype(small)
+        columns["votes"] = votes.astype(np.min_scalar_type(int(votes.max())))
+    return columns
+
+
+@final
+@dataclass(frozen=True)
+class Attacking:
+    """Attacks the images of a subject and writes evidence to a file, if one is named.
+
+    `among` are the positions of images that are certified, where only those are attacked. With `save_images` the images
+    that were right before the attack and are wrong after it are kept.
+    """
+
+    subject: Subject
+    attack: Attack
+    threat: AnyThreat
+    seed: int = 0
+    file: Path | None = None
+    command: str = ""
+    among: Tensor | None = None
+    save_images: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def into(self, folder: EvidenceFolder) -> "Attacking":
+        """The same, written to the file of its question in a folder."""
+        return replace(self, file=folder.file(self.question))
+
+    @property
+    def question(self) -> Question:
+        """What is asked."""
+        attack = {**self.attack.describe(), "seed": self.seed}
+        return Question(
+            "attack",
+            self.threat,
+            self.subject.selection,
+            self.subject.describe(),
+            attack,
+            certified_only=self.among is not None,
+        )
+
+    def run(self, progress: Progress | None = None) -> Evidence:
+        """The evidence; an interruption leaves nothing."""
+        began = time.perf_counter()
+        positions = self.subject.positions() if self.among is None else self.among
+        images = self.subject.images(positions)
+        result = self.attack.run(
+            self.subject.classifier,
+            images.floats(),
+            images.labels,
+            self.threat,
+            Generator().manual_seed(self.seed),
+            progress,
+        )
+        facts = {
+            **self.extra,
+            "command": self.command,
+            "seconds": round(time.perf_counter() - began, 3),
+        }
+        columns = dict(result.columns(positions))
+        if self.save_images:
+            columns |= _broken_images(result)
+        evidence = self.subject.evidence(self.question, columns, facts)
+        return evidence if self.file is None else evidence.write(self.file)
+
+
+def _broken_images(result: AttackResult) -> dict[str, NDArray[Any]]:
+    kept = (result.succeeded & (result.clean_predictions == result.labels)).nonzero().flatten()
+    return {
+        "adversarial": result.adversarial[kept].cpu().numpy(),
+        "adversarial_row": kept.cpu().numpy(),
+    }
+
+
+@final
+@dataclass(frozen=True)
+class _Kept:
+    certificates: Certificates
+    seconds: float
+
+
+@final
+@dataclass(frozen=True)
+class _Partial:
+    """Blocks of a certification that has not ended, in a file that holds only what answers the very same claim."""
+
+    file: Path | None
+    claim: str
+
+    def read(self, labels: Tensor) -> _Kept | None:
+        """What was kept of certificates of these images, if anything."""
+        if self.file is None or not self.file.is_file() or not source_sha256():
+            return None
+        try:
+            with safe_open(self.file, framework="pt") as stored:
+                noted = stored.metadata() or {}
+                if noted.get("claim") != self.claim:
+                    return None
+                tensors = {name: stored.get_tensor(name).to(labels.device) for name in stored.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError):
+            return None
+        found = Certificates.from_tensors(tensors, float(noted["confidence"]), noted["promise"])
+        is_theirs = len(found) <= len(labels) and found.labels.equal(labels[: len(found)])
+        return _Kept(found, float(noted["seconds"])) if is_theirs else None
+
+    def write(self, found: Certificates, seconds: float) -> None:
+        """Keep what is done so far."""
+        if self.file is None:
+            return
+        notes = {
+            "claim": self.claim,
+            "seconds": repr(seconds),
+            "confidence": repr(found.guarantee.confidence),
+            "promise": found.guarantee.promise,
+        }
+        tensors = {name: value.contiguous().cpu() for name, value in found.to_tensors().items()}
+        with atomic_write(self.file) as stream:
+            stream.write(save(tensors, notes))
+
+    def discard(self) -> None:
+        """Remove the blocks, once what they prove is written down elsewhere."""
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+
+def _shifted(progress: Progress, start: int, total: int) -> Progress:
+    return lambda done, _: progress(start + done, total)
+
+
+def _next_size(size: int, seconds: float) -> int:
+    """About as many images as take `BLOCK_SECONDS`, but no leap from a block that was quick by chance."""
+    wanted = int(size * BLOCK_SECONDS / max(seconds, 1e-3))
+    return max(1, min(wanted, 8 * size, LARGEST_BLOCK))
+
+
+def architecture(model: nn.Module) -> str:
+    """A sum over every layer's type and settings, those that its printed form leaves out included."""
+    lines = []
+    for name, module in model.named_modules():
+        settings = {
+            key: repr(value)
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, _PLAIN) and not key.startswith("_")
+        }
+        lines.append(f"{name}: {type(module).__module__}.{type(module).__qualname__} {settings}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def has_foreign_code(classifier: Classifier) -> bool:
+    """Whether the classifier, its layers, or rules that they may use, are of neither PyTorch nor this package."""
+    types = {type(classifier), *(type(layer) for layer in classifier.model.modules())}
+    rules = [*FUNCTION_RULES.values(), *(LAYER_RULES[kind] for kind in types & LAYER_RULES.keys())]
+    return any(each.__module__.partition(".")[0] not in ("torch", "patchcert") for each in (*types, *rules))

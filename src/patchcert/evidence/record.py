@@ -1,0 +1,369 @@
+"""Evidence: a file for each question, with a row for each image, and all that is needed to ask it again."""
+
+import hashlib
+import json
+import re
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from patchcert.certificates import METHODS, AnyThreat
+from patchcert.data import count_test_images
+from patchcert.errors import PatchcertError, RunError
+from patchcert.files import atomic_write
+from patchcert.threats import threat_from_dict
+
+VERSION = 2
+Kind = Literal["certify", "attack"]
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "certify": ("index", "label", "prediction", "certified"),
+    "attack": ("index", "label", "prediction", "prediction_after", "succeeded", "top", "left", "steps"),
+}
+"""What every file of a kind has. Certificates may add margin, worst_top and worst_left, or radius, selected and votes;
+attacks a margin, and the images that they kept: `adversarial`, whose rows are named by `adversarial_row`."""
+_NOT_ASKED = ("batch_size",)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which images of a data set: a whole split, its first `limit`, or `drawn` of it at random, as the seed says."""
+
+    data: str
+    split: str = "test"
+    limit: int | None = None
+    drawn: int | None = None
+    seed: int = 0
+
+    @property
+    def is_whole_test_set(self) -> bool:
+        """Whether all test images are asked for."""
+        return self.split == "test" and self.limit is None and self.drawn is None
+
+    def positions(self, total: int) -> Tensor:
+        """Where the images stand among all of the split, in ascending order."""
+        if self.drawn is not None:
+            order = torch.randperm(total, generator=torch.Generator().manual_seed(self.seed))
+            return order[: self.drawn].sort().values
+        return torch.arange(total if self.limit is None else min(self.limit, total))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The selection in plain types; what does not apply is left out."""
+        values = {"limit": self.limit, "drawn": self.drawn, "seed": None if self.drawn is None else self.seed}
+        given = {name: value for name, value in values.items() if value is not None}
+        return {"name": self.data, "split": self.split, **given}
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> "Selection":
+        """The selection that `to_dict` wrote; other keys are ignored."""
+        return Selection(
+            plain["name"], plain["split"], plain.get("limit"), plain.get("drawn"), plain.get("seed", 0)
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Question:
+    """What evidence answers, of whatever weights and on whatever machine.
+
+    `classifier` is what `Classifier.describe` says, or how an attacked model is defended; `attack` what the attack says
+    of itself, with its seed. An attack on images that are certified alone is another question than one on all.
+    """
+
+    kind: Kind
+    threat: AnyThreat
+    selection: Selection
+    classifier: Mapping[str, Any]
+    attack: Mapping[str, Any] = field(default_factory=dict)
+    certified_only: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The question in plain types, as it stands in a file of evidence."""
+        asked: dict[str, Any] = {
+            "kind": self.kind,
+            "threat": self.threat.to_dict(),
+            "data": self.selection.to_dict(),
+            "classifier": dict(self.classifier),
+        }
+        if self.kind == "attack":
+            asked |= {"attack": dict(self.attack), "certified_only": self.certified_only}
+        return asked
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> "Question":
+        """The question that `to_dict` wrote; other keys are ignored."""
+        return Question(
+            kind=plain["kind"],
+            threat=threat_from_dict(plain["threat"]),
+            selection=Selection.from_dict(plain["data"]),
+            classifier=plain["classifier"],
+            attack=plain.get("attack", {}),
+            certified_only=plain.get("certified_only", False),
+        )
+
+    @property
+    def key(self) -> str:
+        """The same for two questions exactly if they are the same; batch sizes are a matter of the machine."""
+        return json.dumps(_asked(self.to_dict()), sort_keys=True)
+
+    @property
+    def name(self) -> str:
+        """The name of the answer's file: a few words for people, and 64 bits of a sum over all that is asked."""
+        words = [self.kind, str(self.threat), "certified only" if self.certified_only else ""]
+        words += [str(self.classifier["defense"])[:40]] if "defense" in self.classifier else []
+        slug = "-".join(re.sub(r"[^a-z0-9]+", "-", word.lower()).strip("-") for word in words if word)
+        return f"{slug}-{hashlib.sha256(self.key.encode()).hexdigest()[:16]}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Question) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def _asked(value: Any) -> Any:  # noqa: ANN401 - plain JSON of any shape
+    """The same without what is no part of the question."""
+    if isinstance(value, Mapping):
+        return {key: _asked(item) for key, item in value.items() if key not in _NOT_ASKED}
+    return [_asked(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """The answer to a question, image by image. Reading a file checks that its columns do not contradict each other.
+
+    `meta` is the question and the circumstances: weights_sha256, the sums of the data and the size of its images (below
+    `data`), command, seconds, device and versions.
+    """
+
+    columns: Mapping[str, NDArray[Any]]
+    meta: Mapping[str, Any]
+    path: Path | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> "Evidence":
+        """The evidence in a file, refused by name if it is damaged or contradicts itself."""
+        try:
+            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
+                columns = {name: stored[name] for name in stored.files}
+            meta = json.loads(str(columns.pop("meta", "null")))
+        except (EOFError, OSError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            raise RunError(
+                f"{path} is no readable file of evidence: {error}",
+                hint="it may be cut short; delete it and gather the evidence again",
+            ) from error
+        found = cls(columns, meta, path)
+        found.check()
+        return found
+
+    def write(self, path: Path) -> "Evidence":
+        """Store the evidence in a file, which appears whole or not at all."""
+        self.check()
+        with atomic_write(path) as stream:
+            arrays = {"meta": np.array(json.dumps(self.meta)), **self.columns}
+            np.savez_compressed(stream, **arrays)  # pyright: ignore[reportArgumentType]
+        return Evidence(self.columns, self.meta, path)
+
+    @cached_property
+    def question(self) -> Question:
+        """What was asked."""
+        return Question.from_dict(self.meta)
+
+    @property
+    def kind(self) -> Kind:
+        """Whether images were certified or attacked."""
+        return self.meta["kind"]
+
+    @property
+    def threat(self) -> AnyThreat:
+        """What the images were certified against, or attacked with."""
+        return self.question.threat
+
+    @property
+    def selection(self) -> Selection:
+        """Which images were asked for."""
+        return self.question.selection
+
+    @property
+    def weights(self) -> str:
+        """The SHA-256 sum of the weights."""
+        return self.meta["weights_sha256"]
+
+    @property
+    def where(self) -> str:
+        """How messages call it."""
+        return "the evidence" if self.path is None else str(self.path)
+
+    @property
+    def total(self) -> int:
+        """How many images there are."""
+        return len(self.columns["label"])
+
+    @property
+    def correct(self) -> int:
+        """How many are predicted rightly without a patch; an abstention is not."""
+        return int(np.count_nonzero(self.columns["prediction"] == self.columns["label"]))
+
+    @property
+    def certified(self) -> int:
+        """How many are proven."""
+        return int(np.count_nonzero(self.columns["certified"]))
+
+    @property
+    def withstood(self) -> int:
+        """How many are predicted rightly under attack."""
+        return int(np.count_nonzero(~self.columns["succeeded"]))
+
+    @property
+    def is_undefended(self) -> bool:
+        """Whether an attack was on the model that certificates are about, with no defense in between."""
+        return "defense" not in self.meta["classifier"]
+
+    def certified_against(self, threat: AnyThreat) -> NDArray[np.bool_] | None:
+        """Which images are proven against a threat, where the rows say so: by verdicts, or by radii in pixels."""
+        if threat == self.threat:
+            return self.columns["certified"]
+        if "radius" not in self.columns:
+            return None
+        right = self.columns["prediction"] == self.columns["label"]
+        return (self.columns["radius"] >= threat.pixels) & right
+
+    def adversarial(self) -> dict[int, NDArray[np.float32]]:
+        """The attacked images that were kept, by position in the data set."""
+        if "adversarial" not in self.columns:
+            return {}
+        index = self.columns["index"][self.columns["adversarial_row"]]
+        return dict(zip(index.tolist(), self.columns["adversarial"], strict=True))
+
+    def check(self) -> None:
+        """Raises unless the rows are complete and consistent."""
+        self._check_meta()
+        self._check_columns()
+        self._check_images()
+        contradiction = self._contradiction()
+        if contradiction:
+            raise RunError(
+                f"{self.where} contradicts itself: {contradiction}", hint="gather the evidence again"
+            )
+
+    def _check_meta(self) -> None:
+        if not isinstance(self.meta, Mapping) or self.meta.get("version") != VERSION:
+            version = self.meta.get("version", 1) if isinstance(self.meta, Mapping) else "unknown"
+            raise RunError(
+                f"{self.where} is evidence of version {version}; expected version {VERSION}",
+                hint="gather the evidence again",
+            )
+        try:
+            _ = self.question.key
+        except (PatchcertError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(f"{self.where} does not say what it is evidence of: {error}") from error
+        missing = [name for name in ("weights_sha256",) if name not in self.meta]
+        if missing:
+            raise RunError(f"{self.where} does not name its {missing[0]}", hint="gather the evidence again")
+
+    def _check_columns(self) -> None:
+        missing = [name for name in COLUMNS[self.kind] if name not in self.columns]
+        if missing:
+            raise RunError(f"{self.where} lacks the column {missing[0]!r}", hint="gather the evidence again")
+        lengths = {len(self.columns[name]) for name in self.columns if not name.startswith("adversarial")}
+        flat = all(self.columns[name].ndim == 1 for name in COLUMNS[self.kind])
+        if len(lengths) != 1 or not flat or (self.kind == "certify" and lengths == {0}):
+            raise RunError(f"{self.where} has columns of {sorted(lengths)} rows; expected one number above 0")
+
+    def _check_images(self) -> None:
+        """Every image once, in order, and as many as were asked for of published data."""
+        index, data = self.columns["index"], self.meta["data"]
+        if (np.diff(index) <= 0).any() or (index < 0).any():
+            raise RunError(f"{self.where} does not name every image once, in order", hint="gather it again")
+        published = count_test_images(data["name"], data.get("sha256", {}))
+        if published is None or self.selection.split != "test" or self.question.certified_only:
+            return
+        if not np.array_equal(index, self.selection.positions(published).numpy()):
+            raise RunError(
+                f"{self.where} has {self.total} rows; expected those of the {published} test images that were asked "
+                "for, one for each",
+                hint="gather the evidence again",
+            )
+
+    def _contradiction(self) -> str:
+        label, prediction = self.columns["label"], self.columns["prediction"]
+        if self.kind == "attack":
+            wrong = self.columns["prediction_after"] != label
+            broken = np.flatnonzero(wrong != self.columns["succeeded"])
+            return f"row {broken[0]} says otherwise of the attack than its label" if broken.size else ""
+        broken = np.flatnonzero(self.columns["certified"] & (prediction != label))
+        if broken.size:
+            return f"row {broken[0]} is certified, but predicted wrongly"
+        method = METHODS.get(self.meta["classifier"].get("name", ""))
+        return "" if method is None else method.contradiction(self.columns, self.meta)
+
+
+def refuted(proven: Evidence, attacked: Evidence) -> NDArray[np.integer]:
+    """Positions of images that are proven in one file and broken in the other, by an attack within the same threat.
+
+    None for files of other weights, threats or data, or attacks on a defended model: they cannot contradict a proof.
+    """
+    same = (proven.weights, proven.threat, proven.selection.data, proven.selection.split) == (
+        attacked.weights,
+        attacked.threat,
+        attacked.selection.data,
+        attacked.selection.split,
+    )
+    if not same or not attacked.is_undefended:
+        return np.empty(0, np.int64)
+    certified = proven.columns["index"][proven.columns["certified"]]
+    broken = attacked.columns["index"][attacked.columns["succeeded"]]
+    return np.intersect1d(certified, broken)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EvidenceFolder:
+    """The evidence of one model, in files that are named by their questions: a later answer replaces the earlier."""
+
+    path: Path
+
+    def file(self, question: Question) -> Path:
+        """Where the answer to a question stands, or will."""
+        return self.path / f"{question.name}.npz"
+
+    def files(self) -> tuple[Path, ...]:
+        """All files of evidence, by name."""
+        return tuple(sorted(self.path.glob("*.npz")))
+
+    def all(self) -> tuple[Evidence, ...]:
+        """All evidence, by name of file."""
+        return tuple(Evidence.read(file) for file in self.files())
+
+    def find(self, question: Question, weights: str) -> Evidence | None:
+        """The answer to a question that was found with these weights, if there is one."""
+        file = self.file(question)
+        if not file.is_file():
+            return None
+        found = Evidence.read(file)
+        return found if found.weights == weights else None
+
+    def proven(
+        self, threat: AnyThreat, selection: Selection, weights: str, positions: Tensor
+    ) -> Tensor | None:
+        """Which of the images at these positions are proven, where one file of evidence says it of all of them."""
+        for found in self.all():
+            asked = found.kind, found.weights, found.selection.data, found.selection.split
+            if asked != ("certify", weights, selection.data, selection.split):
+                continue
+            certified = found.certified_against(threat)
+            known = np.isin(positions.numpy(), found.columns["index"])
+            if certified is not None and known.all():
+                rows = np.searchsorted(found.columns["index"], positions.numpy())
+                return torch.from_numpy(certified[rows])
+        return None
