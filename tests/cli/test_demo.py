@@ -109,7 +109,7 @@ def test_report_says_why_it_has_no_pictures(finished, tmp_path, capsys, monkeypa
     def absent(*given):
         raise DataError("there are no files")
 
-    monkeypatch.setattr("patchcert.report.collect.load_dataset", absent)
+    monkeypatch.setattr("patchcert.report.summary.load_dataset", absent)
     assert run(["report", str(finished), "--out", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().err
     assert f"no pictures of {finished}: mnist-mini was not found; give its folder with --data-dir" in said

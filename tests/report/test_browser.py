@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from patchcert.report.html import write_page
+from patchcert.report.page import write_report
 
 
 @pytest.fixture
 def page(run, tmp_path) -> Path:
-    return write_page([run], tmp_path / "page.html").path
+    return write_report([run], tmp_path / "page.html").path
 
 
 def test_the_table_sorts_and_filters(page, evaluate):

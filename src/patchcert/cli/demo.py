@@ -12,7 +12,7 @@ from patchcert.cli.parsing import parse_device
 from patchcert.cli.report import share
 
 if TYPE_CHECKING:
-    from patchcert.report import RunSummary
+    from patchcert.report.summary import RunSummary
     from patchcert.report.tables import Table
 
 INTERRUPTED = 130
@@ -51,7 +51,8 @@ def demo(
 
 def _carry_out(out: Path, quick: bool, device: str, threads: int) -> "tuple[RunSummary, Path, bool]":
     from patchcert.cli.demo_steps import full_plan, measure, quick_plan, train_demo, using_threads
-    from patchcert.report import summarise_run, write_report
+    from patchcert.report.page import write_report
+    from patchcert.report.summary import summarise_run
 
     plan, place = quick_plan() if quick else full_plan(), parse_device(device)
     _greet(out)
@@ -76,7 +77,7 @@ def _greet(out: Path) -> None:
 
 def _talk(summary: "RunSummary", page: Path, seconds: float) -> None:
     """The result for people."""
-    from patchcert.report.words import lead_sentence
+    from patchcert.report.page import lead_sentence
 
     console = stderr_console()
     console.print()

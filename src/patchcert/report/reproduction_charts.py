@@ -6,7 +6,7 @@ from statistics import fmean
 
 from patchcert.papers.chiang2020.counts import Count, Outcome, RunOutcome
 from patchcert.papers.chiang2020.tables import DATA_NAMES, Entry
-from patchcert.report.dots import DotGroup, Measured, dot_group
+from patchcert.report.charts import DotGroup, Measured, dot_group
 from patchcert.report.reproduction_words import schedule_words, training_words
 from patchcert.report.statistics import Proportion, mean_interval
 

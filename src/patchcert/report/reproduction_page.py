@@ -9,7 +9,7 @@ from patchcert.errors import InvalidInput
 from patchcert.files import atomic_write
 from patchcert.papers.chiang2020.counts import Outcome
 from patchcert.papers.chiang2020.tables import PaperTable
-from patchcert.report.html import page_environment
+from patchcert.report.page import page_environment
 from patchcert.report.reproduction import QUICK_LABEL
 from patchcert.report.reproduction_view import TableView, table_view
 
