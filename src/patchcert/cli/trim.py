@@ -23,10 +23,10 @@ def trim(
     data_dir: DataFolderOption = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")] = "auto",
 ) -> None:
-    """Leave out channels and units that are zero on every image the run was trained on.
+    """Remove channels and units that are zero on every image the run was trained on.
 
-    The trimmed model is one of its own, smaller and faster to certify. What was proven of the whole one does not
-    count for it: certify it next.
+    The trimmed model is a model of its own, smaller and faster to certify. What was proven of the whole one does not
+    hold for it: certify it next.
     """
     from patchcert.cli.target import choose_images, open_data, open_run, open_target
     from patchcert.files import sha256
@@ -38,10 +38,10 @@ def trim(
     dataset = open_data(target, None, data_dir)
     choose_images(target, dataset, "train", 1)
     images = choose_data(dataset, whole.spec.data)[0].to(place).floats()
-    with progress_bar("looking for what opens", "images") as report:
+    with progress_bar("looking for units that open", "images") as report:
         made = trim_run(whole, out, images, half, report)
     before, after = (_parameters(each) for each in (whole, made))
-    say(f"{after:,} of {before:,} parameters are left; go on with: patchcert certify {made.path}")
+    say(f"{after:,} of {before:,} parameters are left; next: patchcert certify {made.path}")
     print_json(
         {
             "run": str(whole.path),
