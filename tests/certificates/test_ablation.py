@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 
-from patchcert.certificates.ablation import draw_retained, encode_ablated
-from patchcert.certificates.ablation_statistics import (
+import patchcert as pc
+from patchcert.certificates.ablation import (
+    ABSTAINED,
+    RandomAblation,
     certified_radius,
     decided_class,
+    draw_retained,
+    encode_ablated,
     is_decided,
     probability_lower_bound,
     seen_probability,
 )
-from patchcert.defenses import ABSTAINED, RandomAblation
 from patchcert.errors import InvalidInput
 from patchcert.models import ModelSpec, build
 
@@ -124,22 +127,44 @@ def test_certificates_follow_from_the_votes():
     ablation = RandomAblation(CornerModel(), 45, selection_samples=100, estimation_samples=2_000)
     reached: list[tuple[int, int]] = []
     certificates = ablation.certify(
-        images, torch.tensor([0, 0, 1]), seeded(2), lambda done, total: reached.append((done, total))
+        images,
+        torch.tensor([0, 0, 1]),
+        pc.SparsePixels(11),
+        lambda done, total: reached.append((done, total)),
     )
-    assert certificates.predictions.tolist() == [0, 0, 0]
+    assert certificates.predictions.tolist() == ablation.predict(images).tolist() == [0, 0, 0]
     dark = probability_lower_bound(np.array([2_000]), 2_000, 0.05)
     assert int(certificates.radius[0]) == int(certified_radius(dark, 784, 45)[0]) == 11
     assert 0 <= int(certificates.radius[1]) < 11
     assert int(certificates.radius[2]) == -1
-    assert certificates.certified_accuracy(11) == pytest.approx(1 / 3)
-    assert certificates.certified_accuracy(0) == pytest.approx(2 / 3)
-    assert reached[-1] == (6_300, 6_300)
+    assert certificates.certified.tolist() == [True, False, False]
+    assert not ablation.certify(images, torch.tensor([0, 0, 1]), pc.SparsePixels(12)).certified.any()
+    assert certificates.guarantee.confidence == 0.95
+    assert not certificates.guarantee.is_deterministic
+    assert reached[-1] == (3, 3)
+
+
+def test_a_patch_is_certified_as_so_few_changed_pixels():
+    images, labels = torch.zeros(1, 1, 28, 28), torch.tensor([0])
+    ablation = RandomAblation(CornerModel(), 45, selection_samples=100, estimation_samples=2_000)
+    assert ablation.certify(images, labels, pc.Patch(3)).certified.all()
+    assert not ablation.certify(images, labels, pc.Patch(4)).certified.any()
+
+
+def test_the_same_images_have_the_same_votes_and_no_seed_draws_anew():
+    images = torch.rand(2, 1, 4, 4, generator=seeded(6)).round()
+    ablation = RandomAblation(CornerModel(), retained=8, selection_samples=50, estimation_samples=500)
+    first, second = ablation.ballots(images), ablation.ballots(images.clone())
+    assert torch.equal(first.estimation, second.estimation)
+    bright = torch.ones(4, 1, 4, 4)
+    anew = RandomAblation(CornerModel(), 8, 50, 500, seed=None)
+    assert len({tuple(anew.ballots(bright).estimation[:, 0].tolist()) for _ in range(3)}) > 1
 
 
 def test_prediction_abstains_when_the_vote_is_too_close():
     images = torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1).expand(2, 1, 1, 2)
     ablation = RandomAblation(CornerModel(), retained=1, estimation_samples=400)
-    assert ablation.predict(images, seeded(3)).tolist() == [0, ABSTAINED]
+    assert ablation.predict(images).tolist() == [0, ABSTAINED]
 
 
 def test_votes_are_reproducible():
@@ -152,7 +177,7 @@ def test_votes_are_reproducible():
 def test_all_votes_come_from_batches_of_one_shape():
     model = CornerModel()
     ablation = RandomAblation(model, retained=4, selection_samples=30, estimation_samples=100, batch_size=64)
-    ballots = ablation.ballots(torch.rand(3, 1, 4, 4, generator=seeded(8)), seeded(9))
+    ballots = ablation.ballots(torch.rand(3, 1, 4, 4, generator=seeded(8)))
     assert model.shapes == [(64, 2, 4, 4)] * 7
     assert ballots.selection.sum(dim=1).tolist() == [30] * 3
     assert ballots.estimation.sum(dim=1).tolist() == [100] * 3
@@ -162,7 +187,7 @@ def test_selection_and_estimation_are_separate_votes():
     """Were votes for the selection counted again, an image with one vote of each would have two in one."""
     images = torch.ones(1, 1, 1, 2).expand(400, 1, 1, 2)
     ablation = RandomAblation(CornerModel(), retained=1, selection_samples=1, estimation_samples=1)
-    ballots = ablation.ballots(images, seeded(10))
+    ballots = ablation.ballots(images)
     agree = (ballots.selected == ballots.estimation.argmax(dim=1)).double().mean()
     assert abs(float(agree) - 0.5) < 5 * 0.5 / math.sqrt(400)
 
@@ -246,7 +271,7 @@ def test_votes_on_a_gpu_are_complete_and_reproducible(precision):
     model = build(ModelSpec("cnn2_ablation", 1, 28, 28, hidden=16), seeded(0)).to("cuda")
     images = torch.rand(3, 1, 28, 28, generator=seeded(1)).to("cuda")
     ablation = RandomAblation(model, 45, 100, 400, batch_size=600, precision=precision)
-    first, second = (ablation.ballots(images, torch.Generator("cuda").manual_seed(2)) for _ in range(2))
+    first, second = (ablation.ballots(images) for _ in range(2))
     assert torch.equal(first.estimation, second.estimation)
     assert first.selection.sum(dim=1).tolist() == [100] * 3
     assert first.estimation.sum(dim=1).tolist() == [400] * 3
@@ -261,9 +286,9 @@ def test_a_model_that_gives_no_numbers_proves_nothing(value):
         model[1].weight.fill_(value)
     ablation = RandomAblation(model, 5, 10, 50, batch_size=64)
     images, labels = torch.full((4, 1, 4, 4), 0.5), torch.arange(4) % 3
-    found = ablation.certify(images, labels, seeded(0))
+    found = ablation.certify(images, labels, pc.SparsePixels(1))
     assert (found.radius == -1).all()
-    assert (ablation.predict(images, seeded(0)) == ABSTAINED).all()
+    assert (ablation.predict(images) == ABSTAINED).all()
 
 
 @pytest.mark.parametrize(
@@ -281,11 +306,4 @@ def test_a_model_that_gives_no_numbers_proves_nothing(value):
 def test_images_and_labels_are_checked_before_votes_are_believed(images, labels, message):
     model = nn.Sequential(nn.Flatten(), nn.Linear(32, 3)).eval()
     with pytest.raises(InvalidInput, match=message):
-        RandomAblation(model, 5, 10, 50, batch_size=64).certify(images, labels, seeded(0))
-
-
-def test_less_than_no_pixels_cannot_be_asked_for():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 3)).eval()
-    found = RandomAblation(model, 5, 10, 50).certify(torch.rand(2, 1, 4, 4), torch.zeros(2).long(), seeded(0))
-    with pytest.raises(InvalidInput, match="-1 pixels cannot change"):
-        found.certified(-1)
+        RandomAblation(model, 5, 10, 50, batch_size=64).certify(images, labels, pc.SparsePixels(1))

@@ -44,7 +44,7 @@ def test_certificates_say_what_is_proven():
     assert torch.equal(certificates.labels, labels)
     assert certificates.clean_accuracy == certificates.certified_accuracy == 1.0
     assert torch.equal(certificates.least_margin, certificates.margins[:, 1:].amin(dim=1))
-    assert repr(certificates) == "Certificates(4 images, 4 right, 4 certified)"
+    assert repr(certificates) == "Certificates(4 images, 4 right, 4 certified: recovery, deterministic)"
     placements = pc.Patch(2).placements(*SHAPE[1:]).corners.tolist()
     assert all(corner in placements for corner in certificates.worst_placement.tolist())
 
@@ -52,9 +52,7 @@ def test_certificates_say_what_is_proven():
 def test_accuracies_are_shares_of_the_images():
     flags = torch.tensor([True, False, True, False])
     labels = torch.tensor([0, 1, 1, 2])
-    certificates = Certificates(
-        flags, torch.zeros(4, 3), torch.zeros(4, 2).long(), torch.tensor([0, 1, 1, 1]), labels
-    )
+    certificates = Certificates(flags, torch.tensor([0, 1, 1, 1]), labels)
     assert certificates.certified_accuracy == 0.5
     assert certificates.clean_accuracy == 0.75
 
@@ -113,11 +111,43 @@ def test_overflow_in_the_bounds_alone_is_not_certified(activation):
     assert not (margins > exact).any()
 
 
-def test_one_class_is_always_right():
+def test_a_model_of_one_class_is_refused():
     model = nn.Sequential(nn.Flatten(), nn.Linear(20, 1))
-    certificates = pc.certify(model, *batch(), pc.Patch(1))
-    assert certificates.certified.all()
-    assert (certificates.least_margin == torch.inf).all()
+    with pytest.raises(
+        ModelError, match="1 logit for each image; a certificate compares at least two"
+    ) as caught:
+        pc.certify(model, *batch(), pc.Patch(1))
+    assert "cat([-z, z]" in caught.value.hint
+
+
+def test_the_map_says_where_each_image_is_proven():
+    model, (images, labels) = network(), batch()
+    labels = model(images).argmax(dim=1)
+    found = pc.certify(model, images, labels, pc.Patch(3))
+    margins = pc.placement_margins(model, images, labels, pc.Patch(3))
+    others = margins.scatter(2, labels[:, None, None].expand(-1, margins.shape[1], 1), torch.inf)
+    assert torch.equal(found.placements, (others > 0).all(dim=2))
+    assert torch.equal(found.certified, found.placements.all(dim=1))
+    assert 0 < int(found.placements.sum()) < found.placements.numel()
+
+
+def test_a_wrong_prediction_is_proven_nowhere():
+    model, (images, labels) = network(), batch()
+    wrong = (model(images).argmax(dim=1) + 1) % 3
+    assert not pc.certify(model, images, wrong, pc.Patch(1)).placements.any()
+
+
+def test_a_classifier_certifies_as_its_model_does():
+    model, (images, labels) = network(), batch()
+    bounds = pc.IntervalBounds(model)
+    for found in (
+        bounds.certify(images, labels, pc.Patch(1)),
+        pc.certify(bounds, images, labels, pc.Patch(1)),
+    ):
+        assert torch.equal(found.margins, pc.certify(model, images, labels, pc.Patch(1)).margins)
+        assert torch.equal(found.predictions, bounds.predict(images))
+    with pytest.raises(InvalidInput, match="settings of interval bounds of a plain model"):
+        pc.certify(bounds, images, labels, pc.Patch(1), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("threat", [pc.Patch(2), pc.SparsePixels(2)], ids=str)

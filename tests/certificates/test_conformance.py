@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from patchcert.certificates.intervals import certify
+from patchcert.certificates import certify
 from patchcert.testing import check_certifier
 
 VARIANTS = (

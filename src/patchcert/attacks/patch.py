@@ -17,7 +17,7 @@ from patchcert.attacks.placement_search import (
 )
 from patchcert.attacks.settings import check_ascent, check_choice
 from patchcert.attacks.windows import patch_views
-from patchcert.certificates.intervals import placement_margins as interval_placement_margins
+from patchcert.certificates import placement_margins as interval_placement_margins
 from patchcert.errors import InvalidInput
 from patchcert.threats import Patch
 

@@ -14,7 +14,7 @@ from patchcert.bench.floor import Work
 from patchcert.bench.timing import Ceilings, seconds, synchronise
 from patchcert.bounds import Network, precise_arithmetic, trace
 from patchcert.bounds.rounding import fast_arithmetic
-from patchcert.certificates.intervals import certify
+from patchcert.certificates import certify
 from patchcert.data import Split, load_dataset
 from patchcert.train.capture import CapturedStep
 from patchcert.train.distributed import ALONE

@@ -211,11 +211,16 @@ def _answer(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def check_logits(logits: Tensor, images: Tensor) -> None:
-    """There is one row of logits for each image."""
+    """There is one row of logits for each image, of two classes at least."""
     if logits.dim() != 2 or len(logits) != len(images):
         raise ModelError(
             f"the model must return logits ({len(images)}, classes), got {tuple(logits.shape)}",
             hint="end the model with one score per class",
+        )
+    if logits.shape[1] < 2:
+        raise ModelError(
+            f"the model gives {logits.shape[1]} logit for each image; a certificate compares at least two classes",
+            hint="give a binary model two logits: torch.cat([-z, z], dim=1) / 2 for its one logit z",
         )
 
 

@@ -1,7 +1,10 @@
 """`patchcert attack`: patches and pixels that change what a model says."""
 
+import shlex
+import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, final
 
 import typer
 
@@ -9,18 +12,33 @@ from patchcert.cli.options import (
     USUAL_STEPS,
     DataFolderOption,
     DataOption,
+    DeviceOption,
+    EvidenceOption,
     PatchOption,
     PlacementsOption,
     ShapeOption,
     SparseOption,
     SplitOption,
+    check_evidence_file,
+    parse_device,
+    parse_settings,
+    parse_threat,
 )
-from patchcert.cli.output import print_error, print_json, say
-from patchcert.cli.parsing import parse_device
+from patchcert.cli.output import print_error, print_json, progress_bar, say
+from patchcert.cli.target import IMAGENET, Target, choose_classifier, open_data, open_target, select_images
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from patchcert.cli.attack_work import Outcome
+    import torch
+    from torch import Tensor, nn
+
+    from patchcert.attacks import Attack
+    from patchcert.attacks.climbing import Loss
+    from patchcert.attacks.patch import Search
+    from patchcert.certificates import AnyThreat
+    from patchcert.data import Dataset
+    from patchcert.defenses import Defense
+    from patchcert.evidence import Evidence, Selection, Subject
 
 FALSE_PROOF = 1
 
@@ -37,7 +55,7 @@ def attack(
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
     images: Annotated[
-        int | None, typer.Option(min=1, help="So many images, drawn at random by --seed; 400.")
+        int | None, typer.Option(min=1, help="N images, drawn at random by --seed; 400 by default.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="The first N images instead of a draw.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draw of images and of the attack.")] = 0,
@@ -50,9 +68,12 @@ def attack(
     search: Annotated[
         str | None, typer.Option(help="Where restarts go: random (default), sweep or certificate.")
     ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Attack the classifier of a kind of proof: ablation; else the model.")
+    ] = None,
     defense: Annotated[str, typer.Option(help="none, lgs (smoothing) or dw (watermarking).")] = "none",
     setting: Annotated[
-        list[str] | None, typer.Option(help="Setting of the defense, like window=7; repeatable.")
+        list[str] | None, typer.Option(help="Setting of the defense or method, like window=7; repeatable.")
     ] = None,
     adaptive: Annotated[
         bool, typer.Option("--adaptive", help="The attack knows the defense; without, it does not.")
@@ -72,11 +93,8 @@ def attack(
         bool, typer.Option("--save-images", help="Keep the broken images in the evidence.")
     ] = False,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Images and restarts at once.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")] = "auto",
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Where to write one row of evidence per image; a run folder keeps its own."),
-    ] = None,
+    device: DeviceOption = "auto",
+    out: EvidenceOption = None,
 ) -> None:
     """Look for members of a threat that change a model's predictions.
 
@@ -84,71 +102,340 @@ def attack(
     JSON on stdout; of several targets, a list of them with the totals. With --certified-only a broken image
     refutes its proof, and the exit code is 1.
     """
-    from patchcert.cli.attack_choice import AttackChoice
-    from patchcert.cli.attack_work import Order, carry_out_all
-
-    _check_output(out, targets)
+    check_evidence_file(out)
+    if out is not None and len(targets) > 1:
+        raise InvalidInput(
+            f"--out {out} names one file for {len(targets)} targets", hint="attack them one by one."
+        )
     if images is not None and limit is not None:
         raise InvalidInput("--images draws at random, --limit takes the first", hint="leave one of them out.")
-    choice = AttackChoice(
-        steps,
-        step_size,
-        restarts,
-        loss,
-        search,
-        defense,
-        tuple(setting or ()),
-        adaptive,
-        tune,
-        largest_drop,
-        certified_only,
-        batch_size,
+    asked = AttackOptions(
+        steps=steps,
+        step_size=step_size,
+        restarts=restarts,
+        loss=loss,
+        search=search,
+        method=method,
+        defense=defense,
+        settings=tuple(setting or ()),
+        adaptive=adaptive,
+        tune=tune,
+        largest_drop=largest_drop,
+        certified_only=certified_only,
+        batch_size=batch_size,
+        seed=seed,
+        save_images=save_images,
+        device=parse_device(device),
+        out=out,
     )
-    order = Order(
-        choice,
-        (patch, shape, sparse, placements),
-        data,
-        data_dir,
-        split,
-        400 if images is None else images,
-        limit,
-        seed,
-        save_images,
-        parse_device(device),
-        out,
-    )
-    outcomes = [_told(outcome, certified_only) for outcome in carry_out_all(order, targets)]
-    print_json(outcomes[0].summary if len(outcomes) == 1 else totals(outcomes))
-    if certified_only and any(outcome.broken for outcome in outcomes):
+    drawn = None if limit is not None else images or 400
+    subjects = []
+    for target in targets:
+        opened = open_target(target, data_dir)
+        threat = parse_threat(patch, shape, sparse, None, placements, opened.threat)
+        dataset = open_data(opened, data, data_dir)
+        selection = select_images(opened, dataset, split, limit, drawn, seed)
+        subjects.append(AttackedTarget(target, opened, dataset, selection, threat))
+    summaries = [_attack_one(subject, asked, targets) for subject in subjects]
+    print_json(summaries[0] if len(summaries) == 1 else totals(summaries))
+    if certified_only and any(summary["broken"] for summary in summaries):
         raise typer.Exit(FALSE_PROOF)
 
 
-def totals(outcomes: "list[Outcome]") -> dict[str, Any]:
+@final
+@dataclass(frozen=True)
+class AttackedTarget:
+    """A target with its images and the threat that it is attacked within."""
+
+    name: str
+    target: Target
+    dataset: "Dataset"
+    selection: "Selection"
+    threat: "AnyThreat"
+
+    @property
+    def is_imagenet(self) -> bool:
+        """Whether images are large and defenses have the settings published for them."""
+        return self.name.startswith(IMAGENET)
+
+
+@final
+@dataclass(frozen=True)
+class AttackOptions:
+    """What was asked of every target; None where the default depends on the threat and the images."""
+
+    steps: int
+    step_size: float | None
+    restarts: int | None
+    loss: str | None
+    search: str | None
+    method: str | None
+    defense: str
+    settings: tuple[str, ...]
+    adaptive: bool
+    tune: int | None
+    largest_drop: float
+    certified_only: bool
+    batch_size: int | None
+    seed: int
+    save_images: bool
+    device: "torch.device"
+    out: Path | None
+
+    def __post_init__(self) -> None:
+        undefended = self.defense == "none"
+        settings = self.settings if self.method is None else ()
+        given = {"--adaptive": self.adaptive, "--setting": settings, "--tune": self.tune}
+        lonely = [option for option, value in given.items() if value]
+        if undefended and lonely:
+            raise InvalidInput(f"{lonely[0]} needs a defense", hint="give --defense lgs or --defense dw.")
+        if self.tune and self.settings:
+            raise InvalidInput("--tune chooses what --setting sets", hint="leave one of them out.")
+        if self.method is not None and not undefended:
+            raise InvalidInput("--method and --defense name two classifiers", hint="leave one of them out.")
+        if self.certified_only and not undefended:
+            raise InvalidInput(
+                f"--certified-only is about the model itself, not about --defense {self.defense}",
+                hint="leave one of them out.",
+            )
+        if self.certified_only and (self.loss or self.search or self.step_size):
+            raise InvalidInput(
+                "--certified-only tries every placement with every loss",
+                hint="leave out --loss, --search and --step-size.",
+            )
+
+    def build(self, threat: "AnyThreat", is_imagenet: bool) -> "Attack":
+        """The attack, with its defaults filled in."""
+        from patchcert.attacks import AdaptiveAttack, TransferAttack, strongest_attack
+
+        if self.certified_only:
+            restarts = 20 if self.restarts is None else self.restarts
+            return strongest_attack(threat, self.steps, restarts, self._batch_size(is_imagenet))
+        attack = self.build_unaware(threat, is_imagenet)
+        if self.defense == "none":
+            return attack
+        return AdaptiveAttack(attack) if self.adaptive else TransferAttack(attack)
+
+    def build_unaware(self, threat: "AnyThreat", is_imagenet: bool) -> "Attack":
+        """The attack as it would be on an undefended model."""
+        from patchcert.attacks import PatchAttack, SparseAttack
+        from patchcert.threats import SparsePixels
+
+        batch_size = self._batch_size(is_imagenet)
+        loss = None if self.loss is None else cast("Loss", self.loss)
+        if isinstance(threat, SparsePixels):
+            if self.search is not None:
+                raise InvalidInput("--search is about patches, not --sparse", hint="leave it out.")
+            return SparseAttack(
+                self.steps,
+                0.1 if self.step_size is None else self.step_size,
+                20 if self.restarts is None else self.restarts,
+                loss or "margin",
+                batch_size=batch_size,
+            )
+        usual = 4 if is_imagenet else 80
+        return PatchAttack(
+            self.steps,
+            0.05 if self.step_size is None else self.step_size,
+            usual if self.restarts is None else self.restarts,
+            loss or "cross-entropy",
+            cast("Search", self.search or "random"),
+            batch_size=batch_size,
+        )
+
+    def _batch_size(self, is_imagenet: bool) -> int:
+        from patchcert.attacks.settings import default_batch_size
+
+        return self.batch_size or default_batch_size(self.device, is_imagenet)
+
+
+def _attack_one(attacked: AttackedTarget, asked: AttackOptions, targets: list[str]) -> dict[str, Any]:
+    """What is printed of one target; its evidence names the command without the other targets."""
+    from patchcert.evidence import Attacking, EvidenceFolder
+
+    words = [word for word in sys.argv[1:] if word == attacked.name or word not in targets]
+    subject, tuning = _subject(attacked, asked)
+    among = _certified_positions(attacked, subject, asked) if asked.certified_only else None
+    attacking = Attacking(
+        subject,
+        asked.build(attacked.threat, attacked.is_imagenet),
+        attacked.threat,
+        asked.seed,
+        asked.out,
+        shlex.join(["patchcert", *words]),
+        among,
+        asked.save_images,
+        tuning,
+    )
+    run = attacked.target.run
+    if asked.out is None and run is not None:
+        attacking = attacking.into(EvidenceFolder(run.evidence_folder))
+    selection, count = attacked.selection, len(subject.positions() if among is None else among)
+    say(
+        f"attacking {count} {selection.split} images of {selection.data} with {attacked.threat} on {asked.device}"
+    )
+    try:
+        with progress_bar("attacking", "rounds") as report:
+            evidence = attacking.run(report)
+    except KeyboardInterrupt:
+        say("the attack was not finished, and nothing of it is kept")
+        raise
+    if asked.certified_only:
+        _say_of_proofs(attacked.name, evidence)
+    file = None if evidence.path is None else str(evidence.path)
+    return {**summarise(evidence), **evidence.meta, "target": attacked.name, "evidence": file}
+
+
+def summarise(evidence: "Evidence") -> dict[str, Any]:
+    """Counts and shares, with the exact 95 % intervals of the latter; null where nothing was attacked."""
+    from patchcert.report.statistics import clopper_pearson
+
+    total, right, withstood = evidence.total, evidence.correct, evidence.withstood
+    broken = evidence.columns["succeeded"] & (evidence.columns["prediction"] == evidence.columns["label"])
+    return {
+        "images": total,
+        "correct": right,
+        "withstood": withstood,
+        "broken": int(broken.sum()),
+        "clean_accuracy": right / total if total else None,
+        "clean_interval": list(clopper_pearson(right, total)) if total else None,
+        "attacked_accuracy": withstood / total if total else None,
+        "attacked_interval": list(clopper_pearson(withstood, total)) if total else None,
+        "gradient_steps": int(evidence.columns["steps"].sum()),
+    }
+
+
+def totals(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     """The summaries of several targets, and their counts added up."""
     counts = ("images", "correct", "withstood", "broken", "gradient_steps")
-    added = {count: sum(outcome.summary[count] for outcome in outcomes) for count in counts}
-    return {"targets": [outcome.summary for outcome in outcomes], **added}
+    added = {count: sum(summary[count] for summary in summaries) for count in counts}
+    return {"targets": summaries, **added}
 
 
-def _told(outcome: "Outcome", certified_only: bool) -> "Outcome":
-    """The outcome, after what it means for proofs was said."""
-    total, broken = outcome.summary["images"], outcome.broken
-    if certified_only and broken:
+def _say_of_proofs(target: str, evidence: "Evidence") -> None:
+    """What the attack means for the proofs of the images."""
+    broken = evidence.columns["index"][evidence.columns["succeeded"]].tolist()
+    if broken:
         print_error(
-            f"FALSE PROOF: {len(broken)} of {total} certified images of {outcome.target} were broken: {broken[:20]}",
+            f"FALSE PROOF: {len(broken)} of {evidence.total} certified images of {target} were broken: {broken[:20]}",
             "the certificates are wrong; do not rely on any of them, and keep this evidence",
         )
-    elif certified_only:
-        withstood = f"all {total} certified images withstood everything"
-        say(withstood if total else "none of the images is certified, so nothing was attacked")
-    return outcome
+    elif evidence.total:
+        say(f"all {evidence.total} certified images withstood everything")
+    else:
+        say("none of the images is certified, so nothing was attacked")
 
 
-def _check_output(path: Path | None, targets: list[str]) -> None:
-    """Found out before the work, not after it."""
-    if path is not None and (path.suffix != ".npz" or path.is_dir()):
-        raise InvalidInput(f"--out {path} is no name of an evidence file", hint="end it with .npz.")
-    if path is not None and len(targets) > 1:
-        raise InvalidInput(
-            f"--out {path} names one file for {len(targets)} targets", hint="attack them one by one."
+def _subject(attacked: AttackedTarget, asked: AttackOptions) -> "tuple[Subject, dict[str, Any]]":
+    """What is attacked: the model, behind a defense or as the classifier of a proof; and how settings were found."""
+    from patchcert.evidence import Subject
+    from patchcert.files import sha256
+
+    target, tuning = attacked.target, {}
+    model: Any = target.model.to(asked.device)
+    if asked.method is not None:
+        model = choose_classifier(target, asked.method, asked.settings, {})
+    elif asked.defense != "none":
+        model, tuning = _defended(model, attacked, asked)
+    subject = Subject(model, sha256(target.weights), attacked.dataset, attacked.selection, asked.device)
+    return subject, tuning
+
+
+def _certified_positions(attacked: AttackedTarget, subject: "Subject", asked: AttackOptions) -> "Tensor":
+    """Positions of the selected images that are certified, by the run's evidence or else by certifying them now."""
+    from patchcert.certificates import Classifier
+    from patchcert.evidence import EvidenceFolder
+
+    positions, run = subject.positions(), attacked.target.run
+    if run is not None:
+        folder = EvidenceFolder(run.evidence_folder)
+        known = folder.proven(attacked.threat, attacked.selection, subject.weights, positions)
+        if known is not None:
+            return positions[known]
+    classifier = subject.classifier
+    if not isinstance(classifier, Classifier):
+        classifier = choose_classifier(attacked.target, None, (), {})
+    images = subject.images(positions)
+    with progress_bar("certifying", "images") as report:
+        found = classifier.certify(images.floats(), images.labels, attacked.threat, report)
+    return positions[found.certified.cpu()]
+
+
+def _defended(
+    model: "nn.Module", attacked: AttackedTarget, asked: AttackOptions
+) -> "tuple[nn.Module, dict[str, Any]]":
+    """The model behind the defense, and what its settings reached on the images they were chosen on."""
+    from patchcert.defenses import Defended
+    from patchcert.threats import Patch
+
+    threat = attacked.threat
+    if not isinstance(threat, Patch):
+        raise InvalidInput(f"--defense {asked.defense} is for patches, not {threat}", hint="give --patch.")
+    if asked.tune is None:
+        defense = build_defense(
+            asked.defense, asked.settings, model, attacked, max(threat.height, threat.width)
         )
+        return Defended(defense, model).to(asked.device), {}
+    defense, tuning = _tuned(model, attacked, asked, max(threat.height, threat.width))
+    return Defended(defense, model).to(asked.device), {"tuning": tuning}
+
+
+def build_defense(
+    name: str, settings: tuple[str, ...], model: "nn.Module", attacked: AttackedTarget, side: int
+) -> "Defense":
+    """The defense `lgs` or `dw` with the given KEY=VALUE settings, the others as fit the images."""
+    from patchcert.defenses import DigitalWatermarking, LocalGradientSmoothing
+
+    small: dict[str, dict[str, Any]] = {
+        "lgs": {"window": 5, "overlap": 2, "threshold": 0.1, "smoothing": 2.3},
+        "dw": {"window": side + 1, "fill": attacked.dataset.mean},
+    }
+    large: dict[str, dict[str, Any]] = {
+        "lgs": {"window": 15, "overlap": 5, "threshold": 0.1, "smoothing": 2.3},
+        "dw": {"window": round(1.2 * side), "opening": 3, "fill": (0.485, 0.456, 0.406)},
+    }
+    if name not in small:
+        raise InvalidInput(f"--defense {name} is unknown", hint="choose one of none, lgs, dw.")
+    usual = (large if attacked.is_imagenet else small)[name]
+    if name == "lgs":
+        return LocalGradientSmoothing(**usual | parse_settings(name, LocalGradientSmoothing, settings))
+    return DigitalWatermarking(model, **usual | parse_settings(name, DigitalWatermarking, settings))
+
+
+def _tuned(
+    model: "nn.Module", attacked: AttackedTarget, asked: AttackOptions, side: int
+) -> "tuple[Defense, dict[str, Any]]":
+    """The best setting of a defense on the last training images, which no result is about."""
+    from patchcert.attacks import tune_defense
+    from patchcert.defenses import smoothing_grid, watermarking_grid
+
+    dataset, count = attacked.dataset, asked.tune or 0
+    if count > len(dataset.train):
+        raise InvalidInput(
+            f"--tune {count}: {dataset.name} has {len(dataset.train)} training images",
+            hint="tune on fewer, or give the settings with --setting.",
+        )
+    images = dataset.train[len(dataset.train) - count :].to(asked.device)
+    fills = (dataset.mean, "ring")
+    grid = smoothing_grid() if asked.defense == "lgs" else watermarking_grid(model, side, fills=fills)
+    attack = asked.build_unaware(attacked.threat, attacked.is_imagenet)
+    with progress_bar("tuning", "settings") as report:
+        found = tune_defense(
+            attack,
+            model,
+            images.floats(),
+            images.labels,
+            attacked.threat,
+            grid,
+            largest_drop=asked.largest_drop,
+            progress=report,
+        )
+    best = found.best
+    if best is None:
+        raise InvalidInput(
+            f"every setting of {asked.defense} costs more than {asked.largest_drop} of "
+            f"{found.undefended_accuracy:.3f}",
+            hint="allow more with --largest-drop.",
+        )
+    reached = {"clean_accuracy": best.clean_accuracy, "weak_accuracy": best.weak_accuracy}
+    return best.defense, {"images": count, "largest_drop": asked.largest_drop, **reached}

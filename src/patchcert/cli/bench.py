@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from patchcert.cli.options import parse_device
 from patchcert.cli.output import print_json, say
-from patchcert.cli.parsing import parse_device
 from patchcert.errors import InvalidInput
 
 

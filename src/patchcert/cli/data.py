@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from patchcert.cli.output import print_json, say
-from patchcert.cli.progress import Report, progress_bar
+from patchcert.cli.output import Report, print_json, progress_bar, say
 from patchcert.errors import DataError
 
 app = typer.Typer(add_completion=False, no_args_is_help=False)

@@ -1,24 +1,34 @@
 """`patchcert demo`: the whole way from images to a page of proofs, on images that ship with the package."""
 
+import shlex
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, final
 
 import typer
 
-from patchcert.cli.output import print_error, print_json, say, stderr_console
-from patchcert.cli.parsing import parse_device
+from patchcert.cli.options import DeviceOption, parse_device
+from patchcert.cli.output import print_error, print_json, progress_bar, say, stderr_console
 from patchcert.cli.report import share
 
 if TYPE_CHECKING:
+    import torch
+
+    from patchcert.attacks import PatchAttack
+    from patchcert.evidence import Attacking, Certification, EvidenceFolder, Subject
     from patchcert.report.summary import RunSummary
     from patchcert.report.tables import Table
+    from patchcert.train.run_folder import Run
+    from patchcert.train.spec import Spec
 
 INTERRUPTED = 130
 INCONSISTENT = 1
 PAGE = "report.html"
 TITLE = "patchcert demo: digits against 2x2 patches"
+SIDE = 2
 
 
 def demo(
@@ -26,20 +36,20 @@ def demo(
         Path, typer.Option(help="Run folder; the page is written into it.", file_okay=False)
     ] = Path("patchcert-demo"),
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds and a worse model.")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")] = "cpu",
+    device: DeviceOption = "cpu",
     threads: Annotated[
         int, typer.Option(min=1, help="CPU threads; more are faster on idle cores, with other weights.")
     ] = 1,
 ) -> None:
     """Train a small model, prove it against 2x2 patches, attack it, and write a page about it.
 
-    Takes about a minute and no network. Interrupted, it goes on when called again.
+    Takes about a minute and no network. Interrupted, it resumes when called again.
     """
     started = time.perf_counter()
     try:
         summary, page, consistent = _carry_out(out, quick, device, threads)
     except KeyboardInterrupt as interruption:
-        say(f"nothing is lost: the same command goes on in {out}")
+        say(f"nothing is lost: the same command resumes in {out}")
         raise typer.Exit(INTERRUPTED) from interruption
     seconds = time.perf_counter() - started
     _talk(summary, page, seconds)
@@ -50,18 +60,137 @@ def demo(
 
 
 def _carry_out(out: Path, quick: bool, device: str, threads: int) -> "tuple[RunSummary, Path, bool]":
-    from patchcert.cli.demo_steps import full_plan, measure, quick_plan, train_demo, using_threads
+    from patchcert.cli.train import training_view
     from patchcert.report.page import write_report
     from patchcert.report.summary import summarise_run
+    from patchcert.train.training import Workplace, train_run
 
     plan, place = quick_plan() if quick else full_plan(), parse_device(device)
     _greet(out)
     with using_threads(threads):
-        run = train_demo(plan, out, place)
+        with training_view(plan.spec.schedule.epochs) as view:
+            run = train_run(plan.spec, out, Workplace(place), resume=True, listener=view)
         measure(plan, run, place)
         summary = replace(summarise_run(run), name=TITLE)
         page = write_report([summary], out / PAGE)
     return summary, page.path, page.consistent
+
+
+@final
+@dataclass(frozen=True)
+class DemoPlan:
+    """What is trained, and how much of it is certified and attacked."""
+
+    spec: "Spec"
+    attack: "PatchAttack"
+    images: int = 1000
+    sides: tuple[int, ...] = (1, 3, 4)
+    side_images: int = 250
+    attacked: int = 200
+
+
+def full_plan() -> DemoPlan:
+    """A network of one hidden layer against 2x2 patches, with settings chosen on held-out training images."""
+    from patchcert.attacks import PatchAttack
+
+    attack = PatchAttack(steps=40, step_size=0.1, restarts=20, search="certificate", batch_size=512)
+    return DemoPlan(_spec(hidden=100, epochs=10, ramp_epochs=3, limit=None), attack)
+
+
+def quick_plan() -> DemoPlan:
+    """The same steps in a few seconds, for a look at how they fit together; the model is worse."""
+    from patchcert.attacks import PatchAttack
+
+    spec = _spec(hidden=32, epochs=4, ramp_epochs=1, limit=1500)
+    attack = PatchAttack(steps=20, step_size=0.2, restarts=5, search="certificate", batch_size=512)
+    return DemoPlan(spec, attack, images=200, sides=(1, 3), side_images=50, attacked=40)
+
+
+def _spec(hidden: int, epochs: int, ramp_epochs: int, limit: int | None) -> "Spec":
+    from patchcert.threats import Patch
+    from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
+    from patchcert.train.spec import (
+        AllTraining,
+        DataChoice,
+        ModelChoice,
+        OptimiserChoice,
+        RunSettings,
+        Spec,
+    )
+
+    return Spec(
+        data=DataChoice("mnist-mini", validation=500, limit=limit, crop_padding=1),
+        model=ModelChoice("mlp", hidden=hidden),
+        threat=Patch(SIDE),
+        strategy=AllTraining(),
+        schedule=Schedule(
+            epochs,
+            EpsilonSchedule(natural_epochs=1, ramp_epochs=ramp_epochs),
+            LearningRateSchedule(initial=0.005, decay_factor=0.6, decay_every=1),
+        ),
+        optimiser=OptimiserChoice(batch_size=100),
+        run=RunSettings(checkpoint_seconds=5.0, check_every=1, check_images=200),
+    )
+
+
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """`count` threads for torch while this lasts; sums, and so trained weights, depend on their number."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure(plan: DemoPlan, run: "Run", device: "torch.device") -> None:
+    """Everything that the plan measures, as evidence in the run's folder; what is there already is not repeated."""
+    from patchcert.certificates import IntervalBounds
+    from patchcert.data import load_dataset
+    from patchcert.evidence import Attacking, Certification, EvidenceFolder, Selection, Subject
+    from patchcert.files import sha256
+    from patchcert.threats import Patch
+
+    dataset, weights = load_dataset(run.spec.data.name), sha256(run.weights)
+    model, folder = run.model(device), EvidenceFolder(run.evidence_folder)
+
+    def subject(count: int, classifier: Any) -> "Subject":  # noqa: ANN401 - a model or a classifier
+        limit = None if count >= len(dataset.test) else count
+        return Subject(classifier, weights, dataset, Selection(dataset.name, limit=limit), device)
+
+    for side, count in ((SIDE, plan.images), *((side, plan.side_images) for side in plan.sides)):
+        asked = subject(count, IntervalBounds(model))
+        command = _command("certify", run, asked, ["--patch", f"{side}x{side}"])
+        _once(Certification(asked, Patch(side), command=command), folder, f"certify {side}x{side}", "images")
+    attack, asked = plan.attack, subject(plan.attacked, model)
+    options = [f"--{name}={getattr(attack, name)}" for name in ("loss", "search", "restarts", "steps")]
+    options += [f"--step-size={attack.step_size}", "--save-images"]
+    attacking = Attacking(
+        asked,
+        attack,
+        Patch(SIDE),
+        command=_command("attack", run, asked, options),
+        save_images=True,
+    )
+    _once(attacking, folder, f"attack {SIDE}x{SIDE}", "restarts")
+
+
+def _once(measurement: "Certification | Attacking", folder: "EvidenceFolder", label: str, unit: str) -> None:
+    """Measure and keep, unless the same was measured with the same weights before."""
+    if folder.find(measurement.question, measurement.subject.weights) is None:
+        with progress_bar(label, unit) as report:
+            measurement.into(folder).run(report)
+
+
+def _command(name: str, run: "Run", subject: "Subject", options: list[str]) -> str:
+    """The command that measures the same again."""
+    limit = subject.selection.limit
+    return shlex.join(
+        ["patchcert", name, str(run.path), *options, *([] if limit is None else [f"--limit={limit}"])]
+    )
 
 
 def _greet(out: Path) -> None:

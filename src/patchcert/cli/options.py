@@ -1,21 +1,184 @@
-"""Options that several commands share: which threat, which data."""
+"""Options that several commands share, and how their words become threats, sizes, devices and settings."""
 
+import inspect
+import os
+import re
+import types
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
+
+from patchcert.errors import InvalidInput, InvalidThreat
+
+if TYPE_CHECKING:
+    import torch
+
+    from patchcert.certificates import AnyThreat
+    from patchcert.threats.sparse import SparseBound
 
 PatchOption = Annotated[str | None, typer.Option(help="A rectangle, HEIGHTxWIDTH or SIDE: 5x5, 2x8, 5.")]
 ShapeOption = Annotated[
     str | None, typer.Option(help="Another shape, like diamond:25, or a file with a stamp (PNG or # and .).")
 ]
-SparseOption = Annotated[int | None, typer.Option(min=1, help="Any so many pixels, anywhere.")]
+SparseOption = Annotated[int | None, typer.Option(min=1, help="Any K pixels, anywhere.")]
 PlacementsOption = Annotated[
     str | None, typer.Option(help="Where the patch may be: everywhere, corners, 'top,left;...' or a file.")
 ]
 DataOption = Annotated[str | None, typer.Option(help="Data set; a run folder knows its own.")]
 DataFolderOption = Annotated[Path | None, typer.Option(help="Folder of the data.")]
 SplitOption = Annotated[str, typer.Option(help="test or train.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")]
+EvidenceOption = Annotated[
+    Path | None,
+    typer.Option("--out", help="Where to write one row of evidence per image; a run folder keeps its own."),
+]
 
 USUAL_STEPS = 150
 """Gradient steps per restart of an attack."""
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_threat(
+    patch: str | None,
+    shape: str | None,
+    sparse: int | None,
+    bound: str | None,
+    placements: str | None,
+    trained: "AnyThreat | None",
+) -> "AnyThreat":
+    """The threat that the options name; without any the one a run was trained on."""
+    from patchcert.threats import Patch, SparsePixels, shapes
+
+    given = [f"--{name}" for name, value in (("patch", patch), ("shape", shape), ("sparse", sparse)) if value]
+    if len(given) > 1:
+        raise InvalidThreat(f"{' and '.join(given)} name two threats", hint="give one of them.")
+    stamp = shapes.parse(patch or shape or "") if patch or shape else None
+    if stamp is None and sparse is None and isinstance(trained, Patch) and placements:
+        stamp = trained.stamp
+    if bound is not None and sparse is None:
+        raise InvalidThreat(f"--bound {bound} needs --sparse", hint="give --sparse K, for any K pixels.")
+    if placements is not None and stamp is None:
+        raise InvalidThreat(f"--placements {placements} needs a patch", hint="give --patch or --shape.")
+    if stamp is not None:
+        return Patch(stamp, parse_placements(placements or "everywhere"))
+    if sparse is not None:
+        return SparsePixels(sparse, cast("SparseBound", bound or "tight"))
+    if trained is None:
+        raise InvalidThreat(
+            "no threat is given", hint="give --patch 5x5, --shape diamond:25 or --sparse 4, for example."
+        )
+    return trained
+
+
+def parse_placements(text: str) -> "str | list[tuple[int, int]] | torch.Tensor":
+    """`everywhere`, `corners`, a list like `0,0;3,4`, or a file with such a list or a map of # and dots."""
+    if text in ("everywhere", "corners"):
+        return text
+    path = Path(text)
+    if not path.is_file():
+        return _parse_corners(text, text)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidThreat(f"cannot read placements from {path}: {error}") from error
+    rows = content.split()
+    if rows and set("".join(rows)) <= set("#."):
+        from patchcert.threats.stamp import from_rows
+
+        return from_rows(rows, "the placement map")
+    return _parse_corners(content, str(path))
+
+
+def parse_bytes(text: str | None) -> int | None:
+    """A size like `2GiB`, `500MB` or `1000000`, in bytes."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b|b|)\s*", text, re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size < 1:
+        raise InvalidInput(f"{text!r} is no size in bytes", hint="write it like 2GiB, 500MB or 1000000.")
+    return size
+
+
+def parse_device(text: str) -> "torch.device":
+    """A device that is there: `cpu`, `cuda`, `cuda:1`; `auto` is CUDA where there is one."""
+    import torch
+
+    if text == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInput(
+            f"the device {text!r} cannot be used: {reason}", hint="try --device cpu."
+        ) from error
+    return device
+
+
+def parse_dtype(text: str) -> "torch.dtype":
+    """`float32` or `float64`."""
+    import torch
+
+    types = {"float32": torch.float32, "float64": torch.float64}
+    if text not in types:
+        raise InvalidInput(f"--dtype {text} is unknown", hint=f"choose one of {', '.join(types)}.")
+    return types[text]
+
+
+def _parse_corners(text: str, where: str) -> list[tuple[int, int]]:
+    pairs = [pair for pair in re.split(r"[;\n]", text) if pair.strip()]
+    matches = [re.fullmatch(r"\s*(\d+)\s*[, ]\s*(\d+)\s*", pair) for pair in pairs]
+    if not matches or not all(matches):
+        raise InvalidThreat(
+            f"{where!r} gives no placements",
+            hint="give everywhere, corners, a list of top,left like '0,0;3,4', or a file with such a list.",
+        )
+    return [(int(match[1]), int(match[2])) for match in matches if match]
+
+
+def check_evidence_file(path: Path | None) -> None:
+    """Refuse a file that cannot be written before the work, not after it."""
+    if path is None:
+        return
+    if path.suffix != ".npz" or path.is_dir():
+        raise InvalidInput(f"--out {path} is no name of an evidence file", hint="end it with .npz.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        raise InvalidInput(f"--out {path} cannot be written", hint="name a file in a folder of yours.")
+
+
+def parse_settings(
+    owner: str, constructor: type, settings: Sequence[str], without: Collection[str] = ("model",)
+) -> dict[str, Any]:
+    """Settings from words like `window=7`, as the constructor takes them; unknown names and odd values are refused."""
+    parameters = inspect.signature(constructor).parameters
+    known = {name: value.annotation for name, value in parameters.items() if name not in without}
+    parsed: dict[str, Any] = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in known:
+            raise InvalidInput(
+                f"--setting {setting}: {owner} has no setting {name!r}",
+                hint=f"it has {', '.join(known)}." if known else "it has none.",
+            )
+        parsed[name] = _read_value(setting, value, known[name])
+    return parsed
+
+
+def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 - whatever the setting takes
+    kinds = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if value == "none" and type(None) in kinds:
+        return None
+    try:
+        if int in kinds or float in kinds:
+            return int(value) if int in kinds else float(value)
+        if re.fullmatch(r"[\d.,\s]+", value):
+            return tuple(float(part) for part in value.split(","))
+    except ValueError as error:
+        raise InvalidInput(f"--setting {setting} is no number", hint="write it like window=7.") from error
+    return value

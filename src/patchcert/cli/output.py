@@ -1,14 +1,26 @@
 """What commands say: data on stdout, everything else on stderr. NO_COLOR and pipes are respected by rich."""
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 _WIDE = 220
+
+Report = Callable[[int, int], None]
 
 
 def stderr_console() -> Console:
@@ -39,3 +51,29 @@ def print_error(message: str, hint: str = "") -> None:
     console.print(Text("error: ", style="bold red").append(message, style="not bold default"))
     if hint:
         console.print(Text("hint: ", style="bold cyan").append(hint, style="not bold default"))
+
+
+@contextmanager
+def progress_bar(label: str, unit: str = "") -> Iterator[Report]:
+    """A `callable(done, total)` that draws a bar; where stderr is no terminal only a last line is written."""
+    console = stderr_console()
+    if not console.is_terminal:
+        with _last_line(label, unit) as report:
+            yield report
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task(label, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total or None)
+
+
+@contextmanager
+def _last_line(label: str, unit: str) -> Iterator[Report]:
+    done, started = 0, time.perf_counter()
+
+    def report(now: int, total: int) -> None:
+        nonlocal done
+        done = now
+
+    yield report
+    say(f"{label}: {done}{' ' + unit if unit else ''} in {time.perf_counter() - started:.1f} s")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from patchcert.cli.options import parse_bytes, parse_device
 from patchcert.cli.output import print_json, print_table, say
-from patchcert.cli.parsing import parse_bytes, parse_device
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:

@@ -2,62 +2,61 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from patchcert.cli.options import parse_settings
 from patchcert.cli.output import say
 from patchcert.errors import DataError, InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
+    from patchcert.certificates import AnyThreat, Classifier
     from patchcert.data import Dataset, Split
+    from patchcert.evidence import Selection
     from patchcert.models import ModelSpec
-    from patchcert.threats import Patch, SparsePixels
     from patchcert.train.run_folder import Run
     from patchcert.zoo import Card
 
-ZOO = "zoo:"
+ZOO, IMAGENET = "zoo:", "imagenet:"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model with its file; that of a run or of the zoo knows the data and the threat it was trained on."""
+    """A model with its file; that of a run or of the zoo knows the data and the threat it was trained on.
 
-    model: "nn.Sequential"
-    spec: "ModelSpec"
+    A network for ImageNet, which was not trained here, has no spec.
+    """
+
+    model: "nn.Module"
+    spec: "ModelSpec | None"
     weights: Path
     run: "Run | None" = None
     card: "Card | None" = None
-
-    @property
-    def threat(self) -> "Patch | SparsePixels | None":
-        """What the model was trained against, as far as that is known."""
-        if self.card is not None:
-            return self.card.threat
-        return None if self.run is None else self.run.spec.threat
-
-    @property
-    def data(self) -> str | None:
-        """The name of the data the model was trained on, as far as that is known."""
-        if self.card is not None:
-            return self.card.data
-        return None if self.run is None else self.run.spec.data.name
+    threat: "AnyThreat | None" = None
+    data: str | None = None
 
 
-def open_target(target: str) -> Target:
-    """The model in a run folder, in a file that `patchcert.models.save` wrote, or of `zoo:NAME`, `zoo:FOLDER/NAME`."""
+def open_target(target: str, data_dir: Path | None = None) -> Target:
+    """The model in a run folder, in a file that `patchcert.models.save` wrote, or of `zoo:NAME`, `zoo:FOLDER/NAME`.
+
+    `imagenet:NAME` is a network beside ImageNet's images in the folder of the data.
+    """
     from patchcert.models import load
 
     if target.startswith(ZOO):
         return _open_zoo(target.removeprefix(ZOO))
+    if target.startswith(IMAGENET):
+        return _open_imagenet(target.removeprefix(IMAGENET), data_dir)
     path = Path(target)
     if path.is_dir():
         from patchcert.train.run_folder import Run
 
         run = Run.open(path)
-        return Target(run.model(), run.model_spec(), run.weights, run)
+        known = run.spec.threat, run.spec.data.name
+        return Target(run.model(), run.model_spec(), run.weights, run, None, *known)
     if not path.exists():
         raise InvalidInput(f"there is no {path}", hint=_instead_of(target))
     model, spec = load(path)
@@ -92,7 +91,16 @@ def _open_zoo(name: str) -> Target:
     folder, slash, name = name.rpartition("/")
     zoo = Zoo(Path(folder or slash).expanduser()) if slash else shipped()
     card = zoo.card(name)
-    return Target(zoo.load(name), card.model, zoo.weights(name), card=card)
+    known = card.threat, card.data
+    return Target(zoo.load(name), card.model, zoo.weights(name), None, card, *known)
+
+
+def _open_imagenet(name: str, data_dir: Path | None) -> Target:
+    from patchcert.data.files import find_imagenet
+    from patchcert.models.imagenet import load_imagenet
+
+    folder = find_imagenet(data_dir)
+    return Target(load_imagenet(name, folder), None, folder / f"{name}.safetensors", data=f"folder:{folder}")
 
 
 def open_data(target: Target, name: str | None, data_dir: Path | None) -> "Dataset":
@@ -106,32 +114,70 @@ def open_data(target: Target, name: str | None, data_dir: Path | None) -> "Datas
             hint="name them with --data, like --data mnist; `patchcert data list` shows what there is.",
         )
     spec = target.spec
-    return load_dataset(chosen, data_dir, ImageShape(spec.channels, spec.height, spec.width))
+    shape = None if spec is None else ImageShape(spec.channels, spec.height, spec.width)
+    return load_dataset(chosen, data_dir, shape)
 
 
-def choose_images(target: Target, dataset: "Dataset", split: str, limit: int | None) -> "Split":
-    """The first images of a split, refused unless they fit the model."""
+def select_images(
+    target: Target, dataset: "Dataset", split: str, limit: int | None, drawn: int | None = None, seed: int = 0
+) -> "Selection":
+    """Images of a split, refused unless there are any and they fit the model."""
+    from patchcert.evidence import Selection
+
     whole = dataset.split(split)
-    images = whole.take(limit or len(whole))
-    if len(images) == 0:
+    if len(whole) == 0:
         raise DataError(f"{dataset.name} has no {split} images", hint="choose the other split with --split.")
-    spec = target.spec
-    expected, actual = (spec.channels, spec.height, spec.width), tuple(images.images.shape[1:])
+    if target.spec is not None:
+        _check_fit(target.spec, target.weights, dataset, whole)
+        _warn_of_classes(target, target.spec.classes, dataset)
+    return Selection(dataset.name, split, limit, drawn, seed)
+
+
+def _check_fit(spec: "ModelSpec", weights: Path, dataset: "Dataset", images: "Split") -> None:
+    expected, actual = (spec.channels, spec.height, spec.width), images.image_size
     if actual != expected or len(dataset.classes) > spec.classes:
         raise InvalidInput(
-            f"{target.weights} is for {_size(expected)} images of {spec.classes} classes, but those of "
+            f"{weights} is for {_size(expected)} images of {spec.classes} classes, but those of "
             f"{dataset.name} are {_size(actual)} of {len(dataset.classes)} classes",
             hint="name the data the model is for with --data.",
         )
-    _warn_of_classes(target, dataset)
-    return images
 
 
-def _warn_of_classes(target: Target, dataset: "Dataset") -> None:
+METHODS = {"interval": "IntervalBounds", "ablation": "RandomAblation"}
+
+
+def choose_classifier(
+    target: Target, method: str | None, settings: "Sequence[str]", of_intervals: "Mapping[str, Any]"
+) -> "Classifier":
+    """The target's model with the kind of proof asked for; by default the kind that it was trained for."""
+    from patchcert.certificates import METHODS as KINDS
+    from patchcert.certificates import IntervalBounds
+
+    learned = _learned_votes(target)
+    chosen = method or ("ablation" if learned else "interval")
+    if chosen not in METHODS:
+        raise InvalidInput(f"--method {chosen} is unknown", hint=f"choose one of {', '.join(METHODS)}.")
+    kind = KINDS[METHODS[chosen]]
+    given = {name: value for name, value in of_intervals.items() if value is not None}
+    if kind is not IntervalBounds and given:
+        option = next(iter(given)).replace("_", "-")
+        raise InvalidInput(
+            f"--{option} is a setting of interval bounds, not of {chosen}", hint="leave it out."
+        )
+    words = parse_settings(chosen, kind, settings, without=("model", *of_intervals))
+    return kind(target.model, **{**(learned if chosen == "ablation" else {}), **given, **words})
+
+
+def _learned_votes(target: Target) -> dict[str, int]:
+    """How many pixels the votes see that a run has learnt to cast; empty where it has not."""
+    strategy = None if target.run is None else target.run.spec.strategy
+    return {"retained": strategy.retained} if getattr(strategy, "kind", "") == "ablated" else {}
+
+
+def _warn_of_classes(target: Target, count: int, dataset: "Dataset") -> None:
     """Say where the labels of the data seem to mean other classes than the model's, and go on."""
     from patchcert.data import class_names, shown_classes
 
-    count = target.spec.classes
     learned = class_names(target.data) if target.data else None
     if learned is not None and len(learned) != count:
         learned = None

@@ -5,10 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.options import DataFolderOption
-from patchcert.cli.output import print_json, say
-from patchcert.cli.parsing import parse_device
-from patchcert.cli.progress import progress_bar
+from patchcert.cli.options import DataFolderOption, parse_device
+from patchcert.cli.output import print_json, progress_bar, say
 
 if TYPE_CHECKING:
     from patchcert.train.run_folder import Run

@@ -1,9 +1,5 @@
 """Defenses that come without a proof, or with one about votes: pre-processing, and random ablation."""
 
-from patchcert.certificates.ablation import AblationCertificates as AblationCertificates
-from patchcert.certificates.ablation import Ballots as Ballots
-from patchcert.certificates.ablation import RandomAblation as RandomAblation
-from patchcert.certificates.ablation_statistics import ABSTAINED as ABSTAINED
 from patchcert.defenses.base import Defended as Defended
 from patchcert.defenses.base import Defense as Defense
 from patchcert.defenses.base import Surrogate as Surrogate

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -20,7 +20,7 @@ from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
 from patchcert.certificates import AnyThreat, Certificates, Classifier
 from patchcert.data import Dataset, Split
 from patchcert.defenses import Defended
-from patchcert.evidence.record import VERSION, Evidence, Question, Selection
+from patchcert.evidence.record import VERSION, Evidence, EvidenceFolder, Question, Selection
 from patchcert.files import atomic_write
 from patchcert.progress import Progress
 from patchcert.train.environment import describe_machine, source_sha256
@@ -87,6 +87,10 @@ class Certification:
     command: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    def into(self, folder: EvidenceFolder) -> "Certification":
+        """The same, written to the file of its question in a folder."""
+        return replace(self, file=folder.file(self.question))
+
     @property
     def classifier(self) -> Classifier:
         """The subject's classifier, which must be one that certifies."""
@@ -104,7 +108,12 @@ class Certification:
         images = self.subject.images(positions)
         kept = self._partial.read(images.labels)
         found, seconds = self._prove(images, kept, progress)
-        facts = {**self.extra, "command": self.command, "seconds": round(seconds, 3)}
+        facts = {
+            **self.extra,
+            "guarantee": asdict(found.guarantee),
+            "command": self.command,
+            "seconds": round(seconds, 3),
+        }
         evidence = self.subject.evidence(self.question, certificate_columns(found, positions), facts)
         if self.file is not None:
             evidence = evidence.write(self.file)
@@ -194,6 +203,10 @@ class Attacking:
     among: Tensor | None = None
     save_images: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def into(self, folder: EvidenceFolder) -> "Attacking":
+        """The same, written to the file of its question in a folder."""
+        return replace(self, file=folder.file(self.question))
 
     @property
     def question(self) -> Question:

@@ -58,6 +58,11 @@ class Run:
         return self.path / STATE
 
     @property
+    def evidence_folder(self) -> Path:
+        """Where evidence of the trained model is kept."""
+        return self.path / EVIDENCE
+
+    @property
     def is_finished(self) -> bool:
         """Whether training has come to its end."""
         return self.weights.is_file()

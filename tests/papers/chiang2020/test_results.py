@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patchcert.certificates.intervals import Certificates
-from patchcert.cli.parsing import parse_threat
+from patchcert.cli.options import parse_threat
 from patchcert.errors import RunError
 from patchcert.papers.chiang2020 import summaries
 from patchcert.papers.chiang2020.attack_plan import AttackPlan

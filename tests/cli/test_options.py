@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patchcert.cli.parsing import parse_bytes, parse_device, parse_dtype, parse_placements, parse_threat
+from patchcert.cli.options import parse_bytes, parse_device, parse_dtype, parse_placements, parse_threat
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.threats import Patch, SparsePixels, shapes
 

@@ -1,6 +1,6 @@
 import re
 
-from patchcert.cli.progress import progress_bar
+from patchcert.cli.output import progress_bar
 
 
 def test_without_a_terminal_only_the_last_line_is_written(capsys):
