@@ -45,6 +45,18 @@ def test_the_table_sorts_and_filters(page, evaluate):
     assert answer["count"] == "2 of 40 images"
 
 
+def test_columns_are_those_of_the_certificates(voted_run, tmp_path, evaluate):
+    page = write_report([voted_run], tmp_path / "voted.html").path
+    cells = evaluate(
+        page,
+        """
+        const row = document.querySelector("table.rows tbody tr:last-child");
+        return [...row.cells].map(cell => cell.textContent);
+        """,
+    )
+    assert cells == ["39", "class 9", "abstained", "abstained", "-1", "991", "not attacked"]
+
+
 @pytest.mark.parametrize("width", [390, 1200])
 def test_nothing_sticks_out_of_the_window(page, evaluate, width):
     size = evaluate(page, "return [document.documentElement.scrollWidth, window.innerWidth];", width)

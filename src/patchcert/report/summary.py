@@ -1,7 +1,7 @@
 """What is known of one run: its evidence, what follows from it, and what is needed to check it again."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -63,6 +63,23 @@ class RunSummary:
     classes: Sequence[str] = ()
     environment: Mapping[str, object] = field(default_factory=dict)
     checksums: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: Run, evidence: Iterable[Evidence]) -> "RunSummary":
+        """The summary of a run with evidence on test images; without pictures."""
+        found = tuple(evidence)
+        return cls(
+            name=run.path.resolve().name,
+            dataset=run.spec.data.name,
+            model=_describe_model(run),
+            threat=run.spec.threat,
+            spec_text=write_spec(run.spec),
+            metrics=run.metrics(),
+            certificates=[each for each in found if each.kind == "certify"],
+            attacks=[each for each in found if each.kind == "attack"],
+            environment=run.environment(),
+            checksums=_checksums(run),
+        )
 
     @cached_property
     def headline(self) -> Evidence | None:
@@ -197,19 +214,7 @@ def summarise_run(run: Run, pictures: Pictures | None = None) -> RunSummary:
     """All that is known of a run. Without its images there are no pictures, but every number is there."""
     pictures = pictures or Pictures()
     weights = sha256(run.weights) if run.is_finished else ""
-    evidence = read_test_evidence(EvidenceFolder(run.path / EVIDENCE), weights)
-    summary = RunSummary(
-        name=run.path.resolve().name,
-        dataset=run.spec.data.name,
-        model=_describe_model(run),
-        threat=run.spec.threat,
-        spec_text=write_spec(run.spec),
-        metrics=run.metrics(),
-        certificates=[each for each in evidence if each.kind == "certify"],
-        attacks=[each for each in evidence if each.kind == "attack"],
-        environment=run.environment(),
-        checksums=_checksums(run),
-    )
+    summary = RunSummary.of(run, read_test_evidence(EvidenceFolder(run.path / EVIDENCE), weights))
     dataset = _images(run, summary.headline, pictures.data_dir) if run.is_finished else None
     return summary if dataset is None else _with_pictures(summary, run, dataset, pictures)
 

@@ -145,14 +145,7 @@ def _evidence(run: Run, weights: str, collected: Path | None) -> RunSummary:
     if collected is not None:
         folders.insert(0, collected / TRIMMED if run.model_spec().widths else collected)
     found = [each for folder in folders for each in read_test_evidence(EvidenceFolder(folder), weights)]
-    distinct = {each.question: each for each in found}.values()
-    return RunSummary(
-        run.path.name,
-        dataset=run.spec.data.name,
-        threat=run.spec.threat,
-        certificates=[each for each in distinct if each.kind == "certify"],
-        attacks=[each for each in distinct if each.kind == "attack"],
-    )
+    return RunSummary.of(run, {each.question: each for each in found}.values())
 
 
 def _headline(run: Run, found: RunSummary) -> Evidence:
