@@ -9,10 +9,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from patchcert.certificates import AnyThreat
 from patchcert.errors import ModelError
 from patchcert.models import ModelSpec
-from patchcert.threats import threat_from_dict
+from patchcert.threats import Patch, SparsePixels, threat_from_dict
 
 
 @final
@@ -107,7 +106,7 @@ class Card:
     name: str
     data: str
     data_sha256: Mapping[str, str]
-    threat: AnyThreat
+    threat: Patch | SparsePixels
     model: ModelSpec
     parameters: int
     weights_sha256: str
