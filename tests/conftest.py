@@ -7,6 +7,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+from patchcert.testing.shapes import check_shapes_on_import
+
+# Before any other module of the package is imported, so that every call in every test is checked.
+check_shapes_on_import("patchcert")
+
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("deep", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

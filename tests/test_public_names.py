@@ -13,9 +13,7 @@ def test_every_public_name_is_there(name):
 
 
 def test_certify_stays_a_function_whoever_imports_its_module_first():
-    code = (
-        "import patchcert.certificates.intervals; import patchcert as pc; assert callable(pc.certify), pc.certify"
-    )
+    code = "import patchcert.certificates.intervals; import patchcert as pc; assert callable(pc.certify), pc.certify"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert done.stderr == ""
     assert callable(pc.certify)

@@ -1,4 +1,4 @@
-"""Files that are either wholly there or not at all, and their SHA-256 sums."""
+"""Files that are either complete or absent, and their SHA-256 sums."""
 
 import hashlib
 import os

@@ -1,6 +1,6 @@
-"""How long work tells its caller how far it is."""
+"""How long-running work reports its progress."""
 
 from collections.abc import Callable
 
 Progress = Callable[[int, int], None]
-"""Told how many of how many parts are done: images, placements, votes."""
+"""Called with the number of parts done and the number of all parts: images, placements, votes."""

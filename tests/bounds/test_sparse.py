@@ -24,7 +24,7 @@ from patchcert.bounds.sparse import (
 )
 from patchcert.errors import InvalidInput, UnsupportedLayer
 from patchcert.models import Normalize
-from patchcert.testing.blocks import randomise
+from patchcert.testing.networks import randomise
 from patchcert.testing.strategies import seeds
 
 GEOMETRIES = [(3, 1, 1), (2, 2, 1), (1, 1, 0), (2, 1, 1, 2), ((3, 2), (2, 1), (1, 2), (1, 2))]

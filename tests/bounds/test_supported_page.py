@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from patchcert.bounds import Interval, Rounding, trace
-from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
-from patchcert.bounds.refusals import Kind, always_refuses, spoken
+from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES, Kind, always_refuses, public_name
 from patchcert.models import Normalize
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "your-own-model.md").read_text()
@@ -32,7 +31,7 @@ def test_the_table_names_everything_that_has_bounds_once(column, kind):
     known = [target for target, rule in rules.items() if Kind.of(target) is kind and not always_refuses(rule)]
     homes = ("torch", "patchcert", "_operator")
     ours = [target for target in known if kind is Kind.METHOD or target.__module__.startswith(homes)]
-    names = sorted(spoken(target) for target in ours)
+    names = sorted(public_name(target) for target in ours)
     assert sorted(listed(column)) == names
     assert kind is not Kind.LAYER or Normalize.__name__ in names
 

@@ -11,7 +11,7 @@ from patchcert.bounds import Interval, function_rule, layer_rule, trace
 from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.bounds.operations import Add, AveragePool, Convolution, Linear, Reshape
 from patchcert.errors import InvalidInput, UnsupportedLayer
-from patchcert.testing.blocks import ResidualBlock, randomise
+from patchcert.testing.networks import ResidualBlock, randomise
 
 
 class Written(nn.Module):

@@ -11,10 +11,9 @@ import patchcert as pc
 from patchcert.bounds import Interval
 from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.bounds.operations import Operation
-from patchcert.certificates.intervals import Certificates
+from patchcert.certificates import Certificates
 from patchcert.errors import InvalidInput, ModelError
-from patchcert.testing.blocks import randomise
-from patchcert.testing.probes import constant, pixel_probe
+from patchcert.testing.networks import constant, pixel_probe, randomise
 
 SHAPE = (1, 4, 5)
 
@@ -121,7 +120,7 @@ def test_a_model_of_one_class_is_refused():
 
 
 def test_the_map_says_where_each_image_is_proven():
-    model, (images, labels) = network(), batch()
+    model, (images, _) = network(), batch(40)
     labels = model(images).argmax(dim=1)
     found = pc.certify(model, images, labels, pc.Patch(3))
     margins = pc.placement_margins(model, images, labels, pc.Patch(3))
@@ -132,7 +131,7 @@ def test_the_map_says_where_each_image_is_proven():
 
 
 def test_a_wrong_prediction_is_proven_nowhere():
-    model, (images, labels) = network(), batch()
+    model, (images, _) = network(), batch()
     wrong = (model(images).argmax(dim=1) + 1) % 3
     assert not pc.certify(model, images, wrong, pc.Patch(1)).placements.any()
 

@@ -15,14 +15,15 @@ from patchcert.errors import DataError
 from patchcert.evidence import EvidenceFolder, Question
 from patchcert.models import ModelSpec, build, save
 from patchcert.train.run_folder import Run
-from patchcert.train.spec import AllTraining, DataChoice, ModelChoice, Spec
+from patchcert.train.spec import DataSettings, ModelSettings, Spec
+from patchcert.train.strategies import AllPlacements
 
 
 @pytest.fixture(scope="module")
 def certified(tmp_path_factory) -> Path:
     """The folder of a run with an untrained model, of which a few images are certified."""
     folder = tmp_path_factory.mktemp("runs") / "small"
-    spec = Spec(DataChoice("mnist-mini"), ModelChoice("mlp", hidden=6), pc.Patch(1), AllTraining())
+    spec = Spec(DataSettings("mnist-mini"), ModelSettings("mlp", hidden=6), pc.Patch(1), AllPlacements())
     model_spec = ModelSpec("mlp", channels=1, height=28, width=28, hidden=6)
     model = build(model_spec, torch.Generator().manual_seed(3))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What commands work on: images come at the model's size, and labels that mean something else are spoken of."""
+"""What commands work on: images come at the model's size, and labels that mean something else are public_name of."""
 
 import pytest
 import torch

@@ -4,7 +4,7 @@ import gzip
 import pytest
 import torch
 
-from patchcert.data.files import cache_folder, data_folders, locate, read
+from patchcert.data.files import cache_folder, data_folders, find_imagenet, locate, read
 from patchcert.data.loading import load_dataset, load_source
 from patchcert.errors import DataError
 
@@ -155,23 +155,15 @@ def test_an_archive_of_something_else_is_found(tmp_path, cifar10_source):
         load_source(dataclasses.replace(cifar10_source, archive=unknown), tmp_path)
 
 
-def test_unknown_names_are_answered_with_the_nearest():
-    with pytest.raises(DataError, match="no data set named 'cifar-10'; known: mnist, .*mnist-mini") as caught:
-        load_dataset("cifar-10")
-    assert caught.value.hint == "did you mean 'cifar10'?"
-
-
-def test_the_official_mnist_is_read(real_data):
-    dataset = load_dataset("mnist", real_data)
-    assert dataset.train.images.shape == (60_000, 1, 28, 28)
-    assert dataset.test.images.shape == (10_000, 1, 28, 28)
-    assert dataset.train.labels[:5].tolist() == [5, 0, 4, 1, 9]
-
-
-def test_the_official_cifar10_is_read(real_data):
-    if not (real_data / "cifar-10-batches-bin").is_dir():
-        pytest.skip("no official CIFAR-10 files beside the others")
-    dataset = load_dataset("cifar10", real_data)
-    assert dataset.train.images.shape == (50_000, 3, 32, 32)
-    assert dataset.train.labels.bincount().tolist() == [5000] * 10
-    assert dataset.test.labels[:5].tolist() == [3, 8, 8, 0, 6]
+def test_imagenet_is_found_beneath_the_data_folder_or_the_message_names_where_it_was_looked_for(
+    tmp_path, monkeypatch
+):
+    monkeypatch.delenv("PATCHCERT_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"no ImageNet folder with labels.csv found; looked in .*cache"):
+        find_imagenet()
+    (tmp_path / "imagenet").mkdir()
+    (tmp_path / "imagenet" / "labels.csv").write_text("file,label\n")
+    assert find_imagenet(tmp_path) == (tmp_path / "imagenet").resolve()
+    monkeypatch.setenv("PATCHCERT_DATA", str(tmp_path / "imagenet"))
+    assert find_imagenet() == (tmp_path / "imagenet").resolve()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from patchcert.data import cifar, idx
+from patchcert.data.formats import decode_cifar, decode_idx, decode_idx_pair
 from patchcert.errors import DataError
 
 
@@ -16,7 +16,7 @@ def encode(array):
 
 def test_an_idx_file_gives_back_its_array():
     array = np.random.default_rng(0).integers(0, 256, (3, 4, 5))
-    assert torch.equal(idx.decode(encode(array), "file"), torch.from_numpy(array).to(torch.uint8))
+    assert torch.equal(decode_idx(encode(array), "file"), torch.from_numpy(array).to(torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -32,25 +32,25 @@ def test_an_idx_file_gives_back_its_array():
 )
 def test_damaged_idx_files_say_what_is_wrong(content, message):
     with pytest.raises(DataError, match=message):
-        idx.decode(content, "file")
+        decode_idx(content, "file")
 
 
 def test_images_and_labels_must_be_equally_many():
     with pytest.raises(DataError, match=r"training images have shape \(3, 4, 4\) and labels \(2,\)"):
-        idx.decode_pair(encode(np.zeros((3, 4, 4))), encode(np.zeros(2)), "training")
+        decode_idx_pair(encode(np.zeros((3, 4, 4))), encode(np.zeros(2)), "training")
 
 
 def test_cifar_records_keep_channels_rows_and_columns():
     image = np.arange(3072) % 251
     content = np.hstack([[7], image]).astype(np.uint8).tobytes()
-    images, labels = cifar.decode(content, "file", 1, 10)
+    images, labels = decode_cifar(content, "file", 1, 10)
     assert labels.tolist() == [7]
     assert torch.equal(images[0], torch.from_numpy(image.reshape(3, 32, 32)).to(torch.uint8))
 
 
 def test_of_two_labels_the_fine_one_counts():
     content = np.hstack([[3, 42], np.zeros(3072)]).astype(np.uint8).tobytes()
-    assert cifar.decode(content, "file", 2, 100)[1].tolist() == [42]
+    assert decode_cifar(content, "file", 2, 100)[1].tolist() == [42]
 
 
 @pytest.mark.parametrize("content", [b"", bytes(2 * 3073 - 1)])
@@ -58,9 +58,9 @@ def test_a_cut_cifar_file_is_refused(content):
     with pytest.raises(
         DataError, match=f"file is damaged: {len(content)} bytes are no whole number of 3073-byte"
     ):
-        cifar.decode(content, "file", 1, 10)
+        decode_cifar(content, "file", 1, 10)
 
 
 def test_an_impossible_label_is_refused():
     with pytest.raises(DataError, match="label 12 where labels are 0 to 9"):
-        cifar.decode(bytes([12]) + bytes(3072), "file", 1, 10)
+        decode_cifar(bytes([12]) + bytes(3072), "file", 1, 10)

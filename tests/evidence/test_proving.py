@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
+from patchcert.evidence.proving import COLUMNS, Proving, has_foreign_code, partial_of
 from torch import nn
 
 import patchcert as pc
 from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.certificates.intervals import IntervalCertifier
 from patchcert.evidence import proving
-from patchcert.evidence.proving import COLUMNS, Proving, has_foreign_code, partial_of
 from patchcert.threats import Patch
 
 THREAT = Patch(2)

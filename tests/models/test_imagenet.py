@@ -8,12 +8,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from patchcert.errors import ModelError
-from patchcert.models.imagenet import (
-    CaffeInput,
-    SameConv2d,
-    imagenet_names,
-    load_imagenet,
-)
+from patchcert.models.imagenet import CaffeInput, SameConv2d, load_imagenet
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +42,7 @@ def right_answers(name: str, count: int) -> int:
     return int((predicted == labels).sum())
 
 
-@pytest.mark.parametrize("name", imagenet_names())
+@pytest.mark.parametrize("name", ["resnet50", "efficientnet_lite2"])
 def test_networks_recognise_most_of_a_few_real_images(name):
     assert right_answers(name, 20) > 10
 
@@ -74,7 +69,6 @@ def test_same_padding_gives_the_odd_pixel_to_the_bottom_and_right():
 
 
 def test_unknown_names_and_missing_weights_are_refused(tmp_path):
-    assert imagenet_names() == ("resnet50", "efficientnet_lite2")
     with pytest.raises(ModelError, match="no ImageNet network is called 'vgg19'; there are: resnet50"):
         load_imagenet("vgg19", tmp_path)
     with pytest.raises(ModelError, match=r"the weights .*resnet50.safetensors are missing"):

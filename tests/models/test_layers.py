@@ -3,9 +3,10 @@ import pytest
 import torch
 from torch import fx, nn
 
+import patchcert as pc
 from patchcert.bounds import trace
 from patchcert.errors import ModelError, UnsupportedLayer
-from patchcert.models import Normalize
+from patchcert.models import ModelSpec, Normalize, build
 
 
 def test_normalize_centres_and_scales_each_channel():
@@ -72,3 +73,15 @@ def test_normalize_is_one_graph_without_a_break():
     model, images = Normalize((0.5,) * 3, (0.2,) * 3), torch.rand(2, 3, 4, 4)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(images), model(images))
+
+
+def test_images_as_they_are_have_neither_logits_nor_bounds():
+    model = build(ModelSpec("cnn2_ablation", 1, 8, 8, hidden=4), torch.Generator().manual_seed(0))
+    images = torch.rand(2, 1, 8, 8)
+    with pytest.raises(ModelError, match="takes ablated images, encoded in 2 channels, got 1 channels"):
+        model(images)
+    with pytest.raises(
+        UnsupportedLayer, match=r"layer 'ablated' \(AblatedImages\): its network votes"
+    ) as caught:
+        pc.certify(model, images, torch.tensor([0, 1]), pc.Patch(2))
+    assert "RandomAblation" in caught.value.hint

@@ -4,7 +4,7 @@ import torch
 from hypothesis import event, given, reject, settings
 from hypothesis import strategies as st
 
-from patchcert.certificates.intervals import certify
+from patchcert.certificates import certify
 from patchcert.errors import UnsupportedLayer
 from patchcert.testing.brute_force import members, other_classes, reached_margins, supports
 from patchcert.testing.strategies import Case, image_batches, networks, seeds, threats

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
-from patchcert.certificates.intervals import certify, placement_margins
+from patchcert.bounds.operations import Add
+from patchcert.certificates import certify, placement_margins
 from patchcert.models import ModelSpec, build
 from patchcert.testing.strategies import seeds
 from patchcert.threats import Patch, SparsePixels
@@ -203,3 +204,43 @@ def test_a_deployed_forward_pass_is_near_the_real_network(name, generator):
     with torch.no_grad():
         deployed, real = model(images), model.double()(images.double())
     assert 0 < (deployed - real).abs().max() < 1e-6 * real.abs().max()
+
+
+def near_powers_of_two(seed, count):
+    """Float32 numbers a few steps from a power of two, where the distance to the next number changes."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = 2.0 ** torch.randint(-130, 20, (count,), generator=generator)
+    steps = torch.randint(-3, 4, (count,), generator=generator)
+    return (powers.view(torch.int32) + steps.int()).clamp(min=0).view(torch.float32)
+
+
+@given(seeds())
+def test_two_units_move_a_margin_past_its_rounding_at_every_power_of_two(seed):
+    """Margins of separate logits pay for one difference with the least that suffices."""
+    logits, label = near_powers_of_two(seed, 400).reshape(1, -1), torch.tensor([0])
+    margins = trace(nn.Sequential(nn.Flatten(), nn.ReLU())).margins(
+        Interval.point(logits), label, rounding=Rounding.outward(torch.float32)
+    )
+    exact = fractions(logits)[:, :1] - fractions(logits)
+    assert (fractions(margins) <= exact).all()
+
+
+@given(seeds())
+def test_sums_of_branches_hold_the_exact_sum_at_every_power_of_two(seed):
+    terms = [near_powers_of_two(seed + part, 400) * (1 - 2 * part) for part in (0, 1)]
+    bounds = Add().interval(*map(Interval.point, terms), rounding=Rounding.outward(torch.float32))
+    exact = fractions(terms[0]) + fractions(terms[1])
+    assert (fractions(bounds.lower) <= exact).all()
+    assert (exact <= fractions(bounds.upper)).all()
+
+
+@given(st.floats(-1e30, 1e30), seeds())
+def test_limits_hold_the_exact_limit_at_every_power_of_two(limit, seed):
+    near = near_powers_of_two(seed, 1).double().item() * (1 + limit * 1e-38)
+    for level in (limit, near, -near):
+        below, above = torch.tensor([[-torch.inf]]), torch.tensor([[torch.inf]])
+        layer = nn.Sequential(nn.Hardtanh(level, level + abs(level) + 1))
+        lower = trace(layer).bounds(Interval.point(below), rounding=Rounding.outward(torch.float32)).lower
+        upper = trace(layer).bounds(Interval.point(above), rounding=Rounding.outward(torch.float32)).upper
+        assert Fraction(float(lower)) <= Fraction(level)
+        assert Fraction(level + abs(level) + 1) <= Fraction(float(upper))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
-from patchcert.certificates.intervals import certify, placement_margins
-from patchcert.testing.blocks import ResidualBlock
+from patchcert.certificates import certify, placement_margins
+from patchcert.testing.networks import ResidualBlock
 from patchcert.threats import Patch, SparsePixels
 from patchcert.windows import covering_sweep, reference_margins
 

@@ -7,12 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patchcert.errors import InvalidInput, InvalidThreat
+from patchcert.testing.conformance import seeded
 from patchcert.testing.strategies import image_batches, seeds, threats
 from patchcert.threats import Patch, Threat, shapes, threat_from_dict
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 @st.composite
@@ -191,12 +188,6 @@ def test_patches_with_other_stamps_or_placements_differ():
     assert len(set(every)) == len(every)
 
 
-def test_the_same_stamp_given_in_several_ways_is_the_same_patch():
-    mask = [[True, True], [True, True]]
-    ways = [2, np.int64(2), torch.tensor(2), (2, 2), [2, 2], mask, np.array(mask), torch.tensor(mask)]
-    assert {Patch(way) for way in ways} == {Patch(2)}
-
-
 def test_empty_borders_of_a_stamp_are_cut_off():
     wide = torch.zeros(5, 6, dtype=torch.bool)
     wide[1:3, 2:5] = True
@@ -243,25 +234,9 @@ def test_tables_that_are_no_patch_are_refused(plain):
         Patch.from_dict(plain)
 
 
-def test_unknown_kinds_of_threat_are_refused():
-    with pytest.raises(InvalidThreat, match="unknown kind of threat 'ball'"):
-        threat_from_dict({"kind": "ball"})
-
-
 def test_a_table_may_name_a_shape():
     assert Patch.from_dict({"stamp": "diamond:25"}) == Patch(shapes.diamond(25))
     assert Patch.from_dict({"stamp": 5, "placements": "corners"}) == Patch(5, "corners")
-
-
-@pytest.mark.parametrize("images", [torch.rand(3, 8, 8), torch.zeros(1, 1, 8, 8, dtype=torch.uint8)])
-def test_images_of_another_kind_are_refused(images):
-    with pytest.raises(InvalidInput, match=r"images must be floats of shape \(n, c, h, w\)"):
-        Patch(2).sample(images, seeded())
-
-
-def test_batches_of_unequal_shape_are_refused():
-    with pytest.raises(InvalidInput, match="same shape"):
-        Patch(2).contains(torch.rand(2, 1, 4, 4), torch.rand(1, 1, 4, 4))
 
 
 def test_a_patch_stays_as_it_is_whatever_is_done_to_its_stamp_and_corners():

@@ -6,7 +6,6 @@ from PIL import Image
 
 from patchcert.errors import InvalidThreat
 from patchcert.threats import shapes
-from patchcert.threats.stamp import trim
 
 DRAWN = {
     "diamond:4": ".#.\n#.#\n.#.",
@@ -40,7 +39,7 @@ def test_named_shapes_are_drawn_as_specified(name, drawing):
 def test_diamonds_and_parallelograms_have_exactly_the_pixels_asked_for(side):
     for stamp in (shapes.diamond(side**2), shapes.parallelogram(side**2)):
         assert stamp.sum() == side**2
-        assert torch.equal(trim(stamp), stamp)
+        assert torch.equal(shapes.trim(stamp), stamp)
     assert shapes.parallelogram(side**2).shape == (side, 2 * side - 1)
 
 
@@ -78,7 +77,7 @@ def test_no_transfer_shape_is_listed_twice(pixels):
 def test_rendered_stamps_read_back_as_the_same_pixels(rows):
     stamp = torch.tensor(rows)
     if stamp.any():
-        assert torch.equal(shapes.from_text(shapes.render(stamp)), trim(stamp))
+        assert torch.equal(shapes.from_text(shapes.render(stamp)), shapes.trim(stamp))
 
 
 @pytest.mark.parametrize("pixels", [4, 16, 25])

@@ -6,14 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patchcert.errors import InvalidThreat
+from patchcert.testing.conformance import seeded
 from patchcert.testing.strategies import seeds
 from patchcert.threats import SparsePixels, Threat, threat_from_dict
 
 BOUNDS = ("tight", "per-pixel", "per-value")
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("bound", BOUNDS)

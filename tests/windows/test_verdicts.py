@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from patchcert.certificates.intervals import certify
-from patchcert.testing.blocks import randomise
+from patchcert.certificates import certify
+from patchcert.testing.networks import randomise
 from patchcert.testing.strategies import cases
 from patchcert.threats import Patch, shapes
 from patchcert.windows.verdicts import block_patch

@@ -13,9 +13,8 @@ from patchcert.data import load_dataset
 from patchcert.errors import RunError
 from patchcert.evidence import EvidenceFolder, Question
 from patchcert.files import sha256
-from patchcert.train.read import read_spec
-from patchcert.train.run_folder import Run
-from patchcert.train.trimming import trim_run
+from patchcert.train.run_folder import Run, trim_run
+from patchcert.train.spec import read_spec
 from patchcert.zoo import Zoo
 from patchcert.zoo.adding import TRIMMED, add_run, copy_to_run, entry_name, make_card
 

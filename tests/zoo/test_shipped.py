@@ -14,7 +14,7 @@ from patchcert.data import load_dataset
 from patchcert.errors import DataError
 from patchcert.evidence import Certification, Evidence, EvidenceFolder, Selection, Subject
 from patchcert.files import sha256
-from patchcert.train.read import read_spec
+from patchcert.train.spec import read_spec
 from patchcert.zoo import Card, shelf
 from patchcert.zoo.adding import TRIMMED, entry_name
 from patchcert.zoo.recheck import differences, why_not_comparable

@@ -1,36 +1,38 @@
 """One case measured: dense bounds, the engine's sweep, certification, a whole training step, and the attack."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from patchcert.bench.attacking import AttackRates, attack_rates
+from patchcert.attacks import AttackResult, PatchAttack, default_batch_size, reference_patch_attack
 from patchcert.bench.cases import DATA_SETS, Case
-from patchcert.bench.floor import Work
-from patchcert.bench.timing import Ceilings, seconds, synchronise
+from patchcert.bench.floor import Ceilings, Work, seconds, synchronise
 from patchcert.bounds import Network, precise_arithmetic, trace
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.certificates import certify
 from patchcert.data import Split, load_dataset
-from patchcert.train.capture import CapturedStep
-from patchcert.train.distributed import ALONE
-from patchcert.train.step import StepSettings, Trainee, TrainingStep
+from patchcert.models import ModelSpec
+from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, Spec
+from patchcert.train.step import CapturedStep, Plan, Trainee, TrainingStep
 from patchcert.train.strategies import AllPlacements
-from patchcert.train.strategy import margin_loss
+from patchcert.train.strategy import Subject, margin_loss
 from patchcert.windows import PlacementSweep, clean_pass, default_budget, dense_margins
 
 Call = Callable[[], object]
 
+ATTACK_STEPS, FEWEST_ATTACK_STEPS = 150, 5
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where is measured, for how long calls are repeated, and on how many images: at once, certified, attacked.
+    """The device, its ceilings, how long calls are repeated, and the numbers of images.
 
-    `restarts` are those of the attack. Test images in `data_dir` are certified, elsewhere random ones.
+    `batch` images are taken at once. `restarts` are those of the attack. Test images in `data_dir` are certified,
+    random ones where there is none.
     """
 
     device: torch.device
@@ -41,6 +43,22 @@ class Machine:
     attacked_images: int = 400
     restarts: int = 80
     data_dir: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttackRates:
+    """Image-steps per second, a forward and a backward pass of one image each, of the same steps done both ways.
+
+    No image is let go early, which with random weights would measure luck. The plain loop does one of the
+    restarts, each of which costs it the same.
+    """
+
+    images: int
+    restarts: int
+    steps: int
+    plain: float
+    batched: float
+    ratio: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +125,7 @@ def run_case(case: Case, machine: Machine) -> Measurement:
     step_gigabytes = _peak(machine.device)
     return Measurement(
         case=case.name,
-        placements=sweep.placements,
+        placements=len(sweep.order),
         dense_forward=dense_forward,
         dense_step=dense_step,
         sweep_float32=exact,
@@ -121,12 +139,12 @@ def run_case(case: Case, machine: Machine) -> Measurement:
         floor_tf32=work.seconds(machine.ceilings, tf32=True) * 1e6,
         dense_gigabytes=dense_gigabytes,
         step_gigabytes=step_gigabytes,
-        attack=attack_rates(case, machine.device, machine.attacked_images, machine.restarts, machine.spend),
+        attack=_attack_rates(case, machine.device, machine.attacked_images, machine.restarts, machine.spend),
     )
 
 
 def _micro(call: Call, machine: Machine, images: int) -> float:
-    """Microseconds per image of a call on so many images."""
+    """Microseconds per image of a call on `images` images."""
     return seconds(call, machine.device, machine.spend) / images * 1e6
 
 
@@ -135,7 +153,7 @@ def _sweeps(sweep: PlacementSweep, images: Tensor, labels: Tensor, machine: Mach
 
     @torch.no_grad()
     def swept() -> None:
-        sweep.worst(clean_pass(sweep.layout.network, images, labels), labels)
+        sweep.margins(clean_pass(sweep.layout.network, images, labels), labels).argmin(dim=1)
 
     with precise_arithmetic():
         exact = _micro(_graphed(swept, machine.device), machine, len(images))
@@ -208,11 +226,14 @@ class _Dense:
 def _training_step(case: Case, machine: Machine) -> Call:
     """A whole step of all-patch training at epsilon 1, with the default settings, as the training loop runs it."""
     images, labels = case.images(machine.batch, machine.device)
-    settings = StepSettings(batch_size=machine.batch)
-    trainee = Trainee(case.build(machine.device), None, settings)
+    strategy, optimiser = AllPlacements(), OptimiserSettings(batch_size=machine.batch)
+    spec = Spec(DataSettings(), ModelSettings(), case.threat, strategy, optimiser=optimiser)
+    model = case.build(machine.device)
+    model_spec = ModelSpec(case.model, case.channels, case.size, case.size)
+    trainee = Trainee(model, strategy.bind(Subject(model, model_spec, case.threat)), optimiser)
     trainee.learning_rate.fill_(1e-4)
-    data = Split((images * 255).to(torch.uint8), labels)
-    step = TrainingStep(trainee, AllPlacements(case.threat), data, settings, ALONE, is_full=True)
+    plan = Plan(spec, Split((images * 255).to(torch.uint8), labels))
+    step = TrainingStep(trainee, plan, is_full=True)
     index = torch.arange(machine.batch, device=machine.device)
     if machine.device.type != "cuda":
         return lambda: step(index)
@@ -243,3 +264,42 @@ def _reset_peak(device: torch.device) -> None:
 
 def _peak(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
+
+
+def _attack_rates(case: Case, device: torch.device, images: int, restarts: int, spend: float) -> AttackRates:
+    """Both rates for the paper's steps, or for fewer where a call would take longer than `spend` seconds."""
+    target = _AttackTarget.of(case, device, images)
+    attack = PatchAttack(
+        FEWEST_ATTACK_STEPS, restarts=restarts, early_stop=False, batch_size=default_batch_size(device)
+    )
+    short = seconds(lambda: target.batched(attack), device, 0.0)
+    steps = min(max(int(spend / short * FEWEST_ATTACK_STEPS), FEWEST_ATTACK_STEPS), ATTACK_STEPS)
+    attack, single = replace(attack, steps=steps), replace(attack, steps=steps, restarts=1)
+    batched = images * restarts * steps / seconds(lambda: target.batched(attack), device, spend)
+    plain = images * steps / seconds(lambda: target.plain(single), device, spend)
+    return AttackRates(images, restarts, steps, plain, batched, batched / plain)
+
+
+@dataclass(frozen=True, slots=True)
+class _AttackTarget:
+    """A network and images that it gets right, so that all of them are attacked."""
+
+    case: Case
+    model: nn.Module
+    images: Tensor
+    labels: Tensor
+
+    @staticmethod
+    def of(case: Case, device: torch.device, count: int) -> "_AttackTarget":
+        model, (images, _) = case.build(device), case.images(count, device)
+        with torch.no_grad():
+            return _AttackTarget(case, model, images, model(images).argmax(dim=1))
+
+    def batched(self, attack: PatchAttack) -> AttackResult:
+        return attack.run(self.model, self.images, self.labels, self.case.threat, Generator().manual_seed(0))
+
+    def plain(self, attack: PatchAttack) -> AttackResult:
+        generator = Generator().manual_seed(0)
+        return reference_patch_attack(
+            attack, self.model, self.images, self.labels, self.case.threat, generator
+        )

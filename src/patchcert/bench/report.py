@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,26 +13,83 @@ from patchcert.bench.measure import Machine, Measurement
 
 Facts = Mapping[str, Any]
 
-_TIMES = (
-    ("dense forward", "dense_forward"),
-    ("dense step", "dense_step"),
-    ("sweep float32", "sweep_float32"),
-    ("sweep TF32", "sweep_tf32"),
-    ("certify", "certification"),
-    ("verdicts", "verdicts"),
-    ("training step", "training_step"),
-    ("floor float32", "floor_float32"),
-    ("floor TF32", "floor_tf32"),
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A title, and for each column its heading and how it shows the figures of a case."""
+
+    title: str
+    columns: tuple[tuple[str, str], ...]
+
+    @property
+    def header(self) -> list[str]:
+        return ["case", *(heading for heading, _ in self.columns)]
+
+    def rows(self, facts: Facts) -> list[list[str]]:
+        return [[case["case"], *(_cell(form, case) for _, form in self.columns)] for case in facts["cases"]]
+
+
+def _cell(form: str, case: Facts) -> str:
+    """A dash for what the device does not count and what was not yet measured when the file was written."""
+    derived = {
+        "kind": "of the test set" if case["are_test_images"] else "random",
+        "nanoseconds": case["certification"] / case["placements"] * 1e3,
+    }
+    try:
+        return form.format(**case, **derived)
+    except (KeyError, TypeError):
+        return "-"
+
+
+_ATTACK = _Table(
+    "Attack, image-steps (forward and backward) per second, without early stops",
+    (
+        ("plain loop", "{attack[plain]:,.0f}"),
+        ("batched", "{attack[batched]:,.0f}"),
+        ("times faster", "{attack[ratio]:.1f}x"),
+        ("images x restarts x steps", "{attack[images]} x {attack[restarts]} x {attack[steps]}"),
+    ),
 )
-_RATIOS = (
-    ("training step", "step_ratio"),
-    ("sweep float32", "sweep_ratio"),
-    ("certify", "certification_ratio"),
+_TABLES = (
+    _Table(
+        "Microseconds per image, all placements",
+        (
+            ("dense forward", "{dense_forward:,.1f}"),
+            ("dense step", "{dense_step:,.1f}"),
+            ("sweep float32", "{sweep_float32:,.1f}"),
+            ("sweep TF32", "{sweep_tf32:,.1f}"),
+            ("certify", "{certification:,.1f}"),
+            ("verdicts", "{verdicts:,.1f}"),
+            ("training step", "{training_step:,.1f}"),
+            ("floor float32", "{floor_float32:,.1f}"),
+            ("floor TF32", "{floor_tf32:,.1f}"),
+        ),
+    ),
+    _Table(
+        "Times faster than the dense step; peak memory in GB",
+        (
+            ("training step", "{step_ratio:.1f}x"),
+            ("sweep float32", "{sweep_ratio:.1f}x"),
+            ("certify", "{certification_ratio:.1f}x"),
+            ("sweep reaches of its floor", "{sweep_fraction_of_floor:.0%}"),
+            ("dense", "{dense_gigabytes:.2f}"),
+            ("training step", "{step_gigabytes:.2f}"),
+        ),
+    ),
+    _Table(
+        "Certification, whole calls with every margin",
+        (
+            ("placements", "{placements:,}"),
+            ("images", "{certified_images:,} {kind}"),
+            ("seconds", "{certification_seconds:.2f}"),
+            ("nanoseconds per image and placement", "{nanoseconds:.1f}"),
+        ),
+    ),
 )
 
 
 def device_name(device: torch.device) -> str:
-    """The device in words."""
+    """The name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
@@ -60,107 +118,28 @@ def heading(facts: Facts) -> str:
     )
 
 
-def _time_rows(facts: Facts) -> list[list[str]]:
-    return [[case["case"], *(f"{case[key]:,.1f}" for _, key in _TIMES)] for case in facts["cases"]]
-
-
-def _ratio_rows(facts: Facts) -> list[list[str]]:
-    rows = []
-    for case in facts["cases"]:
-        reached = f"{case['sweep_fraction_of_floor']:.0%}"
-        memory = [_gigabytes(case[key]) for key in ("dense_gigabytes", "step_gigabytes")]
-        rows.append([case["case"], *(f"{case[key]:.1f}x" for _, key in _RATIOS), reached, *memory])
-    return rows
-
-
-def _certification_rows(facts: Facts) -> list[list[str]]:
-    rows = []
-    for case in facts["cases"]:
-        kind = "of the test set" if case["are_test_images"] else "random"
-        images = f"{case['certified_images']:,} {kind}"
-        each = case["certification"] / case["placements"] * 1e3
-        rows.append(
-            [
-                case["case"],
-                f"{case['placements']:,}",
-                images,
-                f"{case['certification_seconds']:.2f}",
-                f"{each:.1f}",
-            ]
-        )
-    return rows
-
-
-def _gigabytes(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _attack_rows(facts: Facts) -> list[list[str]]:
-    """Files from before attacks were measured have none."""
-    rows = []
-    for case in facts["cases"]:
-        rates = case.get("attack")
-        if rates is None:
-            rows.append([case["case"], *["-"] * (len(ATTACK_HEADER) - 1)])
-            continue
-        work = f"{rates['images']} x {rates['restarts']} x {rates['steps']}"
-        figures = (f"{rates[key]:,.0f}" for key in ("plain", "batched"))
-        rows.append([case["case"], *figures, f"{rates['ratio']:.1f}x", work])
-    return rows
-
-
-TIME_TITLE = "Microseconds per image, all placements"
-RATIO_TITLE = "Times faster than the dense step; peak memory in GB"
-TIME_HEADER = ["case", *(name for name, _ in _TIMES)]
-RATIO_HEADER = [
-    "case",
-    *(name for name, _ in _RATIOS),
-    "sweep reaches of its floor",
-    "dense",
-    "training step",
-]
-
-CERTIFICATION_TITLE = "Certification, whole calls with every margin"
-CERTIFICATION_HEADER = ["case", "placements", "images", "seconds", "nanoseconds per image and placement"]
-
-ATTACK_TITLE = "Attack, image-steps (forward and backward) per second, without early stops"
-ATTACK_HEADER = ["case", "plain loop", "batched", "times faster", "images x restarts x steps"]
-
-
-def _tables(facts: Facts) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of every table."""
-    tables = [
-        (TIME_TITLE, TIME_HEADER, _time_rows(facts)),
-        (RATIO_TITLE, RATIO_HEADER, _ratio_rows(facts)),
-        (CERTIFICATION_TITLE, CERTIFICATION_HEADER, _certification_rows(facts)),
-    ]
-    if any("attack" in case for case in facts["cases"]):
-        tables.append((ATTACK_TITLE, ATTACK_HEADER, _attack_rows(facts)))
-    return tables
+def _tables(facts: Facts) -> tuple[_Table, ...]:
+    return (*_TABLES, _ATTACK) if any("attack" in case for case in facts["cases"]) else _TABLES
 
 
 def show(facts: Facts) -> None:
     """All tables on the terminal."""
     console = Console(width=160)
     console.print(heading(facts))
-    for title, header, rows in _tables(facts):
-        console.print(_rich(title, header, rows))
-
-
-def _rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title)
-    for name in header:
-        table.add_column(name, justify="left" if name == "case" else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    for table in _tables(facts):
+        shown = Table(title=table.title)
+        for name in table.header:
+            shown.add_column(name, justify="left" if name == "case" else "right")
+        for row in table.rows(facts):
+            shown.add_row(*row)
+        console.print(shown)
 
 
 def markdown(facts: Facts) -> str:
     """All tables in Markdown."""
     parts = [heading(facts) + "."]
-    for title, header, rows in _tables(facts):
-        lines = [f"| {' | '.join(header)} |", f"|---|{'---:|' * (len(header) - 1)}"]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-        parts += [f"{title}:", "\n".join(lines)]
+    for table in _tables(facts):
+        first, *others = (f"| {' | '.join(row)} |" for row in (table.header, *table.rows(facts)))
+        lines = [first, f"|---|{'---:|' * len(table.columns)}", *others]
+        parts += [f"{table.title}:", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"

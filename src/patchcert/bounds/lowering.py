@@ -1,19 +1,27 @@
-"""The table that maps the layers and functions of PyTorch to the operations that have bounds.
+"""The table that maps the layers and functions of PyTorch to operations, and how what is not in it is refused.
 
 A rule takes the layer (or the arguments of the function after its input) and returns the operation, or raises
-`UnsupportedLayer` where the settings have no sound bound. The rules themselves are in `rules`, by family.
+`UnsupportedLayer` where the settings have no sound bound. The rules stand beside the operations, in `operations`.
 """
 
+import inspect
+import operator
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from patchcert.bounds.operations import Operation, Source
 from patchcert.errors import UnsupportedLayer
 
-Lowered = Operation | tuple[Operation, ...] | None
+if TYPE_CHECKING:
+    from patchcert.bounds.operations import Operation
+
+Lowered: TypeAlias = "Operation | tuple[Operation, ...] | None"
 """What a rule returns: an operation, a chain of them, or None for the identity."""
 
 LAYER_RULES: dict[type[nn.Module], Callable[[Any], Lowered]] = {}
@@ -25,9 +33,33 @@ def layer_rule(*types: type[nn.Module]) -> Callable:
     return partial(_register, LAYER_RULES, types)
 
 
-def function_rule(*functions: Callable | str) -> Callable:
-    """Registers how a function, or a tensor method given by name, is lowered."""
-    return partial(_register, FUNCTION_RULES, functions)
+def function_rule(*functions: Callable | str, layers: tuple[type[nn.Module], ...] = ()) -> Callable:
+    """Registers how a function, or a tensor method given by name, is lowered.
+
+    So are `layers`, whose attributes must have the names of the rule's parameters.
+    """
+
+    def register(rule: Callable) -> Callable:
+        _register(LAYER_RULES, layers, _by_attributes(rule))
+        return _register(FUNCTION_RULES, functions, rule)
+
+    return register
+
+
+def _by_attributes(rule: Callable) -> Callable:
+    names = tuple(inspect.signature(rule).parameters)
+
+    @wraps(rule)
+    def of_layer(layer: nn.Module) -> Lowered:
+        return rule(**{name: _attribute(layer, name) for name in names})
+
+    return of_layer
+
+
+def _attribute(layer: nn.Module, name: str) -> object:
+    """A setting as it is; a weight as a source, which reads it whenever it is asked."""
+    value = getattr(layer, name)
+    return (lambda: getattr(layer, name)) if isinstance(value, Tensor) else value
 
 
 def _register(table: dict, keys: tuple, rule: Callable) -> Callable:
@@ -41,11 +73,6 @@ def _register(table: dict, keys: tuple, rule: Callable) -> Callable:
 def refuse(reason: str, hint: str = "") -> NoReturn:
     """Refuses a layer for its settings; the place is added by `trace`."""
     raise UnsupportedLayer(reason, hint)
-
-
-def attribute(layer: nn.Module, name: str) -> Source | None:
-    """Reads the layer's weight of that name whenever it is asked; None where the layer has none."""
-    return None if getattr(layer, name) is None else lambda: getattr(layer, name)
 
 
 def pair(value: int | tuple[int, ...]) -> tuple[int, int]:
@@ -64,3 +91,132 @@ class _BatchSize:
 
 
 BATCH_SIZE = _BatchSize()
+
+
+Target = type[nn.Module] | Callable | str
+"""What a forward pass calls: a layer by its type, a function, a method of a tensor by its name."""
+
+
+class Kind(Enum):
+    """The ways in which a forward pass can call something."""
+
+    LAYER = "layer"
+    FUNCTION = "function"
+    METHOD = "method"
+
+    @staticmethod
+    def of(target: Target) -> "Kind":
+        """A type is a layer, a string a method."""
+        if isinstance(target, str):
+            return Kind.METHOD
+        return Kind.LAYER if isinstance(target, type) and issubclass(target, nn.Module) else Kind.FUNCTION
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What is called, and where in the model; printed as refusals name it."""
+
+    place: str
+    target: Target
+
+    def __str__(self) -> str:
+        name = public_name(self.target)
+        match Kind.of(self.target):
+            case Kind.LAYER:
+                return f"layer '{self.place}' ({name})"
+            case kind:
+                return f"{kind.value} {name} at '{self.place}'"
+
+    def refuse(self) -> NoReturn:
+        """Says what has bounds instead, and what to do."""
+        kind = Kind.of(self.target)
+        known = ", ".join(supported(kind))
+        raise UnsupportedLayer(
+            f"{self}: no bound is known for it; {kind.value}s with bounds: {known}", _advice(self.target)
+        )
+
+
+def supported(kind: Kind) -> list[str]:
+    """The names of all layers, functions or methods that have bounds."""
+    rules = {**LAYER_RULES, **FUNCTION_RULES}
+    known = [target for target, rule in rules.items() if not always_refuses(rule)]
+    return sorted({public_name(target) for target in known if Kind.of(target) is kind}, key=str.lower)
+
+
+def always_refuses(rule: Callable) -> bool:
+    """Whether the rule is there for its message alone."""
+    return getattr(rule, "__annotations__", {}).get("return") is NoReturn
+
+
+_PUBLIC = {"F": F, "torch": torch, "operator": operator}
+
+
+def public_name(target: Target) -> str:
+    """The name by which users know it; F is torch.nn.functional."""
+    if isinstance(target, str):
+        return f".{target}()"
+    name = bare_name(target)
+    if Kind.of(target) is Kind.FUNCTION:
+        for prefix, module in _PUBLIC.items():
+            if getattr(module, name, None) is target:
+                return f"{prefix}.{name}"
+    return name
+
+
+def bare_name(target: Target) -> str:
+    """The name without where it comes from."""
+    return target if isinstance(target, str) else str(getattr(target, "__name__", target))
+
+
+def _advice(target: Target) -> str:
+    special = _HINTS.get(bare_name(target).lower().removesuffix("_"))
+    if special is not None:
+        return special
+    if Kind.of(target) is Kind.LAYER:
+        return "replace the layer, or register a sound rule for it with patchcert.bounds.layer_rule"
+    key = repr(target) if isinstance(target, str) else public_name(target)
+    return f"use a layer that has bounds, or register a sound rule with patchcert.bounds.function_rule({key})"
+
+
+def _hints(*pairs: tuple[str, str]) -> dict[str, str]:
+    return {name: hint for names, hint in pairs for name in names.split()}
+
+
+_HINTS = _hints(
+    (
+        "softmax log_softmax logsoftmax",
+        "where it comes last leave it out and return the logits: it does not change their order",
+    ),
+    (
+        "mul imul multiply div truediv itruediv divide true_divide sub isub subtract neg negative rsub",
+        "images are centred and scaled by patchcert.Normalize(mean, std), results of layers by nn.BatchNorm2d in eval "
+        "mode or by the weights of the next layer; products and differences of two results have no bounds",
+    ),
+    (
+        "amax max adaptive_max_pool2d adaptivemaxpool2d",
+        "the largest value of a whole map is nn.MaxPool2d with a kernel as large as the map, and nn.Flatten",
+    ),
+    ("clamp clip", "nn.Hardtanh(low, high) is the same; with the limit min=0 alone it is nn.ReLU"),
+    (
+        "pad zeropad2d constantpad2d",
+        "zeros around a map are the padding of the nn.Conv2d that follows: give them as its `padding`",
+    ),
+    (
+        "squeeze unsqueeze",
+        "drop dimensions with nn.Flatten or x.flatten(1), shape them with x.view(x.size(0), ...)",
+    ),
+    (
+        "cat concat concatenate",
+        "a convolution or linear layer of joined results is the sum of one such layer for each of them",
+    ),
+    (
+        "getitem chunk split narrow select",
+        "channels are picked by a 1x1 nn.Conv2d with weights 0 and 1; of shapes only the batch size, x.shape[0], may "
+        "be asked for",
+    ),
+    (
+        "size",
+        "only the batch size, x.size(0), may be asked for: write the other sizes as numbers, or use nn.Flatten",
+    ),
+    ("prelu", "with one slope of at least 0, nn.LeakyReLU(slope) is the same"),
+)

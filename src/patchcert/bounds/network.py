@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from patchcert.bounds.interval import Interval
-from patchcert.bounds.operations import Affine, Linear, Operation
+from patchcert.bounds.operations import Affine, Interval, Linear, Operation
 from patchcert.bounds.rounding import NEAREST, Rounding
 from patchcert.bounds.sparse import FirstLayer, sparse_first_layer
 from patchcert.errors import InvalidInput, UnsupportedLayer
+from patchcert.tensors import Images, Labels, Margins
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Network:
         last = self.steps[-1].operation if self.steps else None
         return last if isinstance(last, Linear) else None
 
-    def values(self, images: Tensor) -> list[Tensor]:
+    def values(self, images: Annotated[Tensor, "n ..."]) -> list[Tensor]:
         """The image and the result of every step."""
         values = [images]
         for step in self.steps:
@@ -60,8 +61,8 @@ class Network:
         return self._propagate([box], 0, stop, rounding)[-1]
 
     def margins(
-        self, box: Interval, labels: Tensor, after: str | None = None, rounding: Rounding = NEAREST
-    ) -> Tensor:
+        self, box: Interval, labels: Labels, after: str | None = None, rounding: Rounding = NEAREST
+    ) -> Margins:
         """Lower bounds of logit[label] - logit[class] over the box; 0 at the label itself.
 
         With `after`, the box holds the results of that layer instead of images, and no later layer may look
@@ -69,7 +70,7 @@ class Network:
         """
         return self._margins_from(0 if after is None else self._position(after) + 1, box, labels, rounding)
 
-    def _margins_from(self, start: int, box: Interval, labels: Tensor, rounding: Rounding) -> Tensor:
+    def _margins_from(self, start: int, box: Interval, labels: Labels, rounding: Rounding) -> Margins:
         """Margins where the box holds value `start`: the image, or the result of the step before."""
         values: list[Interval | None] = [*[None] * start, box]
         head = self.head if start < len(self.steps) else None
@@ -81,13 +82,13 @@ class Network:
 
     def sparse_margins(
         self,
-        images: Tensor,
-        labels: Tensor,
+        images: Images,
+        labels: Labels,
         pixels: int,
         bound: str = "tight",
         epsilon: float | Tensor = 1.0,
         rounding: Rounding = NEAREST,
-    ) -> Tensor:
+    ) -> Margins:
         """Margins over every image that differs from the given one in at most `pixels` pixels."""
         layer = FirstLayer.of(self.steps)
         *_, seen, clean = self._propagate([Interval.point(images)], 0, layer.position + 1, rounding)
@@ -104,7 +105,7 @@ class Network:
             inputs = [values[index] for index in step.inputs]
             if any(value is None for value in inputs):
                 raise UnsupportedLayer(
-                    f"layer '{step.name}' looks back past the layer from which bounds go on"
+                    f"layer '{step.name}' looks back past the layer from which bounds start"
                 )
             values.append(step.operation.interval(*inputs, rounding=rounding))
         return values
@@ -117,52 +118,61 @@ class Network:
         raise InvalidInput(f"the network has no layer {name!r}; its layers are {known}")
 
 
-def merged_margins(head: Linear, box: Interval, labels: Tensor, rounding: Rounding) -> Tensor:
+def merged_margins(head: Linear, box: Interval, labels: Labels, rounding: Rounding) -> Margins:
     """Margins through the last layer merged with the specification: row label minus row class of its weights.
 
     This is tighter than subtracting bounds of the logits, which would let both move against each other.
     """
     weight, bias = head.weight(), None if head.bias is None else head.bias()
-    difference = weight[labels].unsqueeze(1) - weight  # (m, classes, features)
+    difference = weight[labels].unsqueeze(1) - weight  # n k features
     centre, radius = box.centre, box.radius
-    slack = None
     if rounding.is_outward:
+        # A term is rounded in its difference, its product and a sum for each feature: features + 1, two to spare.
         gamma, unit = rounding.gamma(weight.shape[1] + 3), rounding.unit
+        # As in `Affine`, with 2 gamma for the centre because differences may themselves be too small by u.
         radius = radius * (1 + 8 * unit) + centre.abs() * (2 * gamma + 4 * unit) + rounding.tiny
+        # Differences and products make the spread too small by at most 1 - gamma, and (1 - gamma)(1 + 2 gamma) >= 1.
         radius = radius * (1 + 2 * gamma)
-        slack = rounding.tiny / unit
     middle = _row_products(difference, centre)
     spread = _row_products(difference.abs(), radius)
     if bias is not None:
         middle = middle + (bias[labels].unsqueeze(1) - bias)
     margins = middle - spread
-    if slack is not None:
+    if rounding.is_outward:
         magnitude = middle.abs() + spread
         if bias is not None:
             magnitude = magnitude + bias[labels].abs().unsqueeze(1) + bias.abs()
-        margins = margins - (magnitude * (8 * rounding.unit) + slack)
+        # Two sums with the bias, the one with the spread and the last one cost a unit of it each: 4 of these 8. Sums of
+        # fewer than 1/u products lose less than tiny/u to underflow.
+        margins = margins - (magnitude * (8 * rounding.unit) + rounding.tiny / rounding.unit)
     return zero_at_label(margins, labels)
 
 
-def _row_products(weights: Tensor, values: Tensor) -> Tensor:
-    """Of each row (m, features) with its own weights (m, classes, features).
+def _row_products(
+    weights: Annotated[Tensor, "n k features"], values: Annotated[Tensor, "n features"]
+) -> Annotated[Tensor, "n k"]:
+    """Of each row with its own weights.
 
     Libraries sum a lone row in another order, so it is given a copy: on a CPU, in float32, a row's result does not
     depend on how many others there are.
     """
     if len(values) != 1:
-        return torch.einsum("mcf,mf->mc", weights, values)
-    return torch.einsum("mcf,mf->mc", torch.cat([weights, weights]), torch.cat([values, values]))[:1]
+        return torch.einsum("nkf,nf->nk", weights, values)
+    return torch.einsum("nkf,nf->nk", torch.cat([weights, weights]), torch.cat([values, values]))[:1]
 
 
-def _separate_margins(logits: Interval, labels: Tensor, rounding: Rounding) -> Tensor:
+def _separate_margins(logits: Interval, labels: Labels, rounding: Rounding) -> Margins:
     own = logits.lower.gather(1, labels.unsqueeze(1))
     margins = own - logits.upper
     if rounding.is_outward:
+        # The difference is off by at most half the distance to the next number, and 2u of it are that whole distance:
+        # the margin moves to the next number or further, however the last sum is rounded.
         margins = margins - margins.abs() * (2 * rounding.unit)
     return zero_at_label(margins, labels)
 
 
-def zero_at_label(margins: Tensor, labels: Tensor) -> Tensor:
+def zero_at_label(
+    margins: Annotated[Tensor, "n ... k"], labels: Annotated[Tensor, "n ..."]
+) -> Annotated[Tensor, "n ... k"]:
     """The margins with the label's own entry set to 0; the entries of a NaN row stay NaN elsewhere."""
     return margins.scatter(-1, labels.unsqueeze(-1).expand(*margins.shape[:-1], 1), 0.0)

@@ -11,7 +11,7 @@ matrix products.
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -50,8 +50,9 @@ class Rounding:
         return self.unit > 0
 
     def gamma(self, roundings: int) -> float:
-        """The relative error of a term that is rounded so many times."""
+        """The relative error of a term that is rounded `roundings` times; less than 1/8."""
         relative = roundings * self.unit
+        # Below 0.1, gamma is at most 0.1 / 0.9 < 1/8, on which the constants of this package rely.
         if relative >= 0.1:
             raise InvalidInput(
                 f"a term of a layer's sum is rounded up to {roundings} times, too often for units of {self.unit}",
@@ -70,16 +71,20 @@ def _block(length: int) -> int:
 
 
 def summed_roundings(terms: int, length: int | None = None) -> int:
-    """How many roundings one term of a `blocked_product` can meet: those of its block, and one for each later
-    block.
+    """How many roundings one term of a `blocked_product` can meet: those of its block, and one for each later block.
 
-    `length` is over how many terms the product runs where only some of them, anywhere, can differ from zero.
+    In a block of b terms these are one product and b - 1 sums, and one is to spare. `length` is how many terms the
+    product runs over where only `terms` of them, anywhere, can differ from zero: adding a zero rounds nothing.
     """
     block = _block(length or terms)
     return terms + 1 if terms <= block else block + -(-(length or terms) // block)
 
 
-def blocked_product(left: Tensor, right: Tensor, terms: int | None = None) -> Tensor:
+def blocked_product(
+    left: Annotated[Tensor, "... features"],
+    right: Annotated[Tensor, "... features outputs"],
+    terms: int | None = None,
+) -> Annotated[Tensor, "... outputs"]:
     """The matrix product, with long sums cut into blocks, so that fewer roundings pile up on one term.
 
     `terms` is how many products of a sum can differ from zero, where that is fewer than all. Libraries sum in
@@ -103,7 +108,7 @@ def blocked_product(left: Tensor, right: Tensor, terms: int | None = None) -> Te
     return total[..., :rows, :columns]
 
 
-def lifted(scale: Tensor) -> Tensor:
+def lifted(scale: Annotated[Tensor, "..."]) -> Annotated[Tensor, "..."]:
     """The scale with every absolute value at least the smallest normal number, and its sign kept.
 
     Below it, rounding to the type may cost a scale all its digits. What is lost is at most a unit of that smallest
@@ -111,6 +116,11 @@ def lifted(scale: Tensor) -> Tensor:
     """
     tiny = torch.finfo(scale.dtype).tiny
     return torch.where(scale.abs() < tiny, torch.full_like(scale, tiny).copysign(scale), scale)
+
+
+def dtype_holds(target: torch.dtype, source: torch.dtype) -> bool:
+    """Every number of the source type is a number of the target type."""
+    return torch.promote_types(target, source) == target
 
 
 NEAREST = Rounding(unit=0.0, tiny=0.0)
@@ -129,8 +139,8 @@ def precise_arithmetic() -> Iterator[None]:
 
 @contextmanager
 def subnormals_kept() -> Iterator[None]:
-    """Inside, `torch.set_flush_denormal` is off; restored after. Threads that have inherited it cannot be told, and
-    are refused."""
+    """Inside, `torch.set_flush_denormal` is off; restored after. Threads that have inherited it cannot be reached,
+    and are refused."""
     was_flushed = _flushes(1)
     if was_flushed:
         torch.set_flush_denormal(False)
@@ -147,7 +157,7 @@ def subnormals_kept() -> Iterator[None]:
 
 
 _SHARE_OF_A_THREAD = 2**15
-"""So many numbers, times the threads, are computed on all of them."""
+"""A sum over this many numbers per thread is computed by all threads."""
 
 
 def _flushes(count: int) -> bool:

@@ -8,25 +8,25 @@ channel values instead of pixels: on images with several channels it covers k ch
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Size, Tensor
 
 from patchcert.bounds.geometry import Geometry, under_kernel
-from patchcert.bounds.interval import Interval
-from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape
+from patchcert.bounds.operations import ChannelScale, Convolution, Interval, Linear, Reshape
 from patchcert.bounds.rounding import Rounding, blocked_product, lifted
 from patchcert.errors import InvalidInput, UnsupportedLayer
+from patchcert.tensors import Images
 
 if TYPE_CHECKING:
     from patchcert.bounds.network import Step
 
 BOUNDS = ("tight", "per-pixel", "per-value")
 _MOST_ROUNDS = 16
-"""On a GPU, more of the largest entries than these are found by a general search."""
+"""On a GPU, at most this many of the largest entries are found one after the other."""
 _FEW_ENTRIES = 16
-"""On a CPU, so few entries are put in order by exchanges, where no gradient is wanted."""
+"""On a CPU, at most this many entries are put in order by exchanges, where no gradient is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,8 @@ class FirstLayer:
                 hint="take the image as it is into a Conv2d, or flattened into a Linear layer",
             )
 
-    def pixel_weight(self, channels: int, rounding: Rounding) -> Tensor:
-        """Weights (neurons, channels, positions) per unit of raw pixel value; never too small by an underflow where
-        bounds must be sound."""
+    def pixel_weight(self, channels: int, rounding: Rounding) -> Annotated[Tensor, "neurons c positions"]:
+        """Weights per unit of raw pixel value; never too small by an underflow where bounds must be sound."""
         weight = self.operation.weight()
         shaped = weight.reshape(weight.shape[0], channels, -1)
         for operation in self.scales:
@@ -84,7 +83,7 @@ class FirstLayer:
 def sparse_first_layer(
     layer: FirstLayer,
     clean: Interval,
-    images: Tensor,
+    images: Images,
     pixels: int,
     bound: str,
     epsilon: float | Tensor,
@@ -104,24 +103,30 @@ def sparse_first_layer(
     if bound == "tight":
         up, down = _tight_moves(layer, weight, images, epsilon, pixels, rounding)
     else:
-        up = down = _free_moves(layer, weight, bound, pixels, clean.lower) * epsilon
+        up = down = _free_moves(weight, bound, pixels, clean.lower) * epsilon
     if not rounding.is_outward:
         return Interval(clean.lower - down, clean.upper + up)
+    # All terms are of one sign, so that roundings cost a relative error. A term meets 2 in the room of its pixel (1 - x
+    # and epsilon), 4 in each scale (in float64 sum, root, division and product; else rounding to the type and product),
+    # at most 2 channels + 1 in its own product, and `pixels` in the sum: 13 of the 16 are to spare.
     roundings = 2 * images.shape[1] + pixels + 4 * len(layer.scales) + 16
+    # 1 / (1 - gamma) <= 1 + 2 gamma as gamma < 1/8; as much again pays for rounding the factor and the product.
     widen = 1 + 4 * rounding.gamma(roundings)
     lower, upper = clean.lower - down * widen, clean.upper + up * widen
+    # Each of two sums costs a unit of the result: 2 of these 4. Underflow costs fewer than 1/u products less than tiny
+    # each.
     unit, tiny = 4 * rounding.unit, rounding.tiny / rounding.unit
     return Interval(lower - (lower.abs() * unit + tiny), upper + (upper.abs() * unit + tiny))
 
 
 def _tight_moves(
     layer: FirstLayer,
-    weight: Tensor,
-    images: Tensor,
+    weight: Annotated[Tensor, "neurons c positions"],
+    images: Images,
     epsilon: float | Tensor,
     pixels: int,
     rounding: Rounding,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Annotated[Tensor, "n neurons ..."], Annotated[Tensor, "n neurons ..."]]:
     """The most each neuron can rise and fall: per pixel, the sum over channels of the better direction.
 
     For each pixel a neuron sees, both are one product over twice the channels: of the room above and below
@@ -141,23 +146,27 @@ def _tight_moves(
     return up, down
 
 
-def _footprints(room: Tensor, geometry: Geometry, size: tuple[int, int]) -> Tensor:
-    """The values under the kernel at each place of each image (kernel positions, channels, n * places)."""
+def _footprints(
+    room: Annotated[Tensor, "n c _ _"], geometry: Geometry, size: tuple[int, int]
+) -> Annotated[Tensor, "positions c n_places"]:
+    """The values under the kernel at each place of each image."""
     below = under_kernel(geometry.pad(room), geometry, *size)
     return below.permute(2, 3, 1, 0, 4, 5).flatten(3).flatten(0, 1)
 
 
-def _free_moves(layer: FirstLayer, weight: Tensor, bound: str, pixels: int, like: Tensor) -> Tensor:
-    """How far each neuron (neurons, ...) moves when the k strongest pixels or channel values move by one."""
+def _free_moves(
+    weight: Annotated[Tensor, "neurons c positions"], bound: str, pixels: int, like: Tensor
+) -> Annotated[Tensor, "neurons ..."]:
+    """How far each neuron moves when the k strongest pixels or channel values move by one."""
     strength = weight.abs().sum(dim=1) if bound == "per-pixel" else weight.abs().flatten(1)
     moves = strength.topk(min(pixels, strength.shape[1]), sorted=False).values.sum(dim=1)
     return moves.reshape(-1, *[1] * (like.dim() - 2))
 
 
-def top_sum(values: Tensor, count: int) -> Tensor:
+def top_sum(values: Annotated[Tensor, "entries ..."], count: int) -> Annotated[Tensor, "..."]:
     """The sum of the `count` largest entries of the first dimension, of all of them where there are fewer.
 
-    Its gradient goes to exactly so many entries, whichever they are among equals.
+    Its gradient goes to exactly `count` entries, whichever they are among equals.
     """
     if count >= len(values):
         return values.sum(dim=0)
@@ -170,7 +179,7 @@ def top_sum(values: Tensor, count: int) -> Tensor:
     return values.topk(count, dim=0, sorted=False).values.sum(dim=0)
 
 
-def largest_by_rounds(values: Tensor, count: int) -> Tensor:
+def largest_by_rounds(values: Annotated[Tensor, "entries ..."], count: int) -> Annotated[Tensor, "count ..."]:
     """Where the `count` largest entries of the first dimension are: in each round, the largest one left.
 
     A round is a single pass over the values; on a GPU a few of them cost less than a search for all at once,
@@ -183,9 +192,9 @@ def largest_by_rounds(values: Tensor, count: int) -> Tensor:
     return torch.cat(places)
 
 
-def largest_by_exchanges(values: Tensor, count: int) -> list[Tensor]:
+def largest_by_exchanges(values: Annotated[Tensor, "entries ..."], count: int) -> list[Tensor]:
     """The `count` largest entries of the first dimension, from the largest on: each entry in turn is compared
-    with those held so far and goes on as the smaller one.
+    with those held so far and continues as the smaller one.
     """
     held = list[Tensor]()
     for entry in values:

@@ -11,11 +11,9 @@ from torch import Tensor, fx, nn
 from torch.fx.node import Argument
 from torch.nn.modules import module as module_globals
 
-from patchcert.bounds import rules as rules
-from patchcert.bounds.lowering import BATCH_SIZE, FUNCTION_RULES, LAYER_RULES, Lowered
+from patchcert.bounds.lowering import BATCH_SIZE, FUNCTION_RULES, LAYER_RULES, Lowered, Site, bare_name
 from patchcert.bounds.network import Network, Step
-from patchcert.bounds.operations import Add, Operation, Reshape
-from patchcert.bounds.refusals import Site, bare_name
+from patchcert.bounds.operations import Operation
 from patchcert.errors import ModelError, PatchcertError, UnsupportedLayer
 
 
@@ -228,7 +226,7 @@ class _Lowering:
 
     def _append(self, call: _Call) -> _Value:
         operations = call.operations()
-        expected = 2 if operations and isinstance(operations[0], Add) else 1
+        expected = operations[0].arity if operations else 1
         if len(call.inputs) != expected:
             raise UnsupportedLayer(
                 f"{call.where} of {len(call.inputs)} results of the network; bounds exist for {expected}"
@@ -250,7 +248,7 @@ class _Lowering:
                 raise UnsupportedLayer(f"{call.where} changes the images in place", hint="use inplace=False")
             self.versions[source.storage] += 1
             return _Value(index, source.storage, self.versions[source.storage])
-        if isinstance(operation, Reshape):
+        if operation.may_share_memory:
             return replace(source, index=index)
         self.versions[index] = 0
         return _Value(index, storage=index)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.bounds import Interval, Network, Rounding
-from patchcert.bounds.operations import dtype_holds
+from patchcert.bounds.rounding import dtype_holds
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError
 from patchcert.threats import Patch, SparsePixels
 

@@ -171,7 +171,7 @@ class Classifier(ABC):
 
     @staticmethod
     def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
-        """What in stored rows contradicts the method's own rules, such as a verdict that no vote supports; or nothing."""
+        """What in stored rows contradicts the method's own rules, such as a verdict that no vote supports; else ""."""
         return ""
 
 

@@ -78,8 +78,8 @@ def _measure(
 ) -> dict[str, Any]:
     from patchcert.bench import CASES, Machine, run_case
     from patchcert.bench.cases import SIZES
+    from patchcert.bench.floor import Ceilings
     from patchcert.bench.report import summary
-    from patchcert.bench.timing import Ceilings
 
     chosen = parse_device(device)
     known = [replace(case, patch=patch or case.patch) for case in (*CASES, *(SIZES if sizes else ()))]

@@ -20,10 +20,11 @@ DataDir = Annotated[
 @app.command("list")
 def list_data(data_dir: DataDir = None) -> None:
     """Say which data sets there are and which of them are on this machine."""
-    from patchcert.data import SOURCES, embedded
+    from patchcert.data import SOURCES
     from patchcert.data.files import data_folders, locate
+    from patchcert.data.loading import MNIST_MINI
 
-    rows: list[dict[str, Any]] = [{"name": embedded.NAME, "available": True, "where": "in the package"}]
+    rows: list[dict[str, Any]] = [{"name": MNIST_MINI, "available": True, "where": "in the package"}]
     for source in SOURCES.values():
         try:
             located = locate(source, data_dir)
@@ -95,10 +96,10 @@ def _of_all_files(report: Report) -> Callable[[str, int, int], None]:
 
 
 def _published(name: str) -> str:
-    from patchcert.data import embedded
     from patchcert.data.folder import FOLDER
+    from patchcert.data.loading import MNIST_MINI
 
-    if name == embedded.NAME:
+    if name == MNIST_MINI:
         raise DataError(f"{name} ships with the package: there is nothing to fetch or verify")
     if name.startswith(FOLDER):
         raise DataError(

@@ -86,7 +86,7 @@ def parse_placements(text: str) -> "str | list[tuple[int, int]] | torch.Tensor":
         raise InvalidThreat(f"cannot read placements from {path}: {error}") from error
     rows = content.split()
     if rows and set("".join(rows)) <= set("#."):
-        from patchcert.threats.stamp import from_rows
+        from patchcert.threats.shapes import from_rows
 
         return from_rows(rows, "the placement map")
     return _parse_corners(content, str(path))

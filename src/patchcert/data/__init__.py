@@ -1,6 +1,5 @@
 """Images and labels, read from official files whose sums are checked."""
 
-from patchcert.data import augment as augment
 from patchcert.data.folder import ImageShape as ImageShape
 from patchcert.data.loading import class_names as class_names
 from patchcert.data.loading import load_dataset as load_dataset

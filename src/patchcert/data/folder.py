@@ -130,7 +130,7 @@ class FolderDataset(Dataset):
 def measure(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of each channel in [0, 1], to four digits; a channel without deviation gets 1.
 
-    Pixels are counted by value, so that the result does not hang on an order of summation.
+    Pixels are counted by value, so that the result does not depend on an order of summation.
     """
     values = torch.arange(256, dtype=torch.float64) / 255
     shares = torch.stack([_histogram(images[:, channel]) for channel in range(images.shape[1])])

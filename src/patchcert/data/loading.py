@@ -1,14 +1,24 @@
-"""Data sets by name."""
+"""Data sets by name.
+
+`mnist-mini` ships with the package: the first 600 images of each digit in the official training file of MNIST and the
+first 100 of each in the official test file, in file order and stored without loss.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from patchcert.data import embedded
+import numpy as np
+import torch
+
 from patchcert.data.files import Checked, locate, read
 from patchcert.data.folder import FOLDER, ImageShape, read_folder
 from patchcert.data.sources import CLASS_NAMES, Source, find_source
-from patchcert.data.split import Dataset
+from patchcert.data.split import Dataset, Split
 from patchcert.errors import DataError
+from patchcert.files import sha256
+
+MNIST_MINI = "mnist-mini"
+_MINI_FILE = Path(__file__).with_name("mnist_mini.npz")
 
 
 def load_dataset(
@@ -18,10 +28,10 @@ def load_dataset(
 
     `mnist`, `fashion-mnist`, `cifar10` and `cifar100` are searched in `data_dir` alone if it is given, else in
     $PATCHCERT_DATA and the user's cache. `mnist-mini` ships with the package. `folder:PATH` is an image folder,
-    whose images are brought to `image_shape`: 3 channels of 224 x 224 unless told otherwise.
+    whose images are brought to `image_shape`: 3 channels of 224 x 224 by default.
     """
-    if name == embedded.NAME:
-        return embedded.load()
+    if name == MNIST_MINI:
+        return load_mnist_mini()
     if name.startswith(FOLDER):
         return read_folder(Path(name.removeprefix(FOLDER)).expanduser(), image_shape or ImageShape(), name)
     return load_source(find_source(name), data_dir)
@@ -47,12 +57,27 @@ def assemble(source: Source, checked: Mapping[str, Checked]) -> Dataset:
 
 
 def class_names(name: str) -> tuple[str, ...] | None:
-    """What the labels of a data set mean, as far as that can be told without reading its images."""
-    if name == embedded.NAME:
-        return embedded.CLASSES
+    """What the labels of a data set mean, where that is known without reading its images."""
+    if name == MNIST_MINI:
+        return CLASS_NAMES["mnist"]
     if not name.startswith(FOLDER):
         return CLASS_NAMES.get(name)
     try:
         return load_dataset(name).classes
     except DataError:
         return None
+
+
+def load_mnist_mini() -> Dataset:
+    """The data set that ships with the package: neither network nor data folder is needed."""
+    with np.load(_MINI_FILE) as arrays:
+        tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    return Dataset(
+        name=MNIST_MINI,
+        train=Split(tensors["train_images"], tensors["train_labels"].long()),
+        test=Split(tensors["test_images"], tensors["test_labels"].long()),
+        classes=CLASS_NAMES["mnist"],
+        mean=(0.0,),
+        std=(1.0,),
+        checksums={_MINI_FILE.name: sha256(_MINI_FILE)},
+    )

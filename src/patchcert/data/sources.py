@@ -3,10 +3,11 @@
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from patchcert.data import cifar, idx
+from patchcert.data.formats import decode_cifar, decode_idx_pair
 from patchcert.data.split import Split
 from patchcert.errors import DataError
 
@@ -70,30 +71,22 @@ _CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hor
 
 def _decode_idx(contents: Contents, classes: tuple[str, ...]) -> Decoded:
     train_images, train_labels, test_images, test_labels = (contents[name] for name in _IDX_FILES)
-    train = Split(*idx.decode_pair(train_images, train_labels, "training"))
-    test = Split(*idx.decode_pair(test_images, test_labels, "test"))
+    train = Split(*decode_idx_pair(train_images, train_labels, "training"))
+    test = Split(*decode_idx_pair(test_images, test_labels, "test"))
     return Decoded(train, test, classes)
 
 
-def _decode_mnist(contents: Contents) -> Decoded:
-    return _decode_idx(contents, _DIGITS)
-
-
-def _decode_fashion(contents: Contents) -> Decoded:
-    return _decode_idx(contents, _FASHION)
-
-
 def _decode_cifar10(contents: Contents) -> Decoded:
-    batches = [cifar.decode(contents[name], name, 1, 10) for name in _CIFAR10_BATCHES]
+    batches = [decode_cifar(contents[name], name, 1, 10) for name in _CIFAR10_BATCHES]
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    test = Split(*cifar.decode(contents["test_batch.bin"], "test_batch.bin", 1, 10))
+    test = Split(*decode_cifar(contents["test_batch.bin"], "test_batch.bin", 1, 10))
     return Decoded(Split(images, labels), test, _CIFAR10)
 
 
 def _decode_cifar100(contents: Contents) -> Decoded:
     classes = tuple(contents["fine_label_names.txt"].decode().split())
-    train = Split(*cifar.decode(contents["train.bin"], "train.bin", 2, 100))
-    test = Split(*cifar.decode(contents["test.bin"], "test.bin", 2, 100))
+    train = Split(*decode_cifar(contents["train.bin"], "train.bin", 2, 100))
+    test = Split(*decode_cifar(contents["test.bin"], "test.bin", 2, 100))
     return Decoded(train, test, classes)
 
 
@@ -115,7 +108,7 @@ MNIST = Source(
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         "https://storage.googleapis.com/cvdf-datasets/mnist/",
     ),
-    decode=_decode_mnist,
+    decode=partial(_decode_idx, classes=_DIGITS),
     mean=(0.0,),
     std=(1.0,),
 )
@@ -134,7 +127,7 @@ FASHION_MNIST = Source(
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
     ),
-    decode=_decode_fashion,
+    decode=partial(_decode_idx, classes=_FASHION),
     mean=(0.0,),
     std=(1.0,),
 )

@@ -1,22 +1,24 @@
-"""Images with their labels, as tensors that live where they are used."""
+"""Images with their labels, as tensors that live where they are used, and random changes of training images."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Generator, Tensor
 
 from patchcert.errors import DataError, InvalidInput
+from patchcert.tensors import Images, Labels
 
 _SHOWN = 10
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Images as uint8 (n, c, h, w) and labels as int64 (n,), in the order of their files."""
+    """Images as uint8 and labels as int64, in the order of their files."""
 
-    images: Tensor
-    labels: Tensor
+    images: Images
+    labels: Labels
 
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8 or self.images.dim() != 4:
@@ -53,7 +55,7 @@ class Split:
         """The same images and labels on a device."""
         return Split(self.images.to(device), self.labels.to(device))
 
-    def floats(self) -> Tensor:
+    def floats(self) -> Images:
         """Each pixel as the float32 nearest to value / 255, the same on every device."""
         # A division by a Python number becomes a product with 1/255 on CUDA, which rounds differently.
         scale = torch.tensor(255.0, device=self.images.device)
@@ -100,6 +102,26 @@ class Dataset:
         if name not in ("train", "test"):
             raise DataError(f"there is no split named {name!r}; expected 'train' or 'test'")
         return self.train if name == "train" else self.test
+
+
+def random_flip(images: Images, generator: Generator) -> Images:
+    """Each image mirrored left to right with probability one half."""
+    flipped = torch.rand(len(images), generator=generator, device=images.device) < 0.5
+    return torch.where(flipped[:, None, None, None], images.flip(-1), images)
+
+
+def random_crop(images: Images, padding: int, generator: Generator) -> Images:
+    """Each image shifted by up to `padding` pixels either way, with zeros where nothing was."""
+    if padding < 0:
+        raise InvalidInput(f"random_crop needs a padding of at least 0, got {padding}")
+    count, channels, height, width = images.shape
+    padded = F.pad(images, (padding, padding, padding, padding))
+    corners = torch.randint(2 * padding + 1, (2, count), generator=generator, device=images.device)
+    rows = corners[0][:, None] + torch.arange(height, device=images.device)
+    columns = corners[1][:, None] + torch.arange(width, device=images.device)
+    image = torch.arange(count, device=images.device)[:, None, None, None]
+    channel = torch.arange(channels, device=images.device)[:, None, None]
+    return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
 def shown_classes(classes: Sequence[str]) -> str:

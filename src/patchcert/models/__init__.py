@@ -1,12 +1,11 @@
 """Classifiers by name: those of Chiang et al. (2020), your own, and files that hold their weights."""
 
-from patchcert.models import ablation as ablation
-from patchcert.models import paper as paper
+from patchcert.models import architectures as architectures
 from patchcert.models.layers import Normalize as Normalize
+from patchcert.models.registry import ModelSpec as ModelSpec
 from patchcert.models.registry import architecture as architecture
 from patchcert.models.registry import build as build
 from patchcert.models.registry import names as names
-from patchcert.models.spec import ModelSpec as ModelSpec
 from patchcert.models.storage import is_half as is_half
 from patchcert.models.storage import load as load
 from patchcert.models.storage import save as save

@@ -167,11 +167,6 @@ _BUILDERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def imagenet_names() -> tuple[str, ...]:
-    """The networks that `load_imagenet` knows."""
-    return tuple(_BUILDERS)
-
-
 def load_imagenet(name: str, folder: Path) -> nn.Module:
     """The named network in float32 and eval mode, all of whose weights come from the file."""
     if name not in _BUILDERS:

@@ -1,4 +1,4 @@
-"""Layers that PyTorch does not bring."""
+"""Layers that PyTorch does not have."""
 
 from collections.abc import Sequence
 from typing import NoReturn
@@ -9,6 +9,8 @@ from torch import Tensor, fx, nn
 from patchcert.bounds import function_rule, layer_rule
 from patchcert.bounds.operations import ChannelScale, Operation
 from patchcert.errors import ModelError, UnsupportedLayer
+
+_VOTE_HINT = "its votes certify it: patchcert.RandomAblation"
 
 
 class Normalize(nn.Module):
@@ -82,3 +84,26 @@ def _taken_apart(channels: int) -> NoReturn:
         "a Normalize layer has been taken apart by torch.fx",
         hint="give the model as it was before it was traced",
     )
+
+
+class AblatedImages(nn.Module):
+    """Lets encoded images of twice the channels through, and refuses images as they are."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = 2 * channels
+
+    def forward(self, encoded: Tensor) -> Tensor:
+        """The encoded images, unchanged."""
+        if encoded.shape[1] != self.channels:
+            raise ModelError(
+                f"the network takes ablated images, encoded in {self.channels} channels, "
+                f"got {encoded.shape[1]} channels",
+                hint=_VOTE_HINT,
+            )
+        return encoded
+
+
+@layer_rule(AblatedImages)
+def _ablated_images(layer: AblatedImages) -> NoReturn:
+    raise UnsupportedLayer("its network votes on ablated images, so it has no bounds", hint=_VOTE_HINT)

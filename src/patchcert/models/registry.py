@@ -1,16 +1,73 @@
-"""Architectures by name, and the one way to build them."""
+"""What a model is made from, architectures by name, and the one way to build them."""
 
 import difflib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Generator, nn
 
 from patchcert.errors import ModelError
 from patchcert.models.layers import Normalize
-from patchcert.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """An architecture by name, and the images and classes it is for.
+
+    `hidden` replaces the width of the fully connected layers. `widths` replaces the channels or units of every
+    layer but the last, in their order; trimmed models have them. `mean` and `std` hold one value per channel, in
+    pixel units of [0, 1]; empty, they mean no normalisation.
+    """
+
+    name: str
+    channels: int
+    height: int
+    width: int
+    classes: int = 10
+    hidden: int | None = None
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    widths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("channels", "height", "width", "classes", "hidden"):
+            _check_count(field, getattr(self, field), optional=field == "hidden")
+        object.__setattr__(self, "widths", tuple(self.widths))
+        _check_widths(self.widths, self.hidden)
+        object.__setattr__(self, "mean", tuple(float(value) for value in self.mean))
+        object.__setattr__(self, "std", tuple(float(value) for value in self.std))
+        _check_normalisation(self.mean, self.std, self.channels)
+
+    @property
+    def normalises(self) -> bool:
+        """Whether the model starts with a `Normalize` layer; a mean of 0 and a deviation of 1 need none."""
+        return any(value != 0 for value in self.mean) or any(value != 1 for value in self.std)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, for TOML and JSON; what is not set is left out."""
+        plain = {
+            key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()
+        }
+        return {key: value for key, value in plain.items() if value is not None and value != []}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ModelSpec":
+        """The inverse of `to_dict`; unknown and missing keys are refused by name."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        missing = sorted({"name", "channels", "height", "width"} - set(values))
+        if unknown or missing:
+            raise ModelError(
+                f"a model description has unknown keys {unknown} and lacks {missing}; "
+                f"its keys are: {', '.join(field.name for field in fields(cls))}"
+            )
+        return cls(**values)
+
 
 Builder = Callable[[ModelSpec], nn.Module]
 
@@ -88,3 +145,30 @@ def _normalised(module: nn.Module, spec: ModelSpec) -> nn.Sequential:
     else:
         layers["network"] = module
     return nn.Sequential(layers)
+
+
+def _check_count(field: str, value: object, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"ModelSpec.{field} must be a whole number of at least 1, got {value!r}")
+
+
+def _check_widths(widths: tuple[int, ...], hidden: int | None) -> None:
+    for width in widths:
+        _check_count("widths", width, optional=False)
+    if widths and hidden is not None:
+        raise ModelError(
+            f"ModelSpec.hidden={hidden} and widths={widths} both say how wide fully connected layers are",
+            hint="give only one of them",
+        )
+
+
+def _check_normalisation(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> None:
+    if len(mean) != len(std) or len(mean) not in (0, channels):
+        raise ModelError(
+            f"ModelSpec.mean and std must both be empty or hold one value for each of {channels} channels, "
+            f"got {len(mean)} and {len(std)}"
+        )
+    if not all(math.isfinite(value) for value in mean + std) or not all(value > 0 for value in std):
+        raise ModelError(f"ModelSpec.mean must be finite and std positive, got mean={mean}, std={std}")

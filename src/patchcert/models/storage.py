@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from patchcert.errors import ModelError
 from patchcert.files import atomic_write
-from patchcert.models.registry import build
-from patchcert.models.spec import ModelSpec
+from patchcert.models.registry import ModelSpec, build
 
 _KEY = "patchcert.model"
 _SAVE_HINT = "Write model files with patchcert.models.save(model, spec, path)."

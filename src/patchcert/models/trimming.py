@@ -1,4 +1,4 @@
-"""A trained network without the channels and units that are zero on every image it is shown.
+"""Removes from a trained network the channels and units that are zero on every training image.
 
 Training against patches shuts most channels of a wide network for good. Without them it is a network of its
 own: on the images shown it computes the same, and its bounds are no wider; on others a channel that is gone might
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from patchcert.errors import ModelError
 from patchcert.models.layers import Normalize
-from patchcert.models.registry import build
-from patchcert.models.spec import ModelSpec
+from patchcert.models.registry import ModelSpec, build
 from patchcert.progress import Progress
+from patchcert.tensors import Images
 
 Affine = nn.Conv2d | nn.Linear
 
@@ -26,7 +26,7 @@ _KNOWN = (Normalize, nn.Conv2d, nn.Linear, nn.ReLU, nn.Flatten)
 
 
 def trim(
-    model: nn.Sequential, spec: ModelSpec, images: Tensor, progress: Progress | None = None, batch: int = 500
+    model: nn.Sequential, spec: ModelSpec, images: Images, progress: Progress | None = None, batch: int = 500
 ) -> tuple[nn.Sequential, ModelSpec]:
     """The model less what is zero on all images, which are those it was trained on, and its description.
 
@@ -51,7 +51,7 @@ def trim(
 
 @torch.no_grad()
 def find_open(
-    model: nn.Sequential, images: Tensor, progress: Progress | None = None, batch: int = 500
+    model: nn.Sequential, images: Images, progress: Progress | None = None, batch: int = 500
 ) -> dict[str, Tensor]:
     """By the name of each layer before a ReLU: which of its channels or units any image opens, NaN among them."""
     if len(images) == 0:

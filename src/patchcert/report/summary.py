@@ -17,8 +17,8 @@ from patchcert.evidence import Evidence, EvidenceFolder, refuted
 from patchcert.files import sha256
 from patchcert.report.pictures import AttackedImage, CertificateMap, Pixels, attacked_images, certificate_maps
 from patchcert.report.statistics import Proportion
-from patchcert.train.read import write_spec
 from patchcert.train.run_folder import EVIDENCE, Run
+from patchcert.train.spec import write_spec
 
 CHECKED_FILES = ("spec.toml", "weights.safetensors", f"{EVIDENCE}/*.npz")
 BROKEN_CERTIFICATE = "certified, but the attack changed the prediction"

@@ -2,18 +2,22 @@
 
 import copy
 from itertools import combinations
+from typing import Annotated
 
 import torch
 from torch import Generator, Tensor, nn
 
+from patchcert.tensors import Images, Margins
 from patchcert.threats import Patch, SparsePixels
 
 ALL_FILLINGS = 8
 RANDOM_FILLINGS = 64
 
 
-def supports(threat: Patch | SparsePixels, channels: int, height: int, width: int) -> Tensor:
-    """True (m, c, h, w) on the values that may change together: each placement, or choice of pixels."""
+def supports(
+    threat: Patch | SparsePixels, channels: int, height: int, width: int
+) -> Annotated[Tensor, "m c h w"]:
+    """True on the values that may change together: one row for each placement, or choice of pixels."""
     if isinstance(threat, Patch):
         masks = threat.placements(height, width).masks(threat.stamp)
         return masks[:, None].expand(-1, channels, -1, -1)
@@ -24,8 +28,10 @@ def supports(threat: Patch | SparsePixels, channels: int, height: int, width: in
     return chosen.view(-1, layers, height, width).expand(-1, channels, -1, -1)
 
 
-def members(threat: Patch | SparsePixels, image: Tensor, generator: Generator) -> Tensor:
-    """Members of the threat around one image (c, h, w): every place, with extreme and random fillings.
+def members(
+    threat: Patch | SparsePixels, image: Annotated[Tensor, "c h w"], generator: Generator
+) -> Annotated[Tensor, "m c h w"]:
+    """Members of the threat around one image: every place, with extreme and random fillings.
 
     Where few values may change, all fillings with zeros and ones are there; otherwise many random ones, and
     always all zeros, all ones and uniform noise.
@@ -40,19 +46,19 @@ def members(threat: Patch | SparsePixels, image: Tensor, generator: Generator) -
     return torch.cat(found)
 
 
-def reached_margins(model: nn.Module, images: Tensor, label: int) -> Tensor:
-    """logit[label] - logit[class] (m, classes), computed in double precision."""
+def reached_margins(model: nn.Module, images: Images, label: int) -> Margins:
+    """logit[label] - logit[class], computed in double precision."""
     with torch.no_grad():
         logits = copy.deepcopy(model).double()(images.double())
     return logits[:, label, None] - logits
 
 
-def other_classes(margins: Tensor, label: int) -> Tensor:
+def other_classes(margins: Annotated[Tensor, "... k"], label: int) -> Annotated[Tensor, "... _"]:
     """The margins without the column of the label, which is zero."""
     return torch.cat([margins[..., :label], margins[..., label + 1 :]], dim=-1)
 
 
-def _fillings(values: int, generator: Generator) -> Tensor:
+def _fillings(values: int, generator: Generator) -> Annotated[Tensor, "fillings values"]:
     if values <= ALL_FILLINGS:
         numbers = torch.arange(2**values)[:, None]
         extreme = ((numbers >> torch.arange(values)) & 1).double()

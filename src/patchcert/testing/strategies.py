@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor, nn
 
-from patchcert.testing.blocks import FunctionalHead, ResidualBlock, randomise
+from patchcert.testing.networks import FunctionalHead, ResidualBlock, Shape, randomise
 from patchcert.threats import Patch, SparsePixels
 
-Shape = tuple[int, int, int]
 ACTIVATIONS: tuple[Callable[[], nn.Module], ...] = (
     nn.ReLU,
     lambda: nn.LeakyReLU(0.2),

@@ -3,19 +3,25 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import final
+from typing import Annotated, final
 
 import torch
 from torch import Generator, Tensor
 
 from patchcert.bounds import Interval
 from patchcert.errors import InvalidInput, InvalidThreat
+from patchcert.tensors import Images, PerImage
 from patchcert.threats import shapes
-from patchcert.threats.membership import check_images, check_pair, gains, is_valid, without_nan
-from patchcert.threats.placement_rules import WORDS, PlacementRule, PlacementsLike, read_rule
-from patchcert.threats.placements import Placements, stamp_masks
-from patchcert.threats.stamp import Rows, StampLike, from_rows, read_stamp, sums_under, to_rows, trim
-from patchcert.threats.threat import Plain
+from patchcert.threats.placements import (
+    NAMED_RULES,
+    PlacementRule,
+    Placements,
+    PlacementsLike,
+    read_rule,
+    stamp_masks,
+)
+from patchcert.threats.shapes import Rows, Stamp, StampLike, from_rows, read_stamp, sums_under, to_rows, trim
+from patchcert.threats.threat import Plain, check_images, check_pair, gains, is_valid, without_nan
 
 
 @final
@@ -36,7 +42,7 @@ class Patch:
         given = read_stamp(stamp)
         trimmed = trim(given)
         rule = read_rule(placements)
-        if trimmed.shape != given.shape and rule not in WORDS.values():
+        if trimmed.shape != given.shape and rule not in NAMED_RULES.values():
             raise InvalidThreat(
                 f"the stamp of shape {tuple(given.shape)} has empty outer rows or columns, so it is unclear "
                 "which pixel the given placements are the top-left corner of",
@@ -49,8 +55,8 @@ class Patch:
         return f"Patch({shapes.describe(self.stamp)}, {self.rule})"
 
     @property
-    def stamp(self) -> Tensor:
-        """True (height, width) on the pixels that the patch covers; a copy, which may be changed."""
+    def stamp(self) -> Stamp:
+        """True on the pixels that the patch covers; a copy, which may be changed."""
         return self._stamp.clone()
 
     @property
@@ -90,11 +96,16 @@ class Patch:
         found = self._placements[height, width]
         return replace(found, corners=found.corners.clone())
 
-    def boxes(self, images: Tensor, corners: Tensor, epsilon: float | Tensor = 1.0) -> Interval:
-        """The box (n, p, c, H, W) of every image at every corner: x +- epsilon within [0, 1] on the stamp.
+    def boxes(
+        self,
+        images: Images,
+        corners: Annotated[Tensor, "p 2"] | Annotated[Tensor, "n p 2"],
+        epsilon: float | Tensor = 1.0,
+    ) -> Interval:
+        """The box (n, p, c, h, w) of every image at every corner: x +- epsilon within [0, 1] on the stamp.
 
-        Corners are (n, p, 2), or (p, 2) for all images alike. They must come from `placements`: their values
-        are not checked, which would stall the device on every training step.
+        Corners (p, 2) serve all images alike. They must come from `placements`: their values are not checked,
+        as that would stall the device on every training step.
         """
         check_images(images)
         per_image = corners.ndim == 3 and len(corners) == len(images)
@@ -108,8 +119,8 @@ class Patch:
         upper = torch.where(mask, (images + epsilon).clamp(max=1)[:, None], images[:, None])
         return Interval(lower, upper)
 
-    def contains(self, clean: Tensor, changed: Tensor) -> Tensor:
-        """True (n,) where all differences lie under the stamp at one placement and all pixels in [0, 1].
+    def contains(self, clean: Images, changed: Images) -> PerImage:
+        """True where all differences lie under the stamp at one placement and all pixels in [0, 1].
 
         The comparison is exact, and an image with a NaN is never contained.
         """
@@ -119,7 +130,7 @@ class Patch:
         everything = different.flatten(1).sum(dim=1, keepdim=True)
         return (covered == everything).any(dim=1) & is_valid(clean, changed)
 
-    def sample(self, images: Tensor, generator: Generator) -> Tensor:
+    def sample(self, images: Images, generator: Generator) -> Images:
         """One random member per image: a uniform placement, filled with uniform noise or zeros and ones."""
         check_images(images)
         placements = self.placements(images.shape[2], images.shape[3])
@@ -129,7 +140,7 @@ class Patch:
         noise = torch.where(extreme, drawn.round(), drawn).to(images.device)
         return torch.where(self._masks(images, corners)[:, None], noise, images)
 
-    def project(self, clean: Tensor, changed: Tensor) -> Tensor:
+    def project(self, clean: Images, changed: Images) -> Images:
         """The member nearest to each changed image: the placement that saves most distance, clamped.
 
         Members are returned as they are; NaN counts as unchanged.
@@ -164,33 +175,33 @@ class Patch:
         return {}
 
     @cached_property
-    def _stamp(self) -> Tensor:
+    def _stamp(self) -> Stamp:
         return from_rows(self.rows)
 
     @cached_property
     def _stamps(self) -> dict[torch.device, Tensor]:
         return {}
 
-    def _stamp_on(self, device: torch.device) -> Tensor:
+    def _stamp_on(self, device: torch.device) -> Stamp:
         """The stamp on a device, copied there once so that later calls do not wait for the host."""
         if device not in self._stamps:
             self._stamps[device] = self.stamp.to(device)
         return self._stamps[device]
 
-    def _masks(self, images: Tensor, corners: Tensor) -> Tensor:
-        """True (..., H, W) under the stamp at each of the corners (..., 2)."""
+    def _masks(self, images: Images, corners: Annotated[Tensor, "... 2"]) -> Annotated[Tensor, "... h w"]:
+        """True under the stamp at each of the corners."""
         stamp = None if self.is_solid else self._stamp_on(images.device)
         box = (self.height, self.width)
         return stamp_masks(stamp, box, corners.to(images.device), (images.shape[2], images.shape[3]))
 
-    def _at_placements(self, values: Tensor) -> Tensor:
-        """The sums (n, p) of values (n, H, W) under the stamp at every allowed placement."""
+    def _at_placements(self, values: Annotated[Tensor, "n h w"]) -> Annotated[Tensor, "n p"]:
+        """The sums of the values under the stamp at every allowed placement."""
         placements = self.placements(values.shape[1], values.shape[2])
         sums = sums_under(self.stamp, values).flatten(1)
         return sums if placements.complete else sums[:, placements.flat.to(values.device)]
 
 
-def _stamp_from_plain(stamp: Plain) -> Tensor:
+def _stamp_from_plain(stamp: Plain) -> Stamp:
     if isinstance(stamp, list):
         return from_rows([str(row) for row in stamp])
     return shapes.parse(str(stamp))

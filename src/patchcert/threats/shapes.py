@@ -1,39 +1,51 @@
-"""Named stamps: the boolean masks of patches that are not just squares.
+"""Stamps, the boolean masks of the pixels that a patch covers: named shapes, drawings, and what is computed under them.
 
 Text and pictures of a stamp use '#' or white for covered pixels, '.' or black for free ones.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, combinations
 from math import isqrt
 from pathlib import Path
+from typing import Annotated, SupportsIndex
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
 from patchcert.errors import InvalidThreat
-from patchcert.threats.stamp import from_rows, solid, to_rows, trim
+from patchcert.threats.threat import as_boolean, as_whole, describe_value
+
+Stamp = Annotated[Tensor, "height width"]
+StampLike = SupportsIndex | Sequence[SupportsIndex] | Sequence[Sequence[bool]] | np.ndarray | Tensor
+Rows = tuple[str, ...]
 
 
-def square(side: int) -> Tensor:
+def square(side: int) -> Stamp:
     """A square, all covered."""
-    return solid(side, side)
+    return rectangle(side, side)
 
 
-def rectangle(height: int, width: int) -> Tensor:
+def rectangle(height: int, width: int) -> Stamp:
     """A rectangle, all covered."""
-    return solid(height, width)
+    if height < 1 or width < 1:
+        raise InvalidThreat(
+            f"a patch needs a height and width of at least 1, got {height}x{width}",
+            hint="give positive sizes",
+        )
+    return torch.ones(height, width, dtype=torch.bool)
 
 
-def line(length: int, vertical: bool = False) -> Tensor:
-    """A line one pixel thick, lying or standing."""
-    return solid(length, 1) if vertical else solid(1, length)
+def line(length: int, vertical: bool = False) -> Stamp:
+    """A line one pixel thick, horizontal or vertical."""
+    return rectangle(length, 1) if vertical else rectangle(1, length)
 
 
-def diamond(pixels: int) -> Tensor:
-    """A diamond of exactly so many pixels.
+def diamond(pixels: int) -> Stamp:
+    """A diamond of exactly the given number of pixels.
 
     For 1, 5, 13, 25, 41, ... it is the ball of the city-block distance. For 4 it is the four neighbours of a
     free centre, a 2x2 lattice turned by 45 degrees. For any other square number side^2 it has rows of
@@ -53,8 +65,11 @@ def diamond(pixels: int) -> Tensor:
     return stamp
 
 
-def parallelogram(pixels: int, mirrored: bool = False, transposed: bool = False) -> Tensor:
-    """A square of so many pixels, sheared one pixel per row; mirrored: to the left; transposed: by column."""
+def parallelogram(pixels: int, mirrored: bool = False, transposed: bool = False) -> Stamp:
+    """A square with the given number of pixels, sheared by one pixel per row to the right.
+
+    `mirrored` shears it to the left, `transposed` by columns instead of rows.
+    """
     side = _root(pixels, "parallelogram")
     rows, columns = torch.arange(side)[:, None], torch.arange(2 * side - 1)[None, :]
     stamp = (columns >= rows) & (columns < rows + side)
@@ -80,7 +95,7 @@ def transfer_shapes(pixels: int) -> dict[str, tuple[Tensor, ...]]:
     return {name: _distinct(stamps) for name, stamps in found.items() if stamps}
 
 
-def from_text(text: str) -> Tensor:
+def from_text(text: str) -> Stamp:
     """The stamp drawn with '#' and '.', one line per row; blank lines and outer spaces do not count."""
     rows = [row.strip() for row in text.splitlines() if row.strip()]
     if not rows:
@@ -90,7 +105,7 @@ def from_text(text: str) -> Tensor:
     return trim(from_rows(rows, "the text of the stamp"))
 
 
-def from_file(path: str | Path) -> Tensor:
+def from_file(path: str | Path) -> Stamp:
     """The stamp in a PNG file (white on black, nothing between) or in a text file of '#' and '.'."""
     path = Path(path)
     try:
@@ -103,11 +118,11 @@ def from_file(path: str | Path) -> Tensor:
         ) from error
 
 
-def parse(text: str) -> Tensor:
+def parse(text: str) -> Stamp:
     """The stamp that a user names: '5', '2x8', 'diamond:25', 'line:16:vertical', or the path of a file."""
     size = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip())
     if size:
-        return solid(int(size[1]), int(size[2] or size[1]))
+        return rectangle(int(size[1]), int(size[2] or size[1]))
     named = re.fullmatch(r"([A-Za-z-]+):(\d+)((?::[a-z]+)*)", text.strip())
     if named and not Path(text).exists():
         return _named(named[1].lower(), int(named[2]), tuple(named[3].split(":")[1:]))
@@ -119,8 +134,8 @@ def parse(text: str) -> Tensor:
     return from_file(text)
 
 
-def name_of(stamp: Tensor) -> str | None:
-    """The words that `parse` reads this stamp from; None for one that only a file can hold."""
+def name_of(stamp: Stamp) -> str | None:
+    """The name from which `parse` builds this stamp; None if only a file can hold it."""
     height, width, pixels = *stamp.shape, int(stamp.sum())
     if pixels == height * width:
         return f"{height}x{width}"
@@ -135,13 +150,13 @@ def name_of(stamp: Tensor) -> str | None:
     return None
 
 
-def render(stamp: Tensor) -> str:
+def render(stamp: Stamp) -> str:
     """The stamp drawn with '#' and '.', as `from_text` reads it."""
     return "\n".join(to_rows(stamp))
 
 
-def describe(stamp: Tensor) -> str:
-    """A few words for people: '5x5 square', 'diamond of 25 pixels', or the size of the box and the count."""
+def describe(stamp: Stamp) -> str:
+    """A short description for people: '5x5 square', 'diamond of 25 pixels', or the size of the box and the count."""
     height, width, pixels = *stamp.shape, int(stamp.sum())
     if pixels == height * width:
         kind = "square" if height == width else "line" if 1 in (height, width) else "rectangle"
@@ -152,7 +167,69 @@ def describe(stamp: Tensor) -> str:
     return f"{name.partition(':')[0]} of {pixels} pixels"
 
 
-NAMED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+def read_stamp(value: StampLike) -> Stamp:
+    """The boolean tensor meant by a side, a (height, width) pair or a mask; not yet trimmed."""
+    side = as_whole(value)
+    if side is not None:
+        return square(side)
+    mask = as_boolean(value, "the patch's stamp")
+    if mask is not None:
+        return mask
+    sizes = [as_whole(size) for size in value] if isinstance(value, list | tuple) else []
+    if len(sizes) == 2 and sizes[0] is not None and sizes[1] is not None:
+        return rectangle(sizes[0], sizes[1])
+    raise InvalidThreat(
+        "a patch is a side, a (height, width) pair or a two-dimensional boolean mask, "
+        f"got {describe_value(value)}",
+        hint="give Patch(5), Patch((2, 8)) or Patch(mask > 0)",
+    )
+
+
+def trim(stamp: Stamp) -> Annotated[Tensor, "_ _"]:
+    """The stamp cut to the bounding box of its pixels."""
+    if not stamp.any():
+        raise InvalidThreat(
+            f"the patch's stamp of shape {tuple(stamp.shape)} covers no pixel",
+            hint="set at least one pixel to True",
+        )
+    rows = stamp.any(dim=1).nonzero().flatten()
+    columns = stamp.any(dim=0).nonzero().flatten()
+    return stamp[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].contiguous()
+
+
+def to_rows(stamp: Stamp) -> Rows:
+    """The stamp as one string of '#' (covered) and '.' (free) per row."""
+    return tuple("".join("#" if covered else "." for covered in row) for row in stamp.tolist())
+
+
+def from_rows(rows: Sequence[str], what: str = "the patch's stamp") -> Stamp:
+    """The boolean tensor that `to_rows` wrote."""
+    strange = sorted(set("".join(rows)) - {"#", "."})
+    if strange:
+        raise InvalidThreat(f"{what} may hold only '#' and '.', found {''.join(strange)!r}")
+    if len({len(row) for row in rows}) != 1 or not rows[0]:
+        raise InvalidThreat(f"{what} needs rows of one length, got lengths {[len(row) for row in rows]}")
+    return torch.tensor([[letter == "#" for letter in row] for row in rows])
+
+
+def sums_under(stamp: Stamp, values: Annotated[Tensor, "n h w"]) -> Annotated[Tensor, "n _ _"]:
+    """The sum of the values under the stamp at every top-left corner, row by row.
+
+    Computed from running sums, so that whole numbers stay exact: a convolution might round them.
+    """
+    height, width = stamp.shape
+    if bool(stamp.all()):
+        return _window_sums(_window_sums(values, width, dim=2), height, dim=1)
+    running = F.pad(values.cumsum(dim=2), (1, 0))
+    tops, lefts = values.shape[1] - height + 1, values.shape[2] - width + 1
+    total = running.new_zeros(values.shape[0], tops, lefts)
+    for row, start, end in _runs(stamp):
+        band = running[:, row : row + tops]
+        total += band[:, :, end : end + lefts] - band[:, :, start : start + lefts]
+    return total
+
+
+NAMED: dict[str, tuple[Callable[..., Stamp], tuple[str, ...]]] = {
     "square": (lambda pixels: square(_root(pixels, "square")), ()),
     "line": (line, ("vertical",)),
     "diamond": (diamond, ()),
@@ -160,7 +237,7 @@ NAMED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
 }
 
 
-def _named(name: str, pixels: int, options: tuple[str, ...]) -> Tensor:
+def _named(name: str, pixels: int, options: tuple[str, ...]) -> Stamp:
     if name not in NAMED:
         raise InvalidThreat(f"unknown shape {name!r}", hint=f"known shapes are {', '.join(NAMED)}")
     build, known = NAMED[name]
@@ -184,7 +261,7 @@ def _root(pixels: int, name: str) -> int:
     return side
 
 
-def _ball(radius: int) -> Tensor:
+def _ball(radius: int) -> Stamp:
     distance = torch.arange(-radius, radius + 1).abs()
     return distance[:, None] + distance[None, :] <= radius
 
@@ -201,7 +278,7 @@ def _distinct(stamps: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple({to_rows(stamp): stamp for stamp in stamps}.values())
 
 
-def _from_picture(path: Path) -> Tensor:
+def _from_picture(path: Path) -> Stamp:
     with Image.open(path) as picture:
         grey = picture.convert("L")
     levels = torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8).view(grey.height, grey.width)
@@ -212,3 +289,18 @@ def _from_picture(path: Path) -> Tensor:
             hint="save the stamp with pure white for covered and pure black for free pixels",
         )
     return trim(levels == 255)
+
+
+def _window_sums(values: Tensor, length: int, dim: int) -> Tensor:
+    running = values.cumsum(dim=dim)
+    zero = torch.zeros_like(running.narrow(dim, 0, 1))
+    running = torch.cat([zero, running], dim=dim)
+    count = values.shape[dim] - length + 1
+    return running.narrow(dim, length, count) - running.narrow(dim, 0, count)
+
+
+def _runs(stamp: Stamp) -> list[tuple[int, int, int]]:
+    """(row, first column, column after the last) of every unbroken run of covered pixels."""
+    steps = F.pad(stamp.int(), (1, 1)).diff(dim=1)
+    starts, ends = (steps == 1).nonzero().tolist(), (steps == -1).nonzero().tolist()
+    return [(row, start, end) for (row, start), (_, end) in zip(starts, ends, strict=True)]

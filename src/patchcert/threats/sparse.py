@@ -1,16 +1,15 @@
-"""Sparse changes: any few pixels of the image, wherever they are."""
+"""Sparse changes: any K pixels, anywhere in the image."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, final, get_args
+from typing import Annotated, Literal, final, get_args
 
 import torch
 from torch import Generator, Tensor
 
 from patchcert.errors import InvalidThreat
-from patchcert.threats.membership import check_images, check_pair, gains, is_valid, without_nan
-from patchcert.threats.stamp import as_whole
-from patchcert.threats.threat import Plain
+from patchcert.tensors import Images, PerImage
+from patchcert.threats.threat import Plain, as_whole, check_images, check_pair, gains, is_valid, without_nan
 
 SparseBound = Literal["tight", "per-pixel", "per-value"]
 
@@ -18,11 +17,11 @@ SparseBound = Literal["tight", "per-pixel", "per-value"]
 @final
 @dataclass(frozen=True)
 class SparsePixels:
-    """All images that differ from the clean one in at most so many pixels, in all channels of each.
+    """All images that differ from the clean one in at most `pixels` pixels, in all channels of each.
 
     `bound` names the first-layer bound that a certificate uses. "tight" is exact for each neuron and image,
     "per-pixel" is looser and independent of the image. "per-value" counts single channel values, not pixels:
-    the threat then holds only the images with at most so many changed channel values, for colour images a
+    the threat then holds only the images with at most `pixels` changed channel values, for colour images a
     much smaller set.
     """
 
@@ -51,14 +50,14 @@ class SparsePixels:
         """What is counted."""
         return "channel value" if self.bound == "per-value" else "pixel"
 
-    def contains(self, clean: Tensor, changed: Tensor) -> Tensor:
-        """True (n,) where no more units differ than allowed and all pixels lie in [0, 1]; not with a NaN."""
+    def contains(self, clean: Images, changed: Images) -> PerImage:
+        """True where no more units differ than allowed and all pixels lie in [0, 1]; never with a NaN."""
         check_pair(clean, changed)
         self._check_fit(clean)
         different = self._units((clean != changed).int())
         return ((different > 0).sum(dim=1) <= self.pixels) & is_valid(clean, changed)
 
-    def sample(self, images: Tensor, generator: Generator) -> Tensor:
+    def sample(self, images: Images, generator: Generator) -> Images:
         """One random member per image: distinct places, filled with uniform noise or zeros and ones."""
         check_images(images)
         self._check_fit(images)
@@ -69,7 +68,7 @@ class SparsePixels:
         noise = torch.where(extreme, drawn.round(), drawn).to(images.device)
         return torch.where(self._largest(keys.to(images.device), images), noise, images)
 
-    def project(self, clean: Tensor, changed: Tensor) -> Tensor:
+    def project(self, clean: Images, changed: Images) -> Images:
         """The member nearest to each changed image: the units that save most distance, clamped to [0, 1].
 
         Members are returned as they are; NaN counts as unchanged.
@@ -101,7 +100,7 @@ class SparsePixels:
     def _count(self) -> str:
         return f"{self.pixels} {self.unit}{'s' if self.pixels > 1 else ''}"
 
-    def _check_fit(self, images: Tensor) -> None:
+    def _check_fit(self, images: Images) -> None:
         channels, height, width = images.shape[1:]
         if self.pixels > height * width * (channels if self.unit == "channel value" else 1):
             raise InvalidThreat(
@@ -109,12 +108,14 @@ class SparsePixels:
                 hint="allow fewer",
             )
 
-    def _units(self, values: Tensor) -> Tensor:
-        """The values (n, c, h, w) summed over each counted unit: (n, units)."""
+    def _units(self, values: Images) -> Annotated[Tensor, "n units"]:
+        """The values summed over each counted unit."""
         return values.flatten(1) if self.unit == "channel value" else values.sum(dim=1).flatten(1)
 
-    def _largest(self, scores: Tensor, images: Tensor) -> Tensor:
-        """True (n, c, h, w) or (n, 1, h, w) on the allowed number of units with the largest scores."""
+    def _largest(
+        self, scores: Annotated[Tensor, "n units"], images: Images
+    ) -> Images | Annotated[Tensor, "n 1 h w"]:
+        """True on the allowed number of units with the largest scores."""
         chosen = torch.zeros_like(scores, dtype=torch.bool)
         chosen.scatter_(1, scores.topk(self.pixels, dim=1).indices, True)
         return chosen.view(len(images), -1, *images.shape[2:])

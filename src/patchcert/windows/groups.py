@@ -1,29 +1,44 @@
-"""Which cells the windows of placements cover, and groups of placements whose windows are alike."""
+"""Groups of placements whose windows are alike, and their pass through the network."""
 
-import math
 from dataclasses import dataclass
+from typing import Annotated, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from patchcert.bounds.geometry import FeatureMap, Window
+from patchcert.tensors import Corners
 from patchcert.threats import Placements
-from patchcert.windows.geometry import FeatureMap, Layout, Window, seen_by_pool
+from patchcert.windows.layout import Layout
+from patchcert.windows.passes import (
+    Columns,
+    OnWindows,
+    Outside,
+    Part,
+    SharedByPasses,
+    WindowPass,
+    common_steps,
+)
+from patchcert.windows.products import product
+
+_LARGE_WINDOW = 2**20
+"""The number of weights under a window from which a CPU reads them in place instead of gathering them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """For each placement the cells (p, cells) of the feature map that its window covers, as flat indices.
+    """The cells of the feature map that each placement's window covers, as flat indices.
 
-    `signed` is -1 for cells outside the map; `index` has some cell of the map there, and `outside` (p, 1, h,
-    w, 1) says which they are. It is None where no window sticks out. `spans` (p, 6) are the rows of the window
-    that lie in the map, from and to, the columns likewise, and the row and column of the map it begins at.
+    `signed` is -1 for cells outside the map; `index` has some cell of the map there, and `outside` says which they
+    are: None where no window sticks out. `spans` are the rows of the window that lie in the map, from and to, the
+    columns likewise, and the row and column of the map at which the window begins.
     """
 
-    index: Tensor
-    signed: Tensor
-    outside: Tensor | None
-    spans: Tensor
+    index: Annotated[Tensor, "p cells"]
+    signed: Annotated[Tensor, "p cells"]
+    outside: Annotated[Tensor, "p 1 h w 1"] | None
+    spans: Annotated[Tensor, "p 6"]
 
     def slice(self, start: int, stop: int) -> "Cells":
         """The cells of some of the placements."""
@@ -32,7 +47,7 @@ class Cells:
 
 
 def cells(window: Window, shifts: np.ndarray, area: FeatureMap, device: torch.device) -> Cells:
-    """The cells of the window moved by the given image-pixel shifts (p, 2) on the map."""
+    """The cells of the window on the map when it is shifted by these numbers of image pixels (p, 2)."""
     rows = _axis_cells(window.top, window.height, shifts[:, 0], window.row_step)
     columns = _axis_cells(window.left, window.width, shifts[:, 1], window.column_step)
     rows_inside, columns_inside = (rows >= 0) & (rows < area.height), (columns >= 0) & (columns < area.width)
@@ -47,7 +62,7 @@ def cells(window: Window, shifts: np.ndarray, area: FeatureMap, device: torch.de
 
 
 def _span(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """From where to where (p,) each row of flags (p, extent), which are true side by side, is true."""
+    """Where the run of true flags in each row (p, extent) begins and ends, each (p,)."""
     first = inside.argmax(axis=1)
     return first, first + inside.sum(axis=1)
 
@@ -58,14 +73,13 @@ def _axis_cells(origin: int, extent: int, shifts: np.ndarray, step: int) -> np.n
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Placements whose windows differ by whole steps on every feature map, so that one geometry serves them
-    all.
+    """Placements whose windows differ by whole cells on every feature map, so that one geometry serves them all.
 
-    `cells` are those of the windows; `surroundings`, for a max pooling, those that its output window looks
-    at.
+    `cells` are those of the windows; `surroundings`, for a step that goes by its interval bound, those that its
+    output window looks at.
     """
 
-    members: Tensor
+    members: Annotated[Tensor, "p"]
     windows: tuple[Window | None, ...]
     cells: tuple[Cells | None, ...]
     surroundings: tuple[Cells | None, ...]
@@ -76,11 +90,8 @@ class Group:
 
 def groups(layout: Layout, placements: Placements, device: torch.device) -> list[Group]:
     """All placements, grouped by their alignment to the strides of the network."""
-    windows = [
-        window for window in layout.windows(Window(0, 0, placements.height, placements.width)) if window
-    ]
-    row_step = math.lcm(*(window.row_step for window in windows))
-    column_step = math.lcm(*(window.column_step for window in windows))
+    windows = layout.windows(Window(0, 0, placements.height, placements.width))
+    row_step, column_step = common_steps(windows)
     corners = placements.corners.cpu()
     alignment = (corners[:, 0] % row_step) * column_step + corners[:, 1] % column_step
     return [
@@ -90,7 +101,7 @@ def groups(layout: Layout, placements: Placements, device: torch.device) -> list
 
 
 def _group(
-    layout: Layout, placements: Placements, corners: Tensor, members: Tensor, device: torch.device
+    layout: Layout, placements: Placements, corners: Corners, members: Tensor, device: torch.device
 ) -> Group:
     first = corners[members[0]]
     windows = layout.windows(Window(int(first[0]), int(first[1]), placements.height, placements.width))
@@ -106,8 +117,78 @@ def _group(
 
     around = []
     for position, step in enumerate(layout.network.steps):
-        source = step.inputs[0]
-        seen = seen_by_pool(step.operation, windows[source], windows[position + 1])
-        around.append(covered(seen, layout.maps[source]))
+        around.append(covered(layout.seen(position, windows), layout.maps[step.inputs[0]]))
     inner = [covered(window, area) for window, area in zip(windows, layout.maps, strict=True)]
     return Group(members.to(device), windows, tuple(inner), tuple(around))
+
+
+@final
+class GroupPass(WindowPass):
+    """A slice of one group: the same placements for every image, aligned alike to the strides of the network."""
+
+    def __init__(self, shared: SharedByPasses, group: Group, start: int, stop: int) -> None:
+        self.shared, self.windows = shared, group.windows
+        self.group, self.start, self.stop = group, start, stop
+
+    def cells(self, index: int) -> Cells | None:
+        """The cells of the windows on value `index`."""
+        cells = self.group.cells[index]
+        return None if cells is None else cells.slice(self.start, self.stop)
+
+    def signed_cells(self, index: int) -> Annotated[Tensor, "p cells"] | None:
+        cells = self.cells(index)
+        return None if cells is None else cells.signed
+
+    def spans(self, index: int) -> Annotated[Tensor, "p 6"] | None:
+        cells = self.cells(index)
+        return None if cells is None else cells.spans
+
+    def outside(self, index: int) -> Outside | None:
+        cells = self.cells(index)
+        return None if cells is None else cells.outside
+
+    def clean_windows(self, index: int) -> OnWindows | Annotated[Tensor, "n features"]:
+        cells = self.cells(index)
+        if cells is None:
+            return self.clean.values[index].flatten(1)
+        window = self.window(index)
+        return self._gather(index, cells.index).unflatten(2, (window.height, window.width))
+
+    def surroundings(self, position: int, height: int, width: int) -> OnWindows:
+        cells = self.group.surroundings[position]
+        assert cells is not None
+        chosen = cells.slice(self.start, self.stop)
+        values = self._gather(self.steps[position].inputs[0], chosen.index).unflatten(2, (height, width))
+        if chosen.outside is None:
+            return values
+        return values.masked_fill(chosen.outside, self.steps[position].operation.padding)
+
+    def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
+        cells, window = self.cells(index), self.window(index)
+        assert cells is not None
+        if not part.is_cuda and cells.index.shape[1] * columns[0].numel() >= _LARGE_WINDOW:
+            rows = cells.signed.view(-1, window.height, window.width).numpy()
+            return torch.stack(
+                [self._by_rows(part[min(one, len(part) - 1)], columns, rows[one]) for one in range(len(rows))]
+            )
+        chosen = columns.index_select(0, cells.index.flatten()).reshape(
+            len(cells.index), -1, columns.shape[2]
+        )
+        return product(part.flatten(2), chosen, self.rounding)
+
+    def _by_rows(
+        self, part: Annotated[Tensor, "n h w c"], columns: Columns, cells: np.ndarray
+    ) -> Annotated[Tensor, "n out"]:
+        """One placement's window times its weights, row by row: those of a row lie side by side."""
+        total = part.new_zeros(len(part), columns.shape[2])
+        for row, places in enumerate(cells):
+            inside = np.flatnonzero(places >= 0)
+            if len(inside):
+                first, count = int(inside[0]), len(inside)
+                weights = columns[int(places[first]) :][:count].flatten(0, 1)
+                total += product(part[:, row, first : first + count].flatten(1), weights, self.rounding)
+        return total
+
+    def _gather(self, index: int, cells: Annotated[Tensor, "p cells"]) -> Annotated[Tensor, "p n cells c"]:
+        places = self.clean.places(index, self.layout)
+        return places.index_select(1, cells.flatten()).unflatten(1, cells.shape).transpose(0, 1)

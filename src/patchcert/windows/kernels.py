@@ -1,301 +1,446 @@
-"""Triton kernels; imported only where tensors are on CUDA and Triton is installed.
+"""Steps on windows as single CUDA kernels, which read and write each number once.
 
-Their parameters are pointers and numbers of the device, which Python's types do not describe.
+Each computes what a slower form computes, and tests on machines with CUDA hold the two equal. `fused_relu` and
+`differentiable_relu` are `_monotone` in `rules`; `placed` is `F.pad`; `fused_rows` followed by a product is `convolve`;
+`fused_head` is `fused_relu` followed by two products; `slid_relu` is a convolution of the library followed by
+`fused_relu`; `window_products` is two products with gathered weights.
 """
 
 # Triton is a language of its own; its stubs, where it is installed, do not tell all.
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
 
-# ruff: noqa: ANN001, ANN201, ANN202, D103
-# pyright: reportMissingImports=false
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated
 
-import triton
-import triton.language as tl
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
+from patchcert.bounds.geometry import Geometry
 
-@triton.jit
-def _relu(value):
-    return tl.where(value < 0, 0.0, value)  # NaN is not below 0, so it stays
+Size = tuple[int, int]
 
-
-@triton.jit
-def _finite(value, IS_HALF: tl.constexpr):
-    """In float32; of half precision, whose products may overflow, within its range."""
-    value = value.to(tl.float32)
-    if IS_HALF:
-        value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
-    return value
+_State = Annotated[Tensor, "p n ..."]
+"""Deviations or radii: (p, n, h, w, c) on windows, or (p, n, features)."""
+_Radius = Annotated[Tensor, "_ _ ..."]
+"""Radii that may be the same for all placements or images."""
 
 
-@triton.jit
-def _place(
-    cells,
-    cell_row,
-    image,
-    inner,
-    is_here,
-    clean_image_stride,
-    CHANNELS: tl.constexpr,
-    INNER: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
-):
-    """Where the clean value of each number of a window lies, and whether there is one."""
-    place, is_inside = inner, is_here
-    if HAS_PLACES:
-        cell = tl.load(cells + cell_row * (INNER // CHANNELS) + inner // CHANNELS, mask=is_here, other=-1)
-        place, is_inside = cell * CHANNELS + inner % CHANNELS, is_here & (cell >= 0)
-    return image.to(tl.int64) * clean_image_stride + place, is_inside
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
-@triton.jit
-def relu_windows(
-    deviation,
-    radius,
-    clean,
-    cells,
-    slack_before,
-    slack_after,
-    new_deviation,
-    new_radius,
-    row_count,
-    images,
-    radius_placement_stride,
-    radius_image_stride,
-    clean_image_stride,
-    factor,
-    widen,
-    CHANNELS: tl.constexpr,
-    INNER: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
-    OWN_CELLS: tl.constexpr,
-    HAS_SLACK: tl.constexpr,
-    IS_HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    inner = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    is_row, image, placement = row < row_count, row % images, row // images
-    is_here = is_row & (inner < INNER)
-    offset = row.to(tl.int64) * INNER + inner
-    place, is_inside = _place(
-        cells,
-        row if OWN_CELLS else placement,
-        image,
-        inner,
-        is_here,
-        clean_image_stride,
-        CHANNELS,
-        INNER,
-        HAS_PLACES,
-    )
-    value = tl.load(clean + place, mask=is_inside, other=0.0)
-    shift = _finite(tl.load(deviation + offset, mask=is_inside, other=0.0), IS_HALF)
-    at = placement.to(tl.int64) * radius_placement_stride + image.to(tl.int64) * radius_image_stride + inner
-    spread = _finite(tl.load(radius + at, mask=is_inside, other=0.0), IS_HALF) * factor
-    if HAS_SLACK:
-        spread += tl.load(slack_before + image, mask=is_row, other=0.0)
-    lower, upper = _relu(value + shift - spread), _relu(value + shift + spread)
-    shift = (lower + upper) * 0.5 - _relu(value)
-    spread = (upper - lower) * 0.5 * widen
-    if HAS_SLACK:
-        is_shut = (upper <= 0) & (value <= 0)
-        spread += tl.where(is_shut, 0.0, tl.load(slack_after + image, mask=is_row, other=0.0))
-    shift, spread = (
-        _finite(tl.where(is_inside, shift, 0.0), IS_HALF),
-        _finite(tl.where(is_inside, spread, 0.0), IS_HALF),
-    )
-    tl.store(new_deviation + offset, shift, mask=is_here)
-    tl.store(new_radius + offset, spread, mask=is_here)
+def is_fused(value: Tensor) -> bool:
+    """Whether steps on such values run as single kernels: they are float32 on CUDA, and Triton is installed."""
+    return value.is_cuda and value.dtype == torch.float32 and _has_triton()
 
 
-@triton.jit
-def relu_windows_gradient(
-    deviation,
-    radius,
-    clean,
-    cells,
-    by_deviation,
-    by_radius,
-    to_deviation,
-    to_radius,
-    to_clean,
-    row_count,
-    images,
-    clean_image_stride,
-    CHANNELS: tl.constexpr,
-    INNER: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Of `relu_windows` with cells of each window's own; what reaches the clean values is added up there.
+def fused_relu(
+    deviation: _State,
+    radius: _Radius,
+    clean: Annotated[Tensor, "n ..."],
+    cells: Annotated[Tensor, "p ... cells"] | None,
+    factor: float,
+    widen: float,
+    slack: tuple[Annotated[Tensor, "n"], Annotated[Tensor, "n"]] | None,
+) -> tuple[_State, _State]:
+    """Deviation and radius after ReLU, on windows with clean values (n, places, c), or on features with (n, features).
 
-    Of the placements of an image only the weakest have a gradient: a block of zeros is passed on unread.
+    The cells are those of each placement (p, cells), or of each window (p, n, cells), -1 outside. The radius is
+    multiplied by `factor` and the first slack added before the function, by `widen` and the second slack after it.
+    Deviation and radius may be of half precision: the sums are in float32 all the same.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    inner = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    image, is_here = row % images, (row < row_count) & (inner < INNER)
-    offset = row.to(tl.int64) * INNER + inner
-    place, is_inside = _place(
-        cells, row, image, inner, is_here, clean_image_stride, CHANNELS, INNER, HAS_PLACES
+    from patchcert.windows.triton_kernels import relu_windows
+
+    deviation, radius, clean = deviation.contiguous(), radius.contiguous(), clean.contiguous()
+    placements, images = deviation.shape[:2]
+    new_deviation, new_radius = torch.empty_like(deviation), torch.empty_like(deviation)
+    grid = _Grid.of(deviation, 256)
+    relu_windows[grid.programs](  # pyright: ignore[reportIndexIssue]
+        deviation,
+        radius,
+        clean,
+        clean if cells is None else cells.contiguous(),
+        slack[0] if slack is not None else clean,
+        slack[1] if slack is not None else clean,
+        new_deviation,
+        new_radius,
+        placements * images,
+        images,
+        radius.stride(0) if radius.shape[0] > 1 else 0,
+        radius.stride(1) if radius.shape[1] > 1 else 0,
+        clean.stride(0),
+        factor,
+        widen,
+        CHANNELS=deviation.shape[-1],
+        INNER=grid.inner,
+        HAS_PLACES=cells is not None,
+        OWN_CELLS=cells is not None and cells.dim() == 3,
+        HAS_SLACK=slack is not None,
+        IS_HALF=deviation.dtype == torch.float16,
+        ROWS=grid.rows,
+        BLOCK=grid.block,
+        num_warps=4,
     )
-    shifted = tl.load(by_deviation + offset, mask=is_inside, other=0.0).to(tl.float32)
-    spreaded = tl.load(by_radius + offset, mask=is_inside, other=0.0).to(tl.float32)
-    lower, upper = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
-    if tl.max(((shifted != 0) | (spreaded != 0)).to(tl.int32)) > 0:
-        value = tl.load(clean + place, mask=is_inside, other=0.0)
-        shift = tl.load(deviation + offset, mask=is_inside, other=0.0).to(tl.float32)
-        spread = tl.load(radius + offset, mask=is_inside, other=0.0).to(tl.float32)
-        lower = tl.where(value + shift - spread <= 0, 0.0, (shifted - spreaded) * 0.5)
-        upper = tl.where(value + shift + spread <= 0, 0.0, (shifted + spreaded) * 0.5)
-        own = tl.where(value <= 0, 0.0, shifted)
-        tl.atomic_add(to_clean + place, upper + lower - own, mask=is_inside, sem="relaxed")
-    tl.store(to_deviation + offset, upper + lower, mask=is_here)
-    tl.store(to_radius + offset, upper - lower, mask=is_here)
+    return new_deviation, new_radius
 
 
-@triton.jit
-def place_windows(
-    source,
-    shifts,
-    output,
-    cell_count,
-    top,
-    left,
-    SIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SOURCE_ROWS: tl.constexpr,
-    SOURCE_COLUMNS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    HAS_SHIFTS: tl.constexpr,
-    CELLS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Every cell of the output (b, ROWS, COLUMNS, CHANNELS) reads the cell of its source that lies there, or 0."""
-    cell = tl.program_id(0) * CELLS + tl.arange(0, CELLS)[:, None]
-    channel = tl.arange(0, BLOCK)[None, :]
-    is_here = (cell < cell_count) & (channel < CHANNELS)
-    one = cell // (ROWS * COLUMNS)
-    row = cell // COLUMNS % ROWS - SIGN * top
-    column = cell % COLUMNS - SIGN * left
-    if HAS_SHIFTS:
-        row -= SIGN * tl.load(shifts + 2 * one, mask=cell < cell_count, other=0)
-        column -= SIGN * tl.load(shifts + 2 * one + 1, mask=cell < cell_count, other=0)
-    is_inside = (row >= 0) & (row < SOURCE_ROWS) & (column >= 0) & (column < SOURCE_COLUMNS)
-    at = ((one.to(tl.int64) * SOURCE_ROWS + row) * SOURCE_COLUMNS + column) * CHANNELS + channel
-    values = tl.load(source + at, mask=is_here & is_inside, other=0.0)
-    tl.store(output + cell.to(tl.int64) * CHANNELS + channel, values, mask=is_here)
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """How windows are shared out among programs: each takes `block` numbers of `rows` windows."""
+
+    inner: int
+    rows: int
+    block: int
+    programs: tuple[int, int]
+
+    @staticmethod
+    def of(windows: _State, most: int) -> "_Grid":
+        """With at most `most` numbers of one window side by side: 1024, or 1024 divided by a power of two."""
+        count, inner = windows.shape[0] * windows.shape[1], windows[0, 0].numel()
+        block = min(1 << (inner - 1).bit_length(), most)
+        rows = max(1, 1024 // block)
+        return _Grid(inner, rows, block, (-(-count // rows), -(-inner // block)))
 
 
-@triton.jit
-def window_rows(
-    maps,
-    output,
-    place_count,
-    height,
-    width,
-    rows,
-    columns,
-    top_padding,
-    left_padding,
-    CHANNELS: tl.constexpr,
-    KERNEL_ROWS: tl.constexpr,
-    KERNEL_COLUMNS: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    COLUMN_STRIDE: tl.constexpr,
-    ROW_DILATION: tl.constexpr,
-    COLUMN_DILATION: tl.constexpr,
-    PLACES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)[:, None]
-    inner = tl.arange(0, BLOCK)[None, :]
-    is_tap = (place < place_count) & (inner < KERNEL_COLUMNS * CHANNELS)
-    one = (place // (height * width)).to(tl.int64)
-    column = place % width * COLUMN_STRIDE - left_padding + inner // CHANNELS * COLUMN_DILATION
-    is_column = is_tap & (column >= 0) & (column < columns)
-    target = place.to(tl.int64) * (KERNEL_ROWS * KERNEL_COLUMNS * CHANNELS) + inner
-    for tap in tl.static_range(KERNEL_ROWS):
-        row = (place // width) % height * ROW_STRIDE - top_padding + tap * ROW_DILATION
-        is_inside = is_column & (row >= 0) & (row < rows)
-        source = ((one * rows + row) * columns + column) * CHANNELS + inner % CHANNELS
-        values = tl.load(maps + source, mask=is_inside, other=0.0)
-        tl.store(output + target + tap * (KERNEL_COLUMNS * CHANNELS), values, mask=is_tap)
+def differentiable_relu(
+    deviation: _State,
+    radius: _Radius,
+    clean: Annotated[Tensor, "n ..."],
+    cells: Annotated[Tensor, "p n cells"] | None,
+) -> tuple[_State, _State]:
+    """As `fused_relu` rounded to nearest, with a gradient; the cells are each window's own."""
+    return _FusedRelu.apply(deviation, radius.expand_as(deviation), clean, cells)  # pyright: ignore[reportReturnType]
 
 
-@triton.jit
-def head_windows(
-    deviation,
-    radius,
-    clean,
-    weight,
-    labels,
-    slack_before,
-    slack_after,
-    shift,
-    spread,
-    placements,
-    images,
-    radius_placement_stride,
-    radius_image_stride,
-    factor,
-    widen,
-    FEATURES: tl.constexpr,
-    CLASSES: tl.constexpr,
-    HAS_SLACK: tl.constexpr,
-    IS_FAST: tl.constexpr,
-    IS_HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    image = tl.program_id(0).to(tl.int64)
-    placement = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    row, column = placement[:, None].to(tl.int64), tl.arange(0, COLUMNS)
-    label = tl.load(labels + image)
-    before, after = 0.0, 0.0
-    if HAS_SLACK:
-        before, after = tl.load(slack_before + image), tl.load(slack_after + image)
-    if IS_FAST:
-        total_shift = tl.zeros((ROWS, COLUMNS), tl.float32)
-        total_spread = tl.zeros((ROWS, COLUMNS), tl.float32)
-    else:
-        total_shift = tl.zeros((COLUMNS, ROWS, BLOCK), tl.float32)
-        total_spread = tl.zeros((COLUMNS, ROWS, BLOCK), tl.float32)
-    for start in range(0, FEATURES, BLOCK):
-        feature = start + tl.arange(0, BLOCK)
-        is_feature = feature < FEATURES
-        is_here = (row < placements) & is_feature[None, :]
-        value = tl.load(clean + image * FEATURES + feature, mask=is_feature, other=0.0)[None, :]
-        moved = tl.load(
-            deviation + (row * images + image) * FEATURES + feature[None, :], mask=is_here, other=0.0
+class _FusedRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, deviation: Tensor, radius: Tensor, clean: Tensor, cells: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        deviation, radius, clean = deviation.contiguous(), radius.contiguous(), clean.contiguous()
+        cells = None if cells is None else cells.contiguous()
+        ctx.save_for_backward(deviation, radius, clean, *([] if cells is None else [cells]))
+        return fused_relu(deviation, radius, clean, cells, 1.0, 1.0, None)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: FunctionCtx, by_deviation: Tensor, by_radius: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        from patchcert.windows.triton_kernels import relu_windows_gradient
+
+        deviation, radius, clean, *cells = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
+        to_deviation, to_radius = torch.empty_like(deviation), torch.empty_like(deviation)
+        to_clean = torch.zeros_like(clean)
+        grid = _Grid.of(deviation, 1024)
+        relu_windows_gradient[grid.programs](  # pyright: ignore[reportIndexIssue]
+            deviation,
+            radius,
+            clean,
+            cells[0] if cells else clean,
+            by_deviation.contiguous(),
+            by_radius.contiguous(),
+            to_deviation,
+            to_radius,
+            to_clean,
+            deviation.shape[0] * deviation.shape[1],
+            deviation.shape[1],
+            clean.stride(0),
+            CHANNELS=deviation.shape[-1],
+            INNER=grid.inner,
+            HAS_PLACES=bool(cells),
+            ROWS=grid.rows,
+            BLOCK=grid.block,
+            num_warps=8,
         )
-        at = row * radius_placement_stride + image * radius_image_stride + feature[None, :]
-        wide = tl.load(radius + at, mask=is_here, other=0.0) * factor + before
-        lower, upper = _relu(value + moved - wide), _relu(value + moved + wide)
-        moved = (lower + upper) * 0.5 - _relu(value)
-        is_shut = (upper <= 0) & (value <= 0)
-        wide = (upper - lower) * 0.5 * widen + tl.where(is_shut, 0.0, after)
-        own = tl.load(weight + label * FEATURES + feature, mask=is_feature, other=0.0)[None, :]
-        is_weight = (column < CLASSES)[:, None] & is_feature[None, :]
-        other = tl.load(weight + column[:, None] * FEATURES + feature[None, :], mask=is_weight, other=0.0)
-        difference = own - other
-        if IS_FAST:
-            turned = tl.trans(difference)
-            total_shift += tl.dot(moved, turned, input_precision="tf32")
-            total_spread += tl.dot(wide, tl.abs(turned), input_precision="tf32")
-        else:
-            total_shift += moved[None, :, :] * difference[:, None, :]
-            total_spread += wide[None, :, :] * tl.abs(difference)[:, None, :]
-    if IS_FAST:
-        target = (image * placements + row) * CLASSES + column[None, :]
-        is_target = (row < placements) & (column < CLASSES)[None, :]
-        tl.store(shift + target, total_shift, mask=is_target)
-        tl.store(spread + target, total_spread, mask=is_target)
-    else:
-        target = (image * placements + placement[None, :].to(tl.int64)) * CLASSES + column[:, None]
-        is_target = (placement < placements)[None, :] & (column < CLASSES)[:, None]
-        tl.store(shift + target, tl.sum(total_shift, axis=2), mask=is_target)
-        tl.store(spread + target, tl.sum(total_spread, axis=2), mask=is_target)
+        return to_deviation, to_radius, to_clean, None
+
+
+def placed(windows: Tensor, size: Size, origin: Size, shifts: Tensor | None = None) -> Tensor:
+    """Maps (..., height, width, c) of the given size, each with a window (..., h, w, c) in it and zero elsewhere.
+
+    The window's first cell lies at the origin (row, column), moved by its own shift (..., 2) where there are
+    shifts. What sticks out over the map is left out, and gets no gradient.
+    """
+    return _Placed.apply(windows, size, origin, shifts)  # pyright: ignore[reportReturnType]
+
+
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, windows: Tensor, size: Size, origin: Size, shifts: Tensor | None) -> Tensor:
+        ctx.back = (tuple(windows.shape[-3:-1]), origin, shifts, -1)  # pyright: ignore[reportAttributeAccessIssue]
+        return _moved(windows, size, origin, shifts, 1)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: FunctionCtx, gradient: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        return _moved(gradient, *ctx.back), None, None, None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _moved(source: Tensor, size: Size, origin: Size, shifts: Tensor | None, sign: int) -> Tensor:
+    """The source (..., h, w, c) put into maps of the given size; with sign -1 what lies there is taken out again."""
+    from patchcert.windows.triton_kernels import place_windows
+
+    source = source.contiguous()
+    height, width, channels = source.shape[-3:]
+    output = source.new_empty(*source.shape[:-3], *size, channels)
+    count = output.numel() // channels
+    block = 1 << (channels - 1).bit_length()
+    at_once = max(1, 4096 // block)
+    place_windows[(-(-count // at_once),)](  # pyright: ignore[reportIndexIssue]
+        source,
+        source if shifts is None else shifts.contiguous(),
+        output,
+        count,
+        *origin,
+        SIGN=sign,
+        ROWS=size[0],
+        COLUMNS=size[1],
+        SOURCE_ROWS=height,
+        SOURCE_COLUMNS=width,
+        CHANNELS=channels,
+        HAS_SHIFTS=shifts is not None,
+        CELLS=at_once,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return output
+
+
+def fused_head(
+    deviation: Annotated[Tensor, "p n features"],
+    radius: Annotated[Tensor, "_ _ features"],
+    clean: Annotated[Tensor, "n features"],
+    weight: Annotated[Tensor, "k features"],
+    labels: Annotated[Tensor, "n"],
+    factor: float,
+    widen: float,
+    slack: tuple[Annotated[Tensor, "n"], Annotated[Tensor, "n"]] | None,
+) -> tuple[Annotated[Tensor, "n p k"], Annotated[Tensor, "n p k"]]:
+    """As `fused_relu` on features, then through the last layer merged with the specification.
+
+    Gives the deviation times row label minus row class of the weight, and the radius times the absolute values. Every
+    sum has one term per feature. Products are in TF32 where that is allowed, as in the search of training.
+    """
+    from patchcert.windows.triton_kernels import head_windows
+
+    deviation, radius, clean, weight = (part.contiguous() for part in (deviation, radius, clean, weight))
+    placements, images, features = deviation.shape
+    classes = len(weight)
+    shift = torch.empty(images, placements, classes, dtype=clean.dtype, device=clean.device)
+    spread = torch.empty_like(shift)
+    is_fast = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    rows, warps = (32, 2) if is_fast else (8, 4)
+    head_windows[(images, -(-placements // rows))](  # pyright: ignore[reportIndexIssue]
+        deviation,
+        radius,
+        clean,
+        weight,
+        labels,
+        slack[0] if slack is not None else clean,
+        slack[1] if slack is not None else clean,
+        shift,
+        spread,
+        placements,
+        images,
+        radius.stride(0) if radius.shape[0] > 1 else 0,
+        radius.stride(1) if radius.shape[1] > 1 else 0,
+        factor,
+        widen,
+        FEATURES=features,
+        CLASSES=classes,
+        HAS_SLACK=slack is not None,
+        IS_FAST=is_fast,
+        IS_HALF=deviation.dtype == torch.float16,
+        ROWS=rows,
+        BLOCK=32,
+        COLUMNS=max(16, 1 << (classes - 1).bit_length()),
+        num_warps=warps,
+    )
+    return shift, spread
+
+
+def fused_rows(
+    maps: Annotated[Tensor, "b _ _ c"], geometry: Geometry, height: int, width: int
+) -> Annotated[Tensor, "rows terms"]:
+    """The values under the kernel at each place of its output (height, width), a row for each, 0 in padding."""
+    from patchcert.windows.triton_kernels import window_rows
+
+    maps = maps.contiguous()
+    count, rows, columns, channels = maps.shape
+    taps, places = geometry.kernel[0] * geometry.kernel[1], count * height * width
+    output = torch.empty(places, taps * channels, dtype=maps.dtype, device=maps.device)
+    block = 1 << (geometry.kernel[1] * channels - 1).bit_length()
+    at_once = max(1, 1024 // block)
+    window_rows[(-(-places // at_once),)](  # pyright: ignore[reportIndexIssue]
+        maps,
+        output,
+        places,
+        height,
+        width,
+        rows,
+        columns,
+        geometry.padding[0],
+        geometry.padding[2],
+        CHANNELS=channels,
+        KERNEL_ROWS=geometry.kernel[0],
+        KERNEL_COLUMNS=geometry.kernel[1],
+        ROW_STRIDE=geometry.stride[0],
+        COLUMN_STRIDE=geometry.stride[1],
+        ROW_DILATION=geometry.dilation[0],
+        COLUMN_DILATION=geometry.dilation[1],
+        PLACES=at_once,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return output
+
+
+_OnWindows = Annotated[Tensor, "p n h w c"]
+
+_FEWEST_CHANNELS = 32
+_SHARED_MEMORY = 200 * 2**10
+
+
+def fills_cores(channels: int, outputs: int, device: torch.device) -> bool:
+    """Whether channels in and out are cut into tiles without a rest, which the device has room for."""
+    is_even = channels % _FEWEST_CHANNELS == 0 and outputs % _FEWEST_CHANNELS == 0
+    return is_even and _shared_memory(device) >= _SHARED_MEMORY
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have beside its registers; on a CPU, where tests interpret kernels, enough."""
+    if device.type != "cuda":
+        return _SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What a program takes at once, images, outputs and terms of their sums, and how it is run."""
+
+    images: int
+    outputs: int
+    terms: int
+    warps: int
+    stages: int
+    is_turned: bool = False
+
+
+def slide_tiles(images: int, channels: int, outputs: int) -> Tiles:
+    """Two sums of 128 images by 128 outputs fill the registers of a core; narrower ones leave room for another."""
+    width = _part(outputs, 128)
+    return Tiles(_images(images), width, _part(channels, 64), 8, 4 if width == 128 else 2, is_turned=True)
+
+
+def product_tiles(images: int, channels: int, outputs: int) -> Tiles:
+    """One sum of 128 images by 256 outputs likewise."""
+    return Tiles(_images(images), _part(outputs, 256), _part(channels, 64), 8, 4)
+
+
+def _images(count: int) -> int:
+    return min(128, max(16, 1 << (count - 1).bit_length()))
+
+
+def _part(number: int, most: int) -> int:
+    """The largest power of two that divides the number and is at most `most`, itself a power of two."""
+    return min(number & -number, most)
+
+
+def slid_relu(
+    parts: tuple[_OnWindows, _OnWindows],
+    weights: tuple[Annotated[Tensor, "taps c out"], Annotated[Tensor, "taps c out"]],
+    geometry: Geometry,
+    clean: Annotated[Tensor, "n places out"],
+    cells: Annotated[Tensor, "p cells"],
+    spans: Annotated[Tensor, "p 6"],
+    tiles: Tiles | None = None,
+) -> tuple[Annotated[Tensor, "p n _ _ out"], Annotated[Tensor, "p n _ _ out"]]:
+    """Deviation and radius through a convolution and a ReLU; `weights` come with their absolute values.
+
+    The `cells` are those of the new windows, -1 outside; the `spans` are those of the old windows.
+    """
+    from patchcert.windows.triton_kernels import slide_relu
+
+    deviation, radius, clean = parts[0].contiguous(), parts[1].contiguous(), clean.contiguous()
+    placements, images, rows, columns, channels = deviation.shape
+    outputs, (height, width) = weights[0].shape[-1], geometry.output_size(rows, columns)
+    tiles = tiles or slide_tiles(images, channels, outputs)
+    new_deviation = deviation.new_empty(placements, images, height, width, outputs)
+    new_radius = torch.empty_like(new_deviation)
+    programs = -(-images // tiles.images) * (outputs // tiles.outputs)
+    slide_relu[(height * width, programs, placements)](  # pyright: ignore[reportIndexIssue]
+        deviation,
+        radius,
+        *weights,
+        clean,
+        cells.contiguous(),
+        spans.contiguous(),
+        new_deviation,
+        new_radius,
+        images,
+        clean.stride(0),
+        geometry.padding[0],
+        geometry.padding[2],
+        CHANNELS=channels,
+        OUTPUTS=outputs,
+        ROWS=rows,
+        COLUMNS=columns,
+        NEW_ROWS=height,
+        NEW_COLUMNS=width,
+        KERNEL_ROWS=geometry.kernel[0],
+        KERNEL_COLUMNS=geometry.kernel[1],
+        ROW_STRIDE=geometry.stride[0],
+        COLUMN_STRIDE=geometry.stride[1],
+        IMAGES=tiles.images,
+        TERMS=tiles.terms,
+        BLOCK=tiles.outputs,
+        IS_TURNED=tiles.is_turned,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return new_deviation, new_radius
+
+
+def window_products(
+    parts: tuple[_OnWindows, _OnWindows],
+    weights: tuple[Annotated[Tensor, "places c out"], Annotated[Tensor, "places c out"]],
+    map_columns: int,
+    spans: Annotated[Tensor, "p 6"],
+    tiles: Tiles | None = None,
+) -> tuple[Annotated[Tensor, "p n out"], Annotated[Tensor, "p n out"]]:
+    """Deviation and radius times the weights and their absolute values, where `spans` say on a map of `map_columns`."""
+    from patchcert.windows.triton_kernels import window_product
+
+    deviation, radius = parts[0].contiguous(), parts[1].contiguous()
+    placements, images, rows, columns, channels = deviation.shape
+    outputs = weights[0].shape[-1]
+    tiles = tiles or product_tiles(images, channels, outputs)
+    new_deviation = deviation.new_empty(placements, images, outputs)
+    new_radius = torch.empty_like(new_deviation)
+    programs = -(-images // tiles.images) * (outputs // tiles.outputs)
+    window_product[(2 * programs, placements)](  # pyright: ignore[reportIndexIssue]
+        deviation,
+        radius,
+        *weights,
+        spans.contiguous(),
+        new_deviation,
+        new_radius,
+        images,
+        CHANNELS=channels,
+        OUTPUTS=outputs,
+        ROWS=rows,
+        COLUMNS=columns,
+        MAP_COLUMNS=map_columns,
+        IMAGES=tiles.images,
+        TERMS=tiles.terms,
+        BLOCK=tiles.outputs,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return new_deviation, new_radius

@@ -1,30 +1,37 @@
-"""What each operation does to windows: one short rule per operation, one table."""
+"""What operations do to windows: a short rule for each that has products or kernels of its own, one for all others.
+
+They pay for rounding as derived in `windows`. Below, u is the unit of rounding, D and R are deviation and radius of a
+window, z is the clean value, and L the largest absolute clean value of the image.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from patchcert.bounds.geometry import FeatureMap, Geometry, Window
 from patchcert.bounds.operations import (
     Add,
     AveragePool,
     ChannelScale,
     Convolution,
+    Interval,
     Linear,
-    MaxPool,
     Monotone,
     Operation,
     Reshape,
 )
+from patchcert.bounds.operations.affine import SCALE_ROUNDINGS
 from patchcert.bounds.rounding import lifted, summed_roundings
-from patchcert.windows.fused import differentiable_relu, fused_relu
-from patchcert.windows.geometry import FeatureMap, Window, is_global
-from patchcert.windows.joint import convolution_with_relu, product_of_windows
-from patchcert.windows.sliding import slide
-from patchcert.windows.unmoved import moved_channels, only
-from patchcert.windows.windows import WindowPass, Windows, product
+from patchcert.windows.affine import convolution_with_relu, moved_channels, only, product_of_windows, slide
+from patchcert.windows.kernels import differentiable_relu, fused_relu
+from patchcert.windows.passes import WindowPass, Windows
+from patchcert.windows.products import product
+
+Inputs = Sequence[Windows]
 
 
 def propagate(sweep: WindowPass, start: Windows, last: int, first: int = 0) -> Windows:
@@ -41,7 +48,8 @@ def propagate(sweep: WindowPass, start: Windows, last: int, first: int = 0) -> W
             ]
         joint = None if position + 2 > last else convolution_with_relu(inputs[0], sweep, position)
         if joint is None:
-            states[position + 1] = RULES[type(step.operation)](step.operation, inputs, sweep, position)
+            rule = RULES.get(type(step.operation), _by_interval)
+            states[position + 1] = rule(step.operation, inputs, sweep, position)
         else:
             states[position + 2] = joint
         for index in set(step.inputs):
@@ -56,21 +64,16 @@ def before_head(sweep: WindowPass, start: Windows, first: int = 0) -> Windows:
     return propagate(sweep, start, last, first).settled(sweep.outside(last))
 
 
-def _convolution(
-    operation: Convolution, inputs: Sequence[Windows], sweep: WindowPass, position: int
-) -> Windows:
+def _convolution(operation: Convolution, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     return slide(operation.geometry, operation.weight(), operation.groups, inputs[0], sweep, position)
 
 
-def _average_pool(
-    operation: AveragePool, inputs: Sequence[Windows], sweep: WindowPass, position: int
-) -> Windows:
+def _average_pool(operation: AveragePool, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
     area, clean = sweep.layout.maps[index], sweep.clean.values[index]
-    geometry = operation.geometry(clean)
     assert area is not None
-    assert geometry is not None
-    if is_global(operation, area):
+    geometry = operation.places(area)
+    if not isinstance(geometry, Geometry):
         return _global_mean(state, area, sweep)
     weight = clean.new_full(
         (area.channels, 1, *geometry.kernel), 1.0 / (geometry.kernel[0] * geometry.kernel[1])
@@ -82,20 +85,22 @@ def _global_mean(state: Windows, area: FeatureMap, sweep: WindowPass) -> Windows
     cells = state.deviation.shape[2] * state.deviation.shape[3]
     ones = state.deviation.new_ones(cells, 1)
 
-    def mean(part: Tensor) -> Tensor:
+    def mean(part: Annotated[Tensor, "p n h w c"]) -> Annotated[Tensor, "p n c"]:
         total = product(part.flatten(2, 3).transpose(2, 3), ones, sweep.rounding).squeeze(3)
         return total / (area.height * area.width)
 
+    # The division rounds once more than the sum.
     return state.map(mean).widened(summed_roundings(cells) + 1, sweep.rounding)
 
 
-def _linear(operation: Linear, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _linear(operation: Linear, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     (state,), index = inputs, sweep.steps[position].inputs[0]
     columns, absolute = _columns(operation, state.deviation.dtype, sweep, position)
     if sweep.windows[index] is None:
         moved = Windows(
             _feature_product(state.deviation, columns, sweep), _feature_product(state.radius, absolute, sweep)
         )
+        # A product's roundings, and one to spare.
         return moved.widened(summed_roundings(columns.shape[0]) + 1, sweep.rounding)
     joint = product_of_windows(state, columns, absolute, sweep, index)
     if joint is not None:
@@ -108,6 +113,8 @@ def _linear(operation: Linear, inputs: Sequence[Windows], sweep: WindowPass, pos
     moved = Windows(
         sweep.flat_product(state.deviation, columns, index), sweep.flat_product(state.radius, absolute, index)
     )
+    # A window is multiplied as a whole, or row by row with a sum for each row; one rounding is to spare. Channels that
+    # were left out only make sums shorter.
     by_rows = summed_roundings(width * channels) + height
     roundings = max(summed_roundings(height * width * channels), by_rows)
     return moved.widened(roundings + 1, sweep.rounding)
@@ -142,67 +149,77 @@ def _packed(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
-def _channel_scale(
-    operation: ChannelScale, inputs: Sequence[Windows], sweep: WindowPass, position: int
-) -> Windows:
+def _channel_scale(operation: ChannelScale, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     (state,), key = inputs, (position,)
     if key not in sweep.shared.weights:
         scale = operation.scale().to(state.deviation.dtype).flatten()
         absolute = lifted(scale.abs()) if sweep.rounding.is_outward else scale.abs()
         sweep.shared.weights[key] = (scale, absolute)
     scale, absolute = sweep.shared.weights[key]
-    return Windows(state.deviation * scale, state.radius * absolute).widened(8, sweep.rounding)
+    return Windows(state.deviation * scale, state.radius * absolute).widened(SCALE_ROUNDINGS, sweep.rounding)
 
 
-def _monotone(operation: Monotone, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _monotone(operation: Monotone, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
     if operation.is_relu and sweep.is_fused:
         return _fused_relu(state, sweep, position)
-    before = sweep.clean_windows(index)
-    if not sweep.rounding.is_outward:
-        after = operation.function(before)
-        return _between(operation.function, operation.units, before, after, state, sweep, position)
-    after = sweep.clean_windows(position + 1)
-    function = operation.precisely if operation.units else operation.function
-    return _between(function, operation.units, before, after, state, sweep, position, operation.is_relu)
+    before, is_outward = sweep.clean_windows(index), sweep.rounding.is_outward
+    after = sweep.clean_windows(position + 1) if is_outward else operation.function(before)
+    function = operation.precisely if is_outward and operation.units else operation.function
+    bounds = _box(before, state, sweep, index).map(function)
+    return _difference(bounds, after, sweep, position, operation.units, operation.is_relu and is_outward)
 
 
-def _max_pool(operation: MaxPool, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
-    """The pooled window also sees clean values around the patch's own window."""
-    geometry = operation.geometry
-    source, target = sweep.window(sweep.steps[position].inputs[0]), sweep.window(position + 1)
-    left, right, top, bottom = source.input_padding(geometry, target)
-    grown = inputs[0].map(lambda part: F.pad(part, (0, 0, left, right, top, bottom)))
+def _by_interval(operation: Operation, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
+    """Any other operation: its own interval bound on what the output window sees, clean values around it included."""
+    indices, target = sweep.steps[position].inputs, sweep.windows[position + 1]
+    if target is None:
+        boxes = [
+            _box(sweep.clean_windows(index), state, sweep, index).map(
+                lambda part, index=index: part.reshape(-1, *sweep.clean.values[index].shape[1:])
+            )
+            for state, index in zip(inputs, indices, strict=True)
+        ]
+        bounds = operation.interval(*boxes, rounding=sweep.rounding).map(lambda part: part.flatten(1))
+    else:
+        box = _seen_box(inputs[0], sweep, position).map(lambda part: part.flatten(0, 1).permute(0, 3, 1, 2))
+        bounds = operation.unpadded().interval(box, rounding=sweep.rounding)
+        assert bounds.shape[2:] == (target.height, target.width), f"{operation} does not have its geometry"
+        bounds = bounds.map(lambda part: part.permute(0, 2, 3, 1))
+    # The copies are changed in place; the operation may keep what it has given.
+    bounds = bounds.map(lambda part: part.clone().unflatten(0, inputs[0].deviation.shape[:2]))
+    return _difference(bounds, sweep.clean_windows(position + 1), sweep, position)
+
+
+def _seen_box(state: Windows, sweep: WindowPass, position: int) -> Interval:
+    """All values (p, n, h, w, c) that the windows allow where the step looks at them."""
+    index = sweep.steps[position].inputs[0]
+    source, seen = sweep.window(index), sweep.layout.seen(position, sweep.windows)
+    grown = _extend(state, source, seen)
     before = sweep.surroundings(position, grown.deviation.shape[2], grown.deviation.shape[3])
-
-    def pool(values: Tensor) -> Tensor:
-        maps = values.flatten(0, 1).permute(0, 3, 1, 2)
-        pooled = F.max_pool2d(maps, geometry.kernel, geometry.stride, 0, geometry.dilation)
-        return pooled.permute(0, 2, 3, 1).unflatten(0, values.shape[:2])
-
-    return _between(pool, 0, before, sweep.clean_windows(position + 1), grown, sweep, position)
+    return _box(before, grown, sweep, index)
 
 
-def _between(
-    function: Callable[[Tensor], Tensor],
-    units: int,
-    before: Tensor,
-    after: Tensor,
-    state: Windows,
-    sweep: WindowPass,
-    position: int,
-    shuts: bool = False,
-) -> Windows:
-    """The interval around the clean values pushed through a non-decreasing function, as a difference again.
-
-    A function that `shuts` is exactly 0 up to 0: where that is all there is, the difference is 0 without any slack.
-    """
+def _box(before: Tensor, state: Windows, sweep: WindowPass, index: int) -> Interval:
+    """All values that the windows on value `index` allow, whose clean values are `before`."""
     centre, radius, rounding = before + state.deviation, state.radius, sweep.rounding
-    shape = (-1, *[1] * (state.deviation.dim() - 2))
     if rounding.is_outward:
-        slack = sweep.shared.slack(sweep.steps[position].inputs[0], 3, state.extra).reshape(shape)
+        # z is off by its slack. z + D is off by u (L + R), as |D| <= R, and each end by u (L + 2R): 2 of the 3 units of
+        # L, and 3 of the 8 units of R; the radius itself is rounded three times, and (1 + 8u)(1 - 3u) > 1 + 3u.
+        slack = _per_image(sweep.shared.slack(index, 3, state.extra), state)
         radius = radius * (state.factor * (1 + 8 * rounding.unit)) + slack
-    upper, lower = function(centre + radius), function(centre - radius)
+    return Interval.around(centre, radius)
+
+
+def _difference(
+    bounds: Interval, after: Tensor, sweep: WindowPass, position: int, units: int = 0, shuts: bool = False
+) -> Windows:
+    """The bounds after a step as a difference from the clean values there; the bounds are used up.
+
+    They were computed to within `units`. A function that `shuts` is exactly 0 up to 0: where that is all there is, the
+    difference is 0 without any slack.
+    """
+    lower, upper, rounding = bounds.lower, bounds.upper, sweep.rounding
     is_open = (upper != 0) | (after != 0) if shuts else None
     if torch.is_grad_enabled():
         spread = (upper - lower) * 0.5
@@ -210,15 +227,23 @@ def _between(
     else:
         spread = upper.sub_(lower).mul_(0.5)
         deviation = lower.add_(spread).sub_(after)
+    state = Windows(deviation, spread, is_ragged=True)
     if rounding.is_outward:
-        slack = sweep.shared.slack(position + 1, 4 + units, 0.0).reshape(shape)
+        # The clean value lies between the bounds, so that they are at most L + 2R: each is off by `units` of that. The
+        # difference costs u R, the middle u (L + R), its deviation u R: 1 of the 4 units of L, 3 of the 8 units of R,
+        # and the radius itself is rounded three times. The clean value is off by its slack.
+        slack = _per_image(sweep.shared.slack(position + 1, 4 + units, 0.0), state)
         slack = slack if is_open is None else slack * is_open
-        spread = spread * (1 + (8 + 2 * units) * rounding.unit) + slack
-    return Windows(deviation, spread, is_ragged=True).settled(sweep.outside(position + 1))
+        state = replace(state, radius=spread * (1 + (8 + 2 * units) * rounding.unit) + slack)
+    return state.settled(sweep.outside(position + 1))
+
+
+def _per_image(slack: Annotated[Tensor, "n"], state: Windows) -> Tensor:
+    return slack.reshape(-1, *[1] * (state.deviation.dim() - 2))
 
 
 def _fused_relu(state: Windows, sweep: WindowPass, position: int) -> Windows:
-    """As `_between` for ReLU, in one pass over the memory."""
+    """As `_monotone` for ReLU, in one pass over the memory."""
     index = sweep.steps[position].inputs[0]
     cells = sweep.signed_cells(index)
     clean = sweep.clean.values[index].flatten(1) if cells is None else sweep.clean.places(index, sweep.layout)
@@ -233,18 +258,20 @@ def relu_terms(
 ) -> tuple[float, float, tuple[Tensor, Tensor] | None]:
     """What pays for the rounding of a fused ReLU: factors of the radius before and after, and slacks likewise."""
     rounding, slack = sweep.rounding, None
+    # The constants are those of `_box` and of `_difference` with no units, as ReLU is exact.
     if rounding.is_outward:
         index = sweep.steps[position].inputs[0]
         slack = (sweep.shared.slack(index, 3, state.extra), sweep.shared.slack(position + 1, 4, 0.0))
     return state.factor * (1 + 8 * rounding.unit), 1 + 8 * rounding.unit, slack
 
 
-def _add(operation: Add, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _add(operation: Add, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     step, target = sweep.steps[position], sweep.windows[position + 1]
     first, second = (
         _extend(state, sweep.windows[index], target) for state, index in zip(inputs, step.inputs, strict=True)
     )
     total = Windows(first.deviation + second.deviation, first.radius + second.radius)
+    # One rounding of each sum, and one to spare.
     return replace(total.widened(2, sweep.rounding), is_ragged=True)
 
 
@@ -257,7 +284,7 @@ def _extend(state: Windows, source: Window | None, target: Window | None) -> Win
     return state.map(lambda part: F.pad(part, (0, 0, left, right, top, bottom)))
 
 
-def _reshape(operation: Reshape, inputs: Sequence[Windows], sweep: WindowPass, position: int) -> Windows:
+def _reshape(operation: Reshape, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     return inputs[0]
 
 
@@ -267,7 +294,6 @@ RULES: dict[type[Operation], Callable[..., Windows]] = {
     Linear: _linear,
     ChannelScale: _channel_scale,
     Monotone: _monotone,
-    MaxPool: _max_pool,
     Add: _add,
     Reshape: _reshape,
 }

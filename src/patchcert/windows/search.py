@@ -1,14 +1,17 @@
 """The search for the weakest placement in all-patch training: no gradient, no need for the last digits."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from patchcert.bounds import Network
 from patchcert.bounds.rounding import fast_arithmetic
+from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
 from patchcert.windows.clean import Clean, clean_pass
-from patchcert.windows.dense import dense_margins
-from patchcert.windows.memory import default_budget, rows_within
+from patchcert.windows.dense import dense_weakest
+from patchcert.windows.memory import default_budget
 from patchcert.windows.sweep import PlacementSweep, covering_sweep
 
 _TRAINING_BUDGET = 2**30
@@ -27,12 +30,12 @@ class WeakestPlacements:
     def find(
         self,
         network: Network,
-        images: Tensor,
-        labels: Tensor,
+        images: Images,
+        labels: Labels,
         epsilon: float | Tensor,
         clean: Clean | None = None,
-    ) -> Tensor:
-        """Indices (n, classes) into the threat's placements; `clean` is the clean pass where the caller has it.
+    ) -> Annotated[Tensor, "n k"]:
+        """Indices into the threat's placements; `clean` is the clean pass where the caller has it.
 
         Products may run in TF32 and windows in half precision: both only rank placements.
         """
@@ -41,9 +44,9 @@ class WeakestPlacements:
         if sweep is not None:
             return weakest(sweep, images, labels, epsilon, clean)
         with fast_arithmetic():
-            return dense_worst(network, images, labels, self.threat, epsilon, budget)
+            return dense_weakest(network, images, labels, self.threat, epsilon, budget)
 
-    def _sweep(self, network: Network, images: Tensor, budget: int) -> PlacementSweep | None:
+    def _sweep(self, network: Network, images: Images, budget: int) -> PlacementSweep | None:
         key = (id(network), images.shape[1:], images.device, images.dtype, budget)
         if key not in self._sweeps:
             self._sweeps = {key: covering_sweep(network, images, self.threat, budget)}
@@ -51,40 +54,21 @@ class WeakestPlacements:
 
 
 def search_budget(device: torch.device) -> int:
-    """The memory that a search may take unless it is told."""
+    """The memory that a search may take by default."""
     return min(default_budget(device), _TRAINING_BUDGET)
 
 
 @torch.no_grad()
 def weakest(
     sweep: PlacementSweep,
-    images: Tensor,
-    labels: Tensor,
+    images: Images,
+    labels: Labels,
     epsilon: float | Tensor,
     clean: Clean | None = None,
-) -> Tensor:
-    """The placement (n, classes) of least margin, by products in TF32 and windows in half precision where they go."""
+) -> Annotated[Tensor, "n k"]:
+    """The placement of least margin, by products in TF32 and windows in half precision where they can be used."""
     with fast_arithmetic():
-        dtype = torch.float16 if sweep.takes_half(images) else None
+        dtype = torch.float16 if sweep.takes_half_precision(images) else None
         if clean is None:
             clean = clean_pass(sweep.layout.network, images, labels)
-        return sweep.worst(clean.detached(), labels, epsilon, dtype)
-
-
-def dense_worst(
-    network: Network, images: Tensor, labels: Tensor, threat: Patch, epsilon: float | Tensor, budget: int
-) -> Tensor:
-    """The same search where windows do not cover the network: whole images, a few placements at a time."""
-    corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
-    size = rows_within(network, images, budget, len(images))
-    least, worst = None, None
-    for start in range(0, len(corners), size):
-        margins = dense_margins(network, images, labels, threat, corners[start : start + size], epsilon)
-        values, position = margins.min(dim=1)
-        if least is None or worst is None:
-            least, worst = values, position + start
-        else:
-            lower = values < least
-            least, worst = least.where(~lower, values), worst.where(~lower, position + start)
-    assert worst is not None
-    return worst
+        return sweep.margins(clean.detached(), labels, epsilon, dtype=dtype).argmin(dim=1)

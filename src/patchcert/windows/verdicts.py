@@ -1,5 +1,4 @@
-"""Verdicts without margins: images are let go as soon as they are decided, so that fewer placements are
-bounded.
+"""Verdicts without margins: an image is dropped as soon as it is decided, so that fewer placements are bounded.
 
 An image is refuted for good by one placement that is not proven. One larger patch that covers a block of
 placements proves all of them at once; where it does not, the placements are bounded one by one. Both only
@@ -8,13 +7,17 @@ margins positive.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from patchcert.bounds import Network, Rounding
+from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
+from patchcert.windows.blocks import covered_pixels
 from patchcert.windows.clean import Clean
+from patchcert.windows.groups import Group
 from patchcert.windows.sweep import PlacementSweep, covering_sweep
 
 _BLOCK = 2
@@ -29,7 +32,7 @@ class VerdictSweep:
     blocks: PlacementSweep | None
 
     @staticmethod
-    def of(network: Network, images: Tensor, threat: Patch, memory_budget: int) -> "VerdictSweep | None":
+    def of(network: Network, images: Images, threat: Patch, memory_budget: int) -> "VerdictSweep | None":
         """None where windows do not cover the network."""
         single = covering_sweep(network, images, threat, memory_budget)
         if single is None:
@@ -38,53 +41,45 @@ class VerdictSweep:
         blocks = None if merged is None else covering_sweep(network, images, merged, memory_budget)
         return VerdictSweep(single, blocks)
 
-    def proven(self, clean: Clean, labels: Tensor, rounding: Rounding) -> Tensor:
-        """True (n,) where every placement is proven."""
-        open_ = _Open(clean, labels, torch.arange(len(labels), device=labels.device), rounding)
+    def proven(self, clean: Clean, labels: Labels, rounding: Rounding) -> Annotated[Tensor, "n"]:
+        """True where every placement is proven."""
         first, *rest = self.single.groups
-        open_ = open_.after(self.single.group_margins(first, open_.clean, open_.labels, rounding))
+        undecided = _Undecided(clean, labels, torch.arange(len(labels), device=labels.device), rounding)
+        undecided = undecided.kept(undecided.proven(self.single, first))
         proven = torch.zeros_like(labels, dtype=torch.bool)
-        if self.blocks is not None and len(open_.images):
-            by_blocks = open_.proven_by(self.blocks)
-            proven[open_.images[by_blocks]] = True
-            open_ = open_.keeping(~by_blocks)
+        if self.blocks is not None and len(undecided.images):
+            by_blocks = torch.ones_like(undecided.labels, dtype=torch.bool)
+            for group in self.blocks.groups:
+                by_blocks &= undecided.proven(self.blocks, group)
+            proven[undecided.images[by_blocks]] = True
+            undecided = undecided.kept(~by_blocks)
         for group in rest:
-            if len(open_.images) == 0:
+            if len(undecided.images) == 0:
                 break
-            open_ = open_.after(self.single.group_margins(group, open_.clean, open_.labels, rounding))
-        proven[open_.images] = True
+            undecided = undecided.kept(undecided.proven(self.single, group))
+        proven[undecided.images] = True
         return proven
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class _Undecided:
     """The images that are not decided yet, by their numbers."""
 
     clean: Clean
-    labels: Tensor
-    images: Tensor
+    labels: Labels
+    images: Annotated[Tensor, "n"]
     rounding: Rounding
 
-    def after(self, margins: Tensor) -> "_Open":
-        """Without the images that these margins leave unproven, NaN included."""
-        return self.keeping(_are_proven(margins))
+    def proven(self, sweep: PlacementSweep, group: Group) -> Annotated[Tensor, "n"]:
+        """True where all margins at the group's placements are positive numbers, neither NaN nor infinite."""
+        margins = sweep.group_margins(group, self.clean, self.labels, self.rounding)
+        return ((margins > 0) & margins.isfinite()).all(dim=1)
 
-    def keeping(self, kept: Tensor) -> "_Open":
-        if bool(kept.all()):
+    def kept(self, is_kept: Annotated[Tensor, "n"]) -> "_Undecided":
+        if bool(is_kept.all()):
             return self
-        index = kept.nonzero().flatten()
-        return _Open(self.clean.select(index), self.labels[index], self.images[index], self.rounding)
-
-    def proven_by(self, blocks: PlacementSweep) -> Tensor:
-        proven = torch.ones_like(self.labels, dtype=torch.bool)
-        for group in blocks.groups:
-            proven &= _are_proven(blocks.group_margins(group, self.clean, self.labels, self.rounding))
-        return proven
-
-
-def _are_proven(margins: Tensor) -> Tensor:
-    """True (n,) where all margins are positive numbers, neither NaN nor infinite."""
-    return ((margins > 0) & margins.isfinite()).all(dim=1)
+        index = is_kept.nonzero().flatten()
+        return _Undecided(self.clean.select(index), self.labels[index], self.images[index], self.rounding)
 
 
 def block_patch(threat: Patch, height: int, width: int) -> Patch | None:
@@ -92,10 +87,7 @@ def block_patch(threat: Patch, height: int, width: int) -> Patch | None:
     placements = threat.placements(height, width)
     if not placements.complete or min(placements.rows, placements.columns) < 2 * _BLOCK:
         return None
-    merged = torch.zeros(threat.height + _BLOCK - 1, threat.width + _BLOCK - 1, dtype=torch.bool)
-    for top in range(_BLOCK):
-        for left in range(_BLOCK):
-            merged[top : top + threat.height, left : left + threat.width] |= threat.stamp.cpu()
+    merged = covered_pixels(threat, _BLOCK, _BLOCK).any(dim=0).squeeze(2)
     tops, lefts = _starts(placements.rows), _starts(placements.columns)
     return Patch(merged, placements=[(top, left) for top in tops for left in lefts])
 

@@ -18,9 +18,8 @@ from patchcert.files import sha256
 from patchcert.models import is_half
 from patchcert.report.summary import RunSummary, read_test_evidence
 from patchcert.threats import Patch, SparsePixels, shapes
-from patchcert.train.read import read_spec, write_spec
 from patchcert.train.run_folder import EVIDENCE, SPEC, WEIGHTS, Run, check_new, write_text
-from patchcert.train.spec import Spec
+from patchcert.train.spec import Spec, read_spec, write_spec
 from patchcert.zoo.card import AttackCount, Card, ProofCount, Training, pack_marks
 from patchcert.zoo.shelf import Zoo, copy_file
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patchcert.certificates.intervals import Certificates
+from patchcert.certificates import Certificates
 from patchcert.cli.options import parse_threat
 from patchcert.errors import RunError
 from patchcert.papers.chiang2020 import summaries

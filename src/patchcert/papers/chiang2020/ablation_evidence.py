@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from patchcert.certificates.ablation_statistics import certified_radius, decided_class, probability_lower_bound
+from patchcert.certificates.ablation import certified_radius, decided_class, probability_lower_bound
 from patchcert.errors import RunError
 from patchcert.papers.chiang2020.ablation_plan import VotePlan
 from patchcert.papers.chiang2020.evidence import load_columns

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from patchcert.certificates.intervals import Certificates
+from patchcert.certificates import Certificates
 from patchcert.data import count_test_images
 from patchcert.errors import RunError
 from patchcert.papers.chiang2020.attack_plan import AttackPlan

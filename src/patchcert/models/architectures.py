@@ -1,0 +1,182 @@
+"""The classifiers of Chiang et al. (2020), and the networks that Random Ablation votes with.
+
+The latter take the doubled channels of its encoded images.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from patchcert.errors import ModelError
+from patchcert.models.layers import AblatedImages
+from patchcert.models.registry import ModelSpec, architecture
+
+
+@dataclass(frozen=True, slots=True)
+class _Convolution:
+    channels: int
+    kernel: int
+    stride: int
+    padding: int
+
+    def output_size(self, size: int) -> int:
+        return (size + 2 * self.padding - self.kernel) // self.stride + 1
+
+
+@architecture("mlp")
+def mlp(spec: ModelSpec) -> nn.Sequential:
+    """One hidden layer of 255 units."""
+    return _network(spec, convolutions=(), widths=(spec.hidden or 255,))
+
+
+@architecture("cnn2")
+def cnn2(spec: ModelSpec) -> nn.Sequential:
+    """Two strided convolutions and a hidden layer of 256 units: the paper's small network."""
+    convolutions = (_Convolution(4, 4, 2, 1), _Convolution(8, 4, 2, 1))
+    return _network(spec, convolutions, widths=(spec.hidden or 256,))
+
+
+@architecture("cnn4")
+def cnn4(spec: ModelSpec) -> nn.Sequential:
+    """Four convolutions and two hidden layers of 256 units: the paper's large network."""
+    return _cnn4(spec, _Convolution(4, 3, 1, 1))
+
+
+@architecture("cnn4_c11")
+def cnn4_c11(spec: ModelSpec) -> nn.Sequential:
+    """`cnn4` with an 11 x 11 first convolution, for sparse attacks."""
+    return _cnn4(spec, _Convolution(4, 11, 1, 5))
+
+
+@architecture("cnn4_c13")
+def cnn4_c13(spec: ModelSpec) -> nn.Sequential:
+    """`cnn4` with a 13 x 13 first convolution, for sparse attacks."""
+    return _cnn4(spec, _Convolution(4, 13, 1, 6))
+
+
+@architecture("cnn5w")
+def cnn5w(spec: ModelSpec) -> nn.Sequential:
+    """Five wide convolutions and a hidden layer of 512 units."""
+    convolutions = (
+        _Convolution(64, 3, 1, 1),
+        _Convolution(64, 3, 1, 1),
+        _Convolution(128, 3, 2, 1),
+        _Convolution(128, 3, 1, 1),
+        _Convolution(128, 3, 1, 1),
+    )
+    return _network(spec, convolutions, widths=(spec.hidden or 512,))
+
+
+@architecture("cnn2_ablation")
+def cnn2_ablation(spec: ModelSpec) -> nn.Sequential:
+    """Two convolutions and three linear layers, used for MNIST; 3,320,922 parameters there."""
+    hidden = spec.hidden or 500
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        ablated=AblatedImages(spec.channels),
+        conv1=nn.Conv2d(2 * spec.channels, 64, 4, 2, 1),
+        relu1=nn.ReLU(),
+        conv2=nn.Conv2d(64, 128, 4, 2, 1),
+        relu2=nn.ReLU(),
+        flatten=nn.Flatten(),
+        linear1=nn.Linear(128 * (spec.height // 4) * (spec.width // 4), hidden),
+        relu3=nn.ReLU(),
+        linear2=nn.Linear(hidden, 100),
+        relu4=nn.ReLU(),
+        logits=nn.Linear(100, spec.classes),
+    )
+    return nn.Sequential(layers)
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu1 = nn.ReLU()
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.shortcut = nn.Identity()
+        if stride != 1 or channels != width:
+            projection = nn.Conv2d(channels, width, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(width))
+        self.relu2 = nn.ReLU()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The block's features, rectified."""
+        inner = self.relu1(self.bn1(self.conv1(images)))
+        return self.relu2(self.bn2(self.conv2(inner)) + self.shortcut(images))
+
+
+@architecture("resnet18_ablation")
+def resnet18_ablation(spec: ModelSpec) -> nn.Sequential:
+    """ResNet-18 with the 3x3 stem for small images, used for CIFAR-10; 11,175,690 parameters there."""
+    blocks = []
+    before = 64
+    for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        blocks += [BasicBlock(before, width, stride), BasicBlock(width, width, 1)]
+        before = width
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        ablated=AblatedImages(spec.channels),
+        conv=nn.Conv2d(2 * spec.channels, 64, 3, 1, 1, bias=False),
+        bn=nn.BatchNorm2d(64),
+        relu=nn.ReLU(),
+        blocks=nn.Sequential(*blocks),
+        pool=nn.AdaptiveAvgPool2d(1),
+        flatten=nn.Flatten(),
+        logits=nn.Linear(512, spec.classes),
+    )
+    return nn.Sequential(layers)
+
+
+def _cnn4(spec: ModelSpec, first: _Convolution) -> nn.Sequential:
+    rest = (_Convolution(4, 4, 2, 1), _Convolution(8, 3, 1, 1), _Convolution(8, 4, 2, 1))
+    hidden = spec.hidden or 256
+    return _network(spec, (first, *rest), widths=(hidden, hidden))
+
+
+def _network(
+    spec: ModelSpec, convolutions: tuple[_Convolution, ...], widths: tuple[int, ...]
+) -> nn.Sequential:
+    """Convolutions, then fully connected layers, a ReLU after each but the last, which is called `logits`."""
+    if spec.widths:
+        convolutions, widths = _with_widths(spec, convolutions, widths)
+    layers = OrderedDict[str, nn.Module]()
+    channels, height, width = spec.channels, spec.height, spec.width
+    for index, shape in enumerate(convolutions, start=1):
+        layers[f"conv{index}"] = nn.Conv2d(
+            channels, shape.channels, shape.kernel, shape.stride, shape.padding
+        )
+        layers[f"relu{index}"] = nn.ReLU()
+        channels, height, width = shape.channels, shape.output_size(height), shape.output_size(width)
+    if min(height, width) < 1:
+        raise ModelError(
+            f"{spec.name} needs larger images than {spec.height}x{spec.width}: nothing is left of them"
+        )
+    layers["flatten"] = nn.Flatten()
+    features = channels * height * width
+    for index, units in enumerate(widths, start=1):
+        layers[f"linear{index}"] = nn.Linear(features, units)
+        layers[f"relu{len(convolutions) + index}"] = nn.ReLU()
+        features = units
+    layers["logits"] = nn.Linear(features, spec.classes)
+    return nn.Sequential(layers)
+
+
+def _with_widths(
+    spec: ModelSpec, convolutions: tuple[_Convolution, ...], widths: tuple[int, ...]
+) -> tuple[tuple[_Convolution, ...], tuple[int, ...]]:
+    """The same layers with the channels and units that the description asks for."""
+    many = len(convolutions)
+    if len(spec.widths) != many + len(widths):
+        raise ModelError(
+            f"{spec.name} has {many + len(widths)} layers before the last, but ModelSpec.widths has "
+            f"{len(spec.widths)} numbers: {spec.widths}"
+        )
+    narrowed = [
+        replace(shape, channels=channels)
+        for shape, channels in zip(convolutions, spec.widths[:many], strict=True)
+    ]
+    return tuple(narrowed), spec.widths[many:]

@@ -1,0 +1,258 @@
+"""Margins with a gradient at a few placements, which may differ from image to image: the second pass of training.
+
+Windows are those of the sweep over all placements, except that every image has its own. So that one geometry serves
+them all, each window begins at the multiple of the network's strides at or before it, and reaches as much further.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from patchcert.bounds import NEAREST, Network
+from patchcert.bounds.geometry import FeatureMap, Window
+from patchcert.tensors import Images, Labels, PlacementMargins
+from patchcert.threats import Patch
+from patchcert.windows.blocks import PlacementBlocks, covered_pixels, masked, repeated
+from patchcert.windows.clean import Clean, clean_pass
+from patchcert.windows.groups import cells
+from patchcert.windows.kernels import placed
+from patchcert.windows.layout import Layout
+from patchcert.windows.passes import (
+    Columns,
+    OnWindows,
+    Outside,
+    Part,
+    SharedByPasses,
+    WindowPass,
+    Windows,
+    common_steps,
+    if_covered,
+)
+from patchcert.windows.products import is_sparse, product, sparse_product
+from patchcert.windows.rules import before_head
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentiablePlacements:
+    """The common geometry of all placements of one patch on one network and image size.
+
+    `bases` are the corners (b, 2) at which windows can begin, row by row. What depends on them or on the offset from
+    them alone is tabled once, so that a step only looks it up: `covered` says which pixels of a window the stamp
+    covers at each offset. With `blocks`, these are the placements, and `covered` says it of each block's members.
+    """
+
+    layout: Layout
+    windows: tuple[Window | None, ...]
+    step: tuple[int, int]
+    bases: np.ndarray
+    covered: Annotated[Tensor, "_ members h w 1"]
+    blocks: PlacementBlocks | None = None
+    _cells: dict[tuple[Window, FeatureMap], Tensor] = field(default_factory=dict)
+    _shifts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        network: Network, images: Images, threat: Patch, blocks: PlacementBlocks | None = None
+    ) -> "DifferentiablePlacements":
+        """Raises NotCovered where the network holds a step that windows cannot follow."""
+        with torch.no_grad():
+            layout = Layout.of(network, network.values(images[:1]))
+        rows, columns = common_steps(layout.windows(Window(0, 0, threat.height, threat.width)))
+        covered = (
+            covered_pixels(threat, rows, columns).unsqueeze(1).to(images.device)
+            if blocks is None
+            else blocks.drawn_back(rows, columns)
+        )
+        windows = layout.windows(Window(0, 0, covered.shape[2], covered.shape[3]))
+        bases = np.mgrid[0 : images.shape[2] : rows, 0 : images.shape[3] : columns].reshape(2, -1).T
+        return DifferentiablePlacements(layout, windows, (rows, columns), bases, covered, blocks)
+
+    def margins(
+        self,
+        images: Images,
+        labels: Labels,
+        corners: Annotated[Tensor, "n p 2"],
+        epsilon: float | Tensor,
+        classes: Annotated[Tensor, "n p"] | None = None,
+        dtype: torch.dtype | None = None,
+        clean: Clean | None = None,
+    ) -> PlacementMargins | Annotated[Tensor, "n p"]:
+        """Margins with the patch at each image's corners; with `classes` each against the one class given for it.
+
+        `dtype` is that of the windows, by default the images'; the margins are the images' in any case. `clean` is
+        the clean pass where the caller has it already.
+        """
+        clean = self.clean(images, labels, dtype) if clean is None else clean
+        rows, columns = (corners[..., axis].T for axis in (0, 1))
+        in_row = -(-images.shape[3] // self.step[1])
+        base = rows // self.step[0] * in_row + columns // self.step[1]
+        sweep = _OwnPlacementsPass(SharedByPasses(self.layout, clean, NEAREST), self, base)
+        state, first = self._start(sweep, rows, columns, epsilon)
+        if dtype is not None:
+            state = state.map(lambda part: part.to(dtype))
+        return _margins(sweep, before_head(sweep, state, first), labels, classes)
+
+    def clean(self, images: Images, labels: Labels, dtype: torch.dtype | None = None) -> Clean:
+        """The clean pass that windows of this type are differences from.
+
+        Windows of fewer digits are for wide networks, whose clean pass is faster with the channels last, as
+        windows are.
+        """
+        if dtype is not None:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return clean_pass(self.layout.network, images, labels)
+
+    def _start(
+        self,
+        sweep: "_OwnPlacementsPass",
+        rows: Annotated[Tensor, "p n"],
+        columns: Annotated[Tensor, "p n"],
+        epsilon: float | Tensor,
+    ) -> tuple[Windows, int]:
+        """Bounds at which the windows begin, and their value: the image, or the last on which blocks are merged."""
+        box, blocks = Windows.within(epsilon, sweep.clean_windows(0)), self.blocks
+        if blocks is None:
+            offset = rows % self.step[0] * self.step[1] + columns % self.step[1]
+            return masked(box, self.covered[offset.unsqueeze(1), 0]), 0
+        members = torch.arange(self.covered.shape[1], device=rows.device).unsqueeze(1)
+        state = masked(box, self.covered[blocks.index[rows, columns].unsqueeze(1), members])
+        return blocks.merged(state, sweep.repeated), blocks.first
+
+    def cells(self, window: Window, area: FeatureMap) -> Annotated[Tensor, "bases cells"]:
+        """The cells of a window on its map from every base; -1 outside."""
+        if (window, area) not in self._cells:
+            self._cells[window, area] = cells(window, self.bases, area, self.covered.device).signed
+        return self._cells[window, area]
+
+    def shifts(self, window: Window) -> Annotated[Tensor, "bases 2"]:
+        """How far down and right a window lies on its map from every base."""
+        step = (window.row_step, window.column_step)
+        if step not in self._shifts:
+            self._shifts[step] = torch.from_numpy(self.bases // step).int().to(self.covered.device)
+        return self._shifts[step]
+
+
+def covering_placements(network: Network, images: Images, threat: Patch) -> DifferentiablePlacements | None:
+    """The placements of this patch on this network and image size, or None where only the dense way is left."""
+    return if_covered(lambda: DifferentiablePlacements.of(network, images, threat))
+
+
+@final
+class _OwnPlacementsPass(WindowPass):
+    """The same number of placements for every image, each image's own; `base` says at which base each begins."""
+
+    has_gradient = True
+
+    def __init__(
+        self,
+        shared: SharedByPasses,
+        placements: DifferentiablePlacements,
+        base: Annotated[Tensor, "p n"],
+    ) -> None:
+        self.shared, self.windows = shared, placements.windows
+        self.placements, self.base = placements, base
+        self._cells: dict[tuple[Window, FeatureMap], Tensor] = {}
+
+    def repeated(self, count: int) -> "_OwnPlacementsPass":
+        """Each placement `count` times in a row."""
+        return _OwnPlacementsPass(self.shared, self.placements, repeated(self.base, count))
+
+    def outside(self, index: int) -> Outside | None:
+        window = self.windows[index]
+        return None if window is None else self._outside(window, index)
+
+    def clean_windows(self, index: int) -> OnWindows | Annotated[Tensor, "n features"]:
+        window = self.windows[index]
+        return self.clean.values[index].flatten(1) if window is None else self._gather(window, index)
+
+    def surroundings(self, position: int, height: int, width: int) -> OnWindows:
+        step = self.steps[position]
+        window = self.layout.seen(position, self.windows)
+        assert window is not None
+        outside = self._outside(window, step.inputs[0])
+        return self._gather(window, step.inputs[0]).masked_fill(outside, step.operation.padding)
+
+    def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
+        if is_sparse(part, columns):
+            part = part.expand(*self.base.shape, *part.shape[2:])
+            return sparse_product(part, columns, self._inside(self.window(index), index))
+        return product(self.flattened(part, index).flatten(0, 1), columns.flatten(0, 1), NEAREST).unflatten(
+            0, part.shape[:2]
+        )
+
+    def flattened(self, part: Part, index: int) -> Annotated[Tensor, "p n features"]:
+        """The whole map, place by place, with the window in it; cells outside hold zeros and add nothing."""
+        area, window = self.layout.maps[index], self.window(index)
+        assert area is not None
+        part = part.expand(*self.base.shape, *part.shape[2:])
+        if self.is_fused:
+            shifts = self.placements.shifts(window)[self.base]
+            return placed(part, (area.height, area.width), (window.top, window.left), shifts).flatten(2)
+        inside = self._inside(window, index)
+        whole = part.new_zeros(*part.shape[:2], area.height * area.width, area.channels)
+        where = inside.unsqueeze(-1).expand(*inside.shape, area.channels)
+        return whole.scatter_add(2, where, part.flatten(2, 3)).flatten(2)
+
+    def signed_cells(self, index: int) -> Annotated[Tensor, "p n cells"] | None:
+        window = self.windows[index]
+        return None if window is None else self._signed(window, index)
+
+    def _gather(self, window: Window, index: int) -> OnWindows:
+        inside = self._inside(window, index)
+        places = self.clean.places(index, self.layout)
+        where = inside.unsqueeze(-1).expand(*inside.shape, places.shape[-1])
+        chosen = places.unsqueeze(0).expand(len(inside), *places.shape).gather(2, where)
+        return chosen.unflatten(2, (window.height, window.width))
+
+    def _inside(self, window: Window, index: int) -> Annotated[Tensor, "p n cells"]:
+        """The cells of the window, some cell of the map for those outside."""
+        return self._signed(window, index).clamp(min=0).long()
+
+    def _outside(self, window: Window, index: int) -> Outside:
+        """Which cells of the window lie outside the map."""
+        return (self._signed(window, index) < 0).unflatten(2, (window.height, window.width)).unsqueeze(-1)
+
+    def _signed(self, window: Window, index: int) -> Annotated[Tensor, "p n cells"]:
+        """The cells of the window on its map as flat indices, -1 outside."""
+        area = self.layout.maps[index]
+        assert area is not None
+        if (window, area) not in self._cells:
+            self._cells[window, area] = self.placements.cells(window, area)[self.base]
+        return self._cells[window, area]
+
+
+def _margins(
+    sweep: _OwnPlacementsPass,
+    state: Windows,
+    labels: Labels,
+    classes: Annotated[Tensor, "n p"] | None,
+) -> PlacementMargins | Annotated[Tensor, "n p"]:
+    """The clean margins moved by the deviation and lowered by the radius."""
+    head, index = sweep.layout.network.head, sweep.steps[-1].inputs[0]
+    assert head is not None
+    weight, area = head.weight(), sweep.layout.maps[index]
+    deviation = state.deviation.to(weight.dtype)
+    radius = state.radius.to(weight.dtype).expand_as(deviation)
+    if area is not None:
+        deviation, radius = (sweep.flattened(part, index) for part in (deviation, radius))
+        weight = weight.unflatten(1, (area.channels, -1)).transpose(1, 2).flatten(1)
+    deviation, radius, clean = deviation.transpose(0, 1), radius.transpose(0, 1), sweep.clean.margins
+    if classes is not None:
+        rows = _selector(labels, classes, len(weight)).to(weight.dtype) @ weight
+        return clean.gather(1, classes) + (deviation * rows - radius * rows.abs()).sum(dim=2)
+    scores = deviation @ weight.T
+    pairs = (weight.unsqueeze(1) - weight).abs()
+    spread = (radius @ pairs.flatten(0, 1).T).unflatten(2, pairs.shape[:2])
+    own = labels.reshape(-1, 1, 1)
+    spread = spread.gather(2, own.unsqueeze(-1).expand(*spread.shape[:2], 1, spread.shape[3])).squeeze(2)
+    shift = scores.gather(2, own.expand(*scores.shape[:2], 1)) - scores
+    return clean.unsqueeze(1) + shift - spread
+
+
+def _selector(labels: Labels, classes: Annotated[Tensor, "n p"], count: int) -> Annotated[Tensor, "n p k"]:
+    """Rows with 1 at the label and -1 at the class: times the weights, their exact difference."""
+    numbers = torch.arange(count, device=labels.device)
+    return (labels.reshape(-1, 1, 1) == numbers).int() - (classes.unsqueeze(-1) == numbers).int()

@@ -1,0 +1,88 @@
+import pytest
+import torch
+from torch import nn
+
+from patchcert.errors import ModelError
+from patchcert.models import ModelSpec, build, load, save
+
+MNIST = {"channels": 1, "height": 28, "width": 28}
+CIFAR = {"channels": 3, "height": 32, "width": 32}
+CIFAR_NORMALISED = {**CIFAR, "mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
+
+
+def parameters(spec):
+    return sum(parameter.numel() for parameter in build(spec).parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "mnist", "cifar"),
+    [
+        ("mlp", 202_735, 786_175),
+        ("cnn2", 103_766, 134_614),
+        ("cnn4", 170_598, 201_390),
+        ("cnn5w", 13_257_290, 17_190_602),
+        ("cnn4_c11", 171_046, 202_734),
+        ("cnn4_c13", 171_238, 203_310),
+    ],
+)
+def test_parameter_counts_are_those_of_the_paper(name, mnist, cifar):
+    assert parameters(ModelSpec(name, **MNIST)) == mnist
+    assert parameters(ModelSpec(name, **CIFAR_NORMALISED)) == cifar
+
+
+def test_hidden_sets_the_width_of_every_fully_connected_layer():
+    assert parameters(ModelSpec("mlp", **MNIST, hidden=512)) == 407_050
+    model = build(ModelSpec("cnn4", **MNIST, hidden=7))
+    assert [model.linear1.out_features, model.linear2.out_features, model.logits.in_features] == [7, 7, 7]
+
+
+def test_widths_set_every_layer_but_the_last():
+    model = build(ModelSpec("cnn4", **MNIST, widths=(3, 2, 5, 7, 11, 13)))
+    sizes = [tuple(value.shape[:2]) for name, value in model.named_parameters() if name.endswith("weight")]
+    assert sizes == [(3, 1), (2, 3), (5, 2), (7, 5), (11, 7 * 49), (13, 11), (10, 13)]
+    with pytest.raises(ModelError, match=r"cnn4 has 6 layers before the last, .* has 2 numbers: \(3, 2\)"):
+        build(ModelSpec("cnn4", **MNIST, widths=(3, 2)))
+
+
+def test_layers_have_readable_names_in_order():
+    model = build(ModelSpec("cnn2", **CIFAR_NORMALISED))
+    assert list(dict(model.named_children())) == [
+        *("normalize", "conv1", "relu1", "conv2", "relu2"),
+        *("flatten", "linear1", "relu3", "logits"),
+    ]
+    assert isinstance(model, nn.Sequential)
+    assert not model.training
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn2", "cnn4", "cnn4_c11", "cnn4_c13"])
+@pytest.mark.parametrize(("height", "width"), [(28, 28), (32, 20), (9, 13)])
+def test_every_architecture_takes_images_of_any_size(name, height, width):
+    model = build(ModelSpec(name, 2, height, width, classes=4))
+    assert model(torch.zeros(3, 2, height, width)).shape == (3, 4)
+
+
+def test_images_too_small_for_the_convolutions_are_refused():
+    with pytest.raises(ModelError, match="cnn2 needs larger images than 1x28"):
+        build(ModelSpec("cnn2", 1, 1, 28))
+
+
+@pytest.mark.parametrize(
+    ("spec", "parameters"),
+    [
+        (ModelSpec("cnn2_ablation", 1, 28, 28), 3_320_922),
+        (ModelSpec("resnet18_ablation", 3, 32, 32), 11_175_690),
+    ],
+)
+def test_voting_networks_have_the_published_sizes(spec, parameters):
+    model = build(spec, torch.Generator().manual_seed(0))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert model(torch.rand(2, 2 * spec.channels, spec.height, spec.width)).shape == (2, 10)
+
+
+def test_a_voting_network_survives_being_saved(tmp_path):
+    spec = ModelSpec("cnn2_ablation", 1, 8, 8, classes=3, hidden=4)
+    model = build(spec, torch.Generator().manual_seed(0))
+    save(model, spec, tmp_path / "model.safetensors")
+    again, _ = load(tmp_path / "model.safetensors")
+    encoded = torch.rand(2, 2, 8, 8)
+    assert torch.equal(model(encoded), again(encoded))

@@ -1,0 +1,140 @@
+"""Channels that no placement moves are left out, and the bounds stay what they are."""
+
+import pytest
+import torch
+from torch import nn
+
+from patchcert.certificates import certify, placement_margins
+from patchcert.testing.networks import randomise
+from patchcert.threats import Patch
+from patchcert.windows import affine
+from patchcert.windows.affine import moved_channels, only
+from patchcert.windows.passes import Windows
+
+SHAPE = (3, 9, 9)
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def shut_network():
+    """Two wide convolutions and a linear layer; seven of eight units of the first two layers are 0 on every image."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, 64, 3, 2, 1), nn.ReLU(), nn.Flatten(),
+        nn.Linear(64 * 25, 40), nn.ReLU(), nn.Linear(40, 5),
+    )  # fmt: skip
+    randomise(model, torch.Generator().manual_seed(0), gain=0.7)
+    for layer in (model[0], model[2]):
+        is_shut = torch.arange(layer.out_channels) % 8 != 0
+        layer.bias.data[is_shut] = -10.0 - layer.weight.data[is_shut].abs().sum((1, 2, 3))
+    return model.eval()
+
+
+def batch(count=5):
+    return torch.rand(count, *SHAPE, generator=torch.Generator().manual_seed(1)), torch.arange(count) % 5
+
+
+def windows(*channels):
+    """One window of 2x2 cells whose channels have these values in one cell, and radii twice as large."""
+    deviation = torch.zeros(1, 1, 2, 2, len(channels))
+    deviation[0, 0, 1, 0] = torch.tensor(channels)
+    return Windows(deviation, 2 * deviation.abs())
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Channels are left out on a CPU too; how many were there and how many stayed, call by call."""
+    counts = []
+
+    def counted(channels, state):
+        counts.append((state.deviation.shape[-1], len(channels)))
+        return only(channels, state)
+
+    monkeypatch.setattr(affine, "_may_pay", lambda state: True)
+    for module in ("affine", "rules"):
+        monkeypatch.setattr(f"patchcert.windows.{module}.only", counted)
+    return counts
+
+
+def test_margins_are_the_same_without_the_channels_that_nothing_moves(seen, monkeypatch):
+    model, (images, labels) = shut_network(), batch()
+    fewer = placement_margins(model, images, labels, Patch(3))
+    assert set(seen) == {(48, 6), (64, 8)}
+    monkeypatch.undo()
+    everything = placement_margins(model, images, labels, Patch(3))
+    torch.testing.assert_close(fewer, everything, rtol=0, atol=2e-6)
+
+
+def test_margins_stay_below_the_exact_ones_and_close_to_them(seen):
+    model, (images, labels) = shut_network(), batch()
+    fewer = placement_margins(model, images, labels, Patch(3)).double()
+    assert seen
+    exact = placement_margins(model.double(), images.double(), labels, Patch(3), dtype=torch.float64)
+    others = torch.arange(5) != labels[:, None, None]
+    assert bool((fewer <= exact)[others.expand_as(exact)].all())
+    torch.testing.assert_close(fewer, exact, rtol=0, atol=5e-4)
+
+
+def test_verdicts_are_the_same_on_a_machine_that_leaves_channels_out(seen, monkeypatch):
+    model, (images, labels) = shut_network(), batch()
+    labels = model(images).argmax(dim=1)
+    fewer = certify(model, images, labels, Patch(1))
+    assert seen
+    monkeypatch.undo()
+    assert torch.equal(fewer.certified, certify(model, images, labels, Patch(1)).certified)
+
+
+def test_a_unit_that_no_placement_opens_has_no_radius(monkeypatch):
+    states = []
+    monkeypatch.setattr(
+        "patchcert.windows.affine.moved_channels", lambda state: states.append(state) and None
+    )
+    images, labels = batch(2)
+    placement_margins(shut_network(), images, labels, Patch(3))
+    radius = states[-1].radius.flatten(0, -2).amax(dim=0)
+    assert (radius != 0).tolist() == [unit % 8 == 0 for unit in range(48)]
+
+
+@pytest.mark.parametrize(
+    ("channels", "moved"),
+    [
+        ((0.0, 1.0, 0.0, 0.0), [1]),
+        ((0.0, 0.0, float("nan"), 0.0), [2]),
+        ((0.0, -1e-30, 0.0, 2.0), [1, 3]),
+        ((0.0, 0.0, 0.0, 0.0), [0]),
+        ((1.0, 1.0, 1.0, 1.0), None),
+    ],
+)
+def test_moved_channels_are_those_that_differ_anywhere(channels, moved, monkeypatch):
+    monkeypatch.setattr(affine, "_may_pay", lambda state: True)
+    found = moved_channels(windows(*channels))
+    assert (None if found is None else found.tolist()) == moved
+
+
+def test_every_window_counts_unless_the_first_moves_nearly_all(monkeypatch):
+    monkeypatch.setattr(affine, "_may_pay", lambda state: True)
+    few, other, many = windows(0.0, 1.0, 0.0, 0.0), windows(0.0, 0.0, 0.0, 1.0), windows(1.0, 1.0, 1.0, 1.0)
+    assert moved_channels(joined(few, other)).tolist() == [1, 3]
+    assert moved_channels(joined(few, many)) is None
+    assert moved_channels(joined(many, few)) is None
+
+
+def joined(first, second):
+    return Windows(torch.cat([first.deviation, second.deviation]), torch.cat([first.radius, second.radius]))
+
+
+def test_on_a_cpu_every_channel_stays():
+    assert moved_channels(windows(*[0.0] * 64)) is None
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_gpu_leaves_channels_out_and_agrees_with_the_cpu(monkeypatch):
+    counts = []
+    monkeypatch.setattr(
+        "patchcert.windows.affine.only",
+        lambda channels, state: counts.append(len(channels)) or only(channels, state),
+    )
+    model, (images, labels) = shut_network(), batch()
+    expected = placement_margins(model, images, labels, Patch(3))
+    found = placement_margins(model.cuda(), images.cuda(), labels.cuda(), Patch(3))
+    assert set(counts) == {6}
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=5e-6)
