@@ -12,11 +12,12 @@ import patchcert as pc
 from patchcert.data import load_dataset
 from patchcert.errors import RunError
 from patchcert.evidence import EvidenceFolder, Question
+from patchcert.evidence.results import TRIMMED, Circumstances
 from patchcert.files import sha256
 from patchcert.train.run_folder import Run, trim_run
 from patchcert.train.spec import read_spec
 from patchcert.zoo import Zoo
-from patchcert.zoo.adding import TRIMMED, add_run, copy_to_run, entry_name, make_card
+from patchcert.zoo.adding import add_run, copy_to_run, entry_name, make_card
 
 NAME = "mnist-mini-2x2-mlp"
 
@@ -164,6 +165,8 @@ def test_how_many_runs_shared_the_device_is_read_from_collected_results(run, col
     assert make_card(run, collected.parent).training.runs_at_once == 1
     (collected / "summary.json").write_text(json.dumps({"jobs": 15}))
     assert make_card(run).training.runs_at_once == 1
+    Circumstances(jobs=4).write(run.path)
+    assert make_card(run).training.runs_at_once == 4
     assert make_card(run, collected.parent).training.runs_at_once == 15
 
 

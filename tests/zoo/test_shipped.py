@@ -13,10 +13,11 @@ from patchcert.certificates import IntervalBounds
 from patchcert.data import load_dataset
 from patchcert.errors import DataError
 from patchcert.evidence import Certification, Evidence, EvidenceFolder, Selection, Subject
+from patchcert.evidence.results import TRIMMED
 from patchcert.files import sha256
 from patchcert.train.spec import read_spec
 from patchcert.zoo import Card, shelf
-from patchcert.zoo.adding import TRIMMED, entry_name
+from patchcert.zoo.adding import entry_name
 from patchcert.zoo.recheck import differences, why_not_comparable
 
 RESULTS = Path(__file__).parents[2] / "results"

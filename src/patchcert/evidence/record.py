@@ -30,7 +30,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 """What every file of a kind has. Certificates may add margin, worst_top and worst_left, or radius, selected and votes;
 attacks a margin, and the images that they kept: `adversarial`, whose rows are named by `adversarial_row`."""
-_NOT_ASKED = ("batch_size",)
+_NOT_ASKED = ("batch_size", "verdicts_only")
 
 
 @final

@@ -7,13 +7,14 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import numpy as np
 
 from patchcert.certificates import AnyThreat
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence, EvidenceFolder
+from patchcert.evidence.results import SUMMARY, TRIMMED, Circumstances
 from patchcert.files import sha256
 from patchcert.models import is_half
 from patchcert.report.summary import RunSummary, read_test_evidence
@@ -28,8 +29,6 @@ NOTE = (
     "and architecture the zoo keeps the one with the most certified test images; a number chosen like that is "
     "a little too high as an estimate for new images."
 )
-SUMMARY, TRIMMED = "summary.json", "trimmed"
-"""Among collected results: the circumstances of a run, and the folder of its trimmed model's evidence."""
 PLACES = {"--data-dir", "--out", "--device", "--batch-size"}
 
 Status = Literal["added", "replaced", "updated", "kept"]
@@ -218,19 +217,19 @@ def _training(run: Run, name: str, results: Path | None) -> Training:
         weights_of=_weights_of(run),
         seconds=round(run.training_seconds, 1),
         device=environment.get("device", ""),
-        runs_at_once=1 if results is None else _runs_at_once(results / fingerprint),
+        runs_at_once=_runs_at_once(run, None if results is None else results / fingerprint),
         versions=dict(environment.get("versions", {})),
         commit=environment.get("commit", ""),
         spec=write_spec(run.spec),
     )
 
 
-def _runs_at_once(collected: Path) -> int:
-    """How many runs shared the device, as far as collected results say so."""
-    summary: dict[str, Any] = {}
-    if (collected / SUMMARY).is_file():
-        summary = json.loads((collected / SUMMARY).read_text(encoding="utf-8"))
-    return int(summary.get("jobs", 1))
+def _runs_at_once(run: Run, collected: Path | None) -> int:
+    """How many runs shared the device: as the collected summary says, else as the run's folder says."""
+    summary = None if collected is None else collected / SUMMARY
+    if summary is None or not summary.is_file():
+        return Circumstances.read(run.path).jobs
+    return int(json.loads(summary.read_text(encoding="utf-8")).get("jobs", 1))
 
 
 def _training_command(run: Run, name: str) -> str:
