@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchcert as pc
-from patchcert.data.sources import find_source
+from patchcert.certificates import Certificates
 from patchcert.errors import RunError
 from patchcert.evidence import Certification, Evidence, EvidenceFolder, Question, Selection, refuted
+from patchcert.evidence.measuring import certificate_columns
 
+RESULTS = Path(__file__).parents[2] / "results"
 INTERVALS = {"name": "IntervalBounds", "dtype": "float32"}
 
 
@@ -93,7 +96,7 @@ def test_two_maps_of_one_patch_and_sparse_threats_have_names_of_their_own():
     assert diamond.name.startswith("certify-patch-diamond-of-25-pixels-everywhere-")
 
 
-def test_batch_sizes_are_no_part_of_the_question():
+def test_batch_sizes_and_what_else_is_said_of_an_image_are_no_part_of_the_question():
     series = {"kind": "AttackSeries", "attacks": [{"kind": "PatchAttack", "batch_size": 1}], "batch_size": 2}
     other = {"kind": "AttackSeries", "attacks": [{"kind": "PatchAttack", "batch_size": 512}], "batch_size": 9}
     asked = [
@@ -102,6 +105,8 @@ def test_batch_sizes_are_no_part_of_the_question():
     ]
     assert asked[0] == asked[1]
     assert asked[0].name == asked[1].name
+    proof = Question("certify", pc.Patch(5), Selection("mnist"), INTERVALS)
+    assert replace(proof, classifier={**INTERVALS, "verdicts_only": True}).name == proof.name
 
 
 def test_images_are_drawn_by_the_seed_alone():
@@ -168,11 +173,47 @@ def test_an_attack_that_says_otherwise_than_its_labels_is_refused(evidence):
         Evidence(columns, meta).check()
 
 
-def test_rows_of_published_data_are_complete(evidence):
-    sums = dict(find_source("mnist").sums)
-    data = {**evidence.meta["data"], "name": "mnist", "sha256": sums}
-    with pytest.raises(RunError, match="expected those of the 10000 test images"):
-        Evidence(evidence.columns, {**evidence.meta, "data": data}).check()
+def test_rows_of_published_test_images_are_all_there(tmp_path):
+    """A part of them, the proven ones say, must not pass for all."""
+    whole = Evidence.read(next((RESULTS / "02fe3563fc47b749").glob("certify-*.npz")))
+    proven = np.flatnonzero(whole.columns["certified"])[:50]
+    part = {name: values[proven] for name, values in whole.columns.items()}
+    with pytest.raises(RunError, match="has 50 rows; expected those of the 10000 test images"):
+        Evidence(part, whole.meta).write(tmp_path / "certify.npz")
+
+
+def test_evidence_of_ten_thousand_images_is_small(tmp_path, generator):
+    count = 10_000
+    found = Certificates(
+        certified=torch.rand(count, generator=generator) < 0.5,
+        margins=torch.randn(count, 10, generator=generator),
+        worst_placement=torch.randint(0, 28, (count, 2), generator=generator),
+        predictions=torch.randint(0, 10, (count,), generator=generator),
+        labels=torch.randint(0, 10, (count,), generator=generator),
+    )
+    np.savez_compressed(tmp_path / "rows.npz", **certificate_columns(found, torch.arange(count)))
+    assert (tmp_path / "rows.npz").stat().st_size < 120_000
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ("{", "no readable file"),
+        ("[]", "version unknown"),
+        ("{}", "version 1"),
+        ('{"version": 2}', "does not say what"),
+    ],
+)
+def test_evidence_that_does_not_say_what_it_is_of_is_refused(evidence, tmp_path, meta, message):
+    np.savez_compressed(tmp_path / "rows.npz", meta=np.array(meta), **evidence.columns)
+    with pytest.raises(RunError, match=message):
+        Evidence.read(tmp_path / "rows.npz")
+
+
+@pytest.mark.parametrize("margin", [np.array(1.0), np.ones((20, 2)), np.array(["a"] * 20)])
+def test_a_column_that_is_not_one_number_per_image_is_refused(evidence, margin):
+    with pytest.raises(RunError, match="'margin' must hold one number for each image"):
+        changed(evidence, margin=margin).check()
 
 
 def test_a_damaged_file_is_named(tmp_path):
