@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from patchcert.attacks import (
+    AdaptiveAfterTransfer,
     AdaptiveAttack,
     AttackLeftThreat,
     AttackSeries,
@@ -159,14 +162,16 @@ def test_progress_runs_over_all_stages():
     assert reached[-1] == (4, 4)
 
 
-@pytest.mark.parametrize("attack", [TransferAttack(ATTACK), AdaptiveAttack(ATTACK)])
+@pytest.mark.parametrize(
+    "attack", [TransferAttack(ATTACK), AdaptiveAttack(ATTACK), AdaptiveAfterTransfer(ATTACK, ATTACK)]
+)
 def test_an_undefended_model_is_refused(attack):
     with pytest.raises(InvalidInput, match="this attack is for a defended model, got Bright"):
         attack.run(Bright(), one_pixel(0.1), torch.tensor([0]), Patch(1))
 
 
 @pytest.mark.parametrize("kind", ["lgs", "dw"])
-def test_an_adaptive_attack_goes_on_from_a_weak_one(kind):
+def test_an_adaptive_attack_continues_from_exactly_the_patches_of_a_weak_one(kind):
     model = network()
     defense = LocalGradientSmoothing(3, 1, 0.1, 2.0) if kind == "lgs" else DigitalWatermarking(model, 3)
     defended, images = Defended(defense, model), torch.rand(24, 1, 8, 8, generator=seeded(1))
@@ -174,7 +179,8 @@ def test_an_adaptive_attack_goes_on_from_a_weak_one(kind):
     labels[:3] = (labels[:3] + 1) % 3
     attack = PatchAttack(steps=10, step_size=0.1, restarts=2)
     weak = TransferAttack(attack).run(defended, images, labels, Patch(2), seeded(0))
-    strong = AdaptiveAttack(attack).run_after(weak, defended, images, labels, Patch(2), seeded(0))
+    after = AdaptiveAfterTransfer(attack, replace(attack, loss="margin"))
+    strong = after.run(defended, images, labels, Patch(2), seeded(0))
     assert not (weak.succeeded & ~strong.succeeded).any()
     assert strong.succeeded[:3].all()
     assert torch.equal(strong.adversarial[:3], images[:3])
@@ -183,10 +189,10 @@ def test_an_adaptive_attack_goes_on_from_a_weak_one(kind):
     assert broken.any()
     assert torch.equal(strong.adversarial[broken], weak.adversarial[broken])
     assert strong.succeeded.sum() > weak.succeeded.sum()
-    none = AdaptiveAttack(attack).run_after(
-        weak, defended, images, (weak.clean_predictions + 1) % 3, Patch(2), seeded(0)
-    )
+    none = after.run(defended, images, (weak.clean_predictions + 1) % 3, Patch(2), seeded(0))
     assert none.succeeded.all()
+    assert torch.equal(none.adversarial, images)
+    assert after.exhaustive().attack == replace(attack, loss="margin", early_stop=False)
 
 
 def test_an_attack_within_a_smaller_threat_answers_for_the_larger_one():

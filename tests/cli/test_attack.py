@@ -3,21 +3,22 @@ import json
 import numpy as np
 import pytest
 import torch
-from patchcert.cli.attack_choice import AttackChoice, describe_attack
+from patchcert.cli.attack_choice import AttackChoice
 from patchcert.cli.attack_steps import draw_images, parse_settings
 from safetensors.torch import save_file
 from torch import nn
 
 import patchcert as pc
-from patchcert.attacks import AdaptiveAttack, TransferAttack, tune_defense
+from patchcert.attacks import AdaptiveAttack, TransferAttack, smoothing_grid, tune_defense
 from patchcert.cli.app import run
 from patchcert.data import load_dataset
-from patchcert.defenses import Defended, LocalGradientSmoothing, smoothing_grid
+from patchcert.defenses import Defended, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
 from patchcert.train.run_folder import Run
-from patchcert.train.spec import AllTraining, DataChoice, ModelChoice, Spec
+from patchcert.train.spec import DataSettings, ModelSettings, Spec
+from patchcert.train.strategies import AllPlacements
 
 QUICK = ["--steps", "4", "--restarts", "2", "--images", "25"]
 
@@ -49,10 +50,10 @@ def trained_file(tmp_path_factory):
 @pytest.fixture
 def run_folder(tmp_path, trained_file):
     spec = Spec(
-        data=DataChoice("mnist-mini"),
-        model=ModelChoice("mlp", hidden=16),
+        data=DataSettings("mnist-mini"),
+        model=ModelSettings("mlp", hidden=16),
         threat=pc.Patch(2),
-        strategy=AllTraining(),
+        strategy=AllPlacements(),
     )
     created = Run.create(tmp_path / "run", spec)
     created.weights.write_bytes(trained_file.read_bytes())
@@ -326,4 +327,4 @@ def test_defaults_depend_on_threat_and_images():
     corners = choice.build(pc.Patch(42, placements="corners"), True, cpu)
     assert patch == pc.PatchAttack(batch_size=512)
     assert sparse == pc.SparseAttack(steps=150, batch_size=512)
-    assert describe_attack(corners)["restarts"] == 4
+    assert corners.describe()["restarts"] == 4

@@ -8,11 +8,12 @@ import patchcert as pc
 from patchcert.certificates import intervals as certificates
 from patchcert.cli.app import run
 from patchcert.data import load_dataset
+from patchcert.evidence import proving
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
-from patchcert.train import proving
 from patchcert.train.run_folder import Run
-from patchcert.train.spec import AllTraining, DataChoice, ModelChoice, Spec
+from patchcert.train.spec import DataSettings, ModelSettings, Spec
+from patchcert.train.strategies import AllPlacements
 
 
 def answer(capsys):
@@ -197,7 +198,7 @@ def test_a_folder_that_is_no_run_is_refused(capsys, tmp_path):
 @pytest.fixture
 def run_folder(tmp_path, model_file):
     """A finished run, as training would leave it."""
-    spec = Spec(DataChoice("mnist-mini"), ModelChoice("mlp", hidden=8), pc.Patch(3), AllTraining())
+    spec = Spec(DataSettings("mnist-mini"), ModelSettings("mlp", hidden=8), pc.Patch(3), AllPlacements())
     finished = Run.create(tmp_path / "run", spec)
     finished.weights.write_bytes(model_file.read_bytes())
     return finished

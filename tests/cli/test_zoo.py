@@ -8,8 +8,8 @@ import pytest
 
 from patchcert.cli.app import run
 from patchcert.files import sha256
-from patchcert.train.read import read_spec
 from patchcert.train.run_folder import Run
+from patchcert.train.spec import read_spec
 from patchcert.zoo import Zoo
 
 NAME = "mnist-mini-2x2-mlp"

@@ -4,7 +4,7 @@ import gzip
 import pytest
 import torch
 
-from patchcert.data.files import cache_folder, data_folders, locate, read
+from patchcert.data.files import cache_folder, data_folders, find_imagenet, locate, read
 from patchcert.data.loading import load_dataset, load_source
 from patchcert.errors import DataError
 
@@ -153,3 +153,17 @@ def test_an_archive_of_something_else_is_found(tmp_path, cifar10_source):
     unknown = dataclasses.replace(cifar10_source.archive, sha256=None)
     with pytest.raises(DataError, match="it lacks data_batch_1.bin"):
         load_source(dataclasses.replace(cifar10_source, archive=unknown), tmp_path)
+
+
+def test_imagenet_is_found_beneath_the_data_folder_or_the_message_names_where_it_was_looked_for(
+    tmp_path, monkeypatch
+):
+    monkeypatch.delenv("PATCHCERT_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"no ImageNet folder with labels.csv found; looked in .*cache"):
+        find_imagenet()
+    (tmp_path / "imagenet").mkdir()
+    (tmp_path / "imagenet" / "labels.csv").write_text("file,label\n")
+    assert find_imagenet(tmp_path) == (tmp_path / "imagenet").resolve()
+    monkeypatch.setenv("PATCHCERT_DATA", str(tmp_path / "imagenet"))
+    assert find_imagenet() == (tmp_path / "imagenet").resolve()

@@ -6,8 +6,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.defenses import Defended, DigitalWatermarking
-from patchcert.defenses.saliency import guided_backpropagation, saliency
-from patchcert.defenses.watermarking import at_least_quantile, densest_window, opened
+from patchcert.defenses.watermarking import (
+    at_least_quantile,
+    densest_window,
+    guided_backpropagation,
+    opened,
+    saliency,
+)
 from patchcert.errors import InvalidInput, ModelError
 
 

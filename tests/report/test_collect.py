@@ -15,7 +15,8 @@ from patchcert.report import Pictures, RunSummary, summarise_run, write_report
 from patchcert.report.samples import telling_rows
 from patchcert.report.statistics import Proportion
 from patchcert.train.run_folder import Run
-from patchcert.train.spec import AllTraining, DataChoice, ModelChoice, Spec
+from patchcert.train.spec import DataSettings, ModelSettings, Spec
+from patchcert.train.strategies import AllPlacements
 
 IMAGES = 60
 
@@ -24,7 +25,7 @@ IMAGES = 60
 def folder(tmp_path_factory) -> Path:
     """A run with an untrained model, certified and attacked on the first test images."""
     path = tmp_path_factory.mktemp("runs") / "small"
-    spec = Spec(DataChoice("mnist-mini"), ModelChoice("mlp", hidden=6), pc.Patch(2), AllTraining())
+    spec = Spec(DataSettings("mnist-mini"), ModelSettings("mlp", hidden=6), pc.Patch(2), AllPlacements())
     run = Run.create(path, spec)
     model_spec = ModelSpec("mlp", channels=1, height=28, width=28, hidden=6)
     model = build(model_spec, torch.Generator().manual_seed(3))

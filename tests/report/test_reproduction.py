@@ -8,7 +8,7 @@ from patchcert.papers.chiang2020.counts import Count, Outcome, RunOutcome
 from patchcert.papers.chiang2020.tables import find_table
 from patchcert.report.reproduction import reproduction_document, reproduction_json, reproduction_table
 from patchcert.threats import Patch
-from patchcert.train.read import read_spec
+from patchcert.train.spec import read_spec
 
 TABLE = find_table("strategy-detail-5x5")
 (ENTRY,) = TABLE.chosen(["mnist all mlp"])

@@ -16,7 +16,7 @@ from patchcert.report.reproduction_page import write_reproduction_page
 from patchcert.report.reproduction_view import duration, table_view
 from patchcert.report.statistics import clopper_pearson
 from patchcert.threats import Patch
-from patchcert.train.read import read_spec
+from patchcert.train.spec import read_spec
 
 ROOT = Path(__file__).parents[2]
 TABLE = find_table("strategy-detail-5x5")

@@ -1,21 +1,20 @@
-"""The loop follows its schedule, learns, and goes on from any batch exactly as if it had never stopped."""
+"""The loop follows its schedule, learns, and resumes from any batch exactly as if it had never stopped."""
 
-import math
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Generator, nn
 
-from patchcert.bounds import trace
 from patchcert.data import Split
 from patchcert.errors import InvalidInput, RunError
+from patchcert.models import ModelSpec
 from patchcert.threats import Patch, SparsePixels
-from patchcert.train.checkpoint import load_state, save_state
-from patchcert.train.loop import EpochSummary, Plan, Position, derived_seed, train
+from patchcert.train.checkpoint import Best, load_state, save_state
+from patchcert.train.loop import EpochSummary, Position, train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
-from patchcert.train.step import StepSettings, Trainee, TrainingStep
+from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
+from patchcert.train.step import Plan, Trainee
 from patchcert.train.strategies import (
     AllPlacements,
     GuidedPlacements,
@@ -24,12 +23,19 @@ from patchcert.train.strategies import (
     RandomPlacements,
     SparseChanges,
 )
-from patchcert.train.strategy import Batch
-from patchcert.train.unet import build_unet
+from patchcert.train.strategy import Subject
 
 SIDE, CLASSES = 8, 3
 SCHEDULE = Schedule(4, EpsilonSchedule(1, 2), LearningRateSchedule(0.01, decay_every=1))
-SETTINGS = StepSettings(batch_size=8, flip=True, crop_padding=1)
+VARIED = DataSettings(flip=True, crop_padding=1)
+STRATEGIES = {
+    "natural": (Natural(), Patch(2)),
+    "all": (AllPlacements(), Patch((2, 3))),
+    "random": (RandomPlacements(placements=3), Patch(2)),
+    "guided": (GuidedPlacements(width=2), Patch(2)),
+    "pooled": (PooledPlacements(), Patch(2)),
+    "sparse": (SparseChanges(), SparsePixels(2)),
+}
 
 
 def make_data(count=21):
@@ -41,25 +47,20 @@ def make_data(count=21):
     return Split(images, labels)
 
 
-STRATEGIES = {
-    "natural": lambda: Natural(),
-    "all": lambda: AllPlacements(Patch((2, 3))),
-    "random": lambda: RandomPlacements(Patch(2), 3),
-    "guided": lambda: GuidedPlacements(Patch(2), build_unet(1, CLASSES, 2, Generator().manual_seed(1))),
-    "pooled": lambda: PooledPlacements(Patch(2), (2,)),
-    "sparse": lambda: SparseChanges(SparsePixels(2)),
-}
-
-
-def make_plan(kind="all", schedule=SCHEDULE, settings=SETTINGS, cuda_graph="auto"):
-    return Plan(STRATEGIES[kind](), make_data(), schedule, settings, seed=3, cuda_graph=cuda_graph)
+def make_plan(kind="all", schedule=SCHEDULE, data=VARIED, cuda_graph="auto"):
+    strategy, threat = STRATEGIES[kind]
+    optimiser, run = OptimiserSettings(batch_size=8), RunSettings(cuda_graph=cuda_graph)
+    spec = Spec(data, ModelSettings(), threat, strategy, schedule, optimiser, seed=3, run=run)
+    return Plan(spec, make_data())
 
 
 def make_trainee(plan):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = nn.Flatten(), nn.Linear(SIDE * SIDE, 6), nn.ReLU(), nn.Linear(6, CLASSES)
-        return Trainee(nn.Sequential(*layers).eval(), plan.strategy.helper, plan.settings)
+        model = nn.Sequential(*layers).eval()
+    subject = Subject(model, ModelSpec("mlp", 1, SIDE, SIDE, CLASSES), plan.spec.threat, seed=1)
+    return Trainee(model, plan.spec.strategy.bind(subject), plan.spec.optimiser)
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Recorder:
             self.save_at.batch,
         )
         if here:
-            save_state(self.path, self.trainee, position, {"a": 1}, {"b": torch.ones(2)})
+            save_state(self.path, self.trainee, position, Best(0.5, 1, {"b": torch.ones(2)}))
 
     def after_epoch(self, summary):
         self.summaries.append(summary)
@@ -109,7 +110,7 @@ def test_every_batch_has_the_epsilon_and_rate_of_the_schedule():
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_training_goes_on_bit_for_bit_from_any_batch(kind, tmp_path):
+def test_training_resumes_bit_for_bit_from_any_batch(kind, tmp_path):
     plan = make_plan(kind)
     straight = Recorder(make_trainee(plan))
     train(straight.trainee, plan, straight)
@@ -120,9 +121,10 @@ def test_training_goes_on_bit_for_bit_from_any_batch(kind, tmp_path):
         train(first.trainee, plan, first)
         plan = make_plan(kind)
         second = Recorder(make_trainee(plan))
-        position, notes, kept = load_state(path, second.trainee)
-        assert (position.epoch, position.batch, notes) == (stop.epoch, stop.batch, {"a": 1})
-        assert torch.equal(kept["b"], torch.ones(2))
+        position, best = load_state(path, second.trainee)
+        assert (position.epoch, position.batch) == (stop.epoch, stop.batch)
+        assert (best.accuracy, best.epoch) == (0.5, 1)
+        assert torch.equal(best.weights["b"], torch.ones(2))
         train(second.trainee, plan, second, position)
         for name, value in weights(straight.trainee).items():
             assert torch.equal(value, second.trainee.model.state_dict()[name]), (kind, stop, name)
@@ -135,7 +137,7 @@ def test_training_goes_on_bit_for_bit_from_any_batch(kind, tmp_path):
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_every_strategy_lowers_its_loss(kind):
     schedule = Schedule(30, EpsilonSchedule(0, 0), LearningRateSchedule(0.01))
-    plan = make_plan(kind, schedule, StepSettings(batch_size=8))
+    plan = make_plan(kind, schedule, DataSettings())
     recorder = Recorder(make_trainee(plan))
     train(recorder.trainee, plan, recorder)
     assert recorder.summaries[-1].loss < 0.9 * recorder.summaries[0].loss
@@ -170,50 +172,6 @@ def test_random_draws_differ_between_epochs_and_not_between_runs():
     assert len({first[epoch * plan.batches] for epoch in range(4)}) == 4
 
 
-def test_a_step_is_a_step_of_adam_on_the_mean_loss():
-    settings = StepSettings(batch_size=21)
-    plan = make_plan("natural", Schedule(1), settings)
-    trainee = make_trainee(plan)
-    before = make_trainee(plan).model
-    trainee.learning_rate.fill_(0.05)
-    TrainingStep(trainee, plan.strategy, plan.data, settings, plan.world)(torch.arange(21))
-    optimiser = torch.optim.Adam(before.parameters(), lr=0.05)
-    F.cross_entropy(before(plan.data.floats()), plan.data.labels).backward()
-    optimiser.step()
-    for mine, theirs in zip(trainee.model.parameters(), before.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
-    loss, robust, images = trainee.sums.tolist()
-    assert images == 21
-    assert 0 <= robust <= 21
-    assert loss / 21 == pytest.approx(math.log(CLASSES), abs=0.5)
-
-
-def test_the_natural_part_of_the_loss_is_weighted():
-    losses = {}
-    for weight in (0.0, 0.25, 1.0):
-        settings = StepSettings(batch_size=21, natural_weight=weight)
-        plan = make_plan("all", Schedule(1), settings)
-        trainee = make_trainee(plan)
-        trainee.epsilon.fill_(1.0)
-        TrainingStep(trainee, plan.strategy, plan.data, settings, plan.world)(torch.arange(21))
-        losses[weight] = trainee.sums[0].item()
-    assert losses[0.25] == pytest.approx(0.75 * losses[0.0] + 0.25 * losses[1.0], rel=1e-5)
-    assert losses[1.0] < losses[0.0]
-
-
-def test_clipping_bounds_the_gradient():
-    moves = []
-    for clip in (None, 1e-12):
-        settings = StepSettings(batch_size=21, clip_norm=clip)
-        plan = make_plan("natural", Schedule(1), settings)
-        trainee = make_trainee(plan)
-        before = weights(trainee)
-        trainee.learning_rate.fill_(0.05)
-        TrainingStep(trainee, plan.strategy, plan.data, settings, plan.world)(torch.arange(21))
-        moves.append(sum((value - before[name]).abs().sum() for name, value in weights(trainee).items()))
-    assert moves[1] < 0.1 * moves[0]
-
-
 def test_a_loss_that_is_no_number_ends_the_training():
     plan = make_plan("natural")
     trainee = make_trainee(plan)
@@ -231,60 +189,13 @@ def test_a_graph_is_refused_where_there_is_no_gpu():
         train(trainee, plan, Recorder(trainee))
 
 
-def test_augmentation_is_drawn_for_the_whole_batch_and_differs_between_images():
-    plan = make_plan("natural")
-    trainee = make_trainee(plan)
-    step = TrainingStep(trainee, plan.strategy, plan.data, SETTINGS, plan.world)
-    trainee.generator.manual_seed(1)
-    same = step._gather(torch.zeros(16, dtype=torch.long)).images
-    assert len({image.numpy().tobytes() for image in same}) > 4
-    trainee.generator.manual_seed(1)
-    assert torch.equal(step._gather(torch.zeros(16, dtype=torch.long)).images, same)
-
-
-def test_seeds_for_different_purposes_differ():
-    seeds = {derived_seed(1, "order", 0), derived_seed(1, "order", 1), derived_seed(1, "draws", 0)}
-    assert len(seeds | {derived_seed(2, "order", 0)}) == 4
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
 def test_a_state_that_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "state.safetensors"
     plan = make_plan("natural")
-    save_state(path, make_trainee(plan), Position(1), {}, {})
+    save_state(path, make_trainee(plan), Position(1), Best())
     guided = make_trainee(make_plan("guided"))
     with pytest.raises(RunError, match=r"does not fit the model of its specification: helper\."):
         load_state(path, guided)
     path.write_bytes(b"nonsense")
     with pytest.raises(RunError, match="is no readable training state"):
         load_state(path, make_trainee(plan))
-
-
-def test_margins_of_the_traced_network_follow_the_weights():
-    """The traced network reads the model's weights at every call, so a step changes what it returns."""
-    plan = make_plan("natural")
-    trainee = make_trainee(plan)
-    batch = Batch(plan.data.floats(), plan.data.labels)
-    before = trainee.network.values(batch.images)[-1]
-    trainee.learning_rate.fill_(0.1)
-    TrainingStep(trainee, plan.strategy, plan.data, SETTINGS, plan.world)(torch.arange(8))
-    after = trainee.network.values(batch.images)[-1]
-    assert not torch.allclose(before, after)
-    torch.testing.assert_close(after, trace(trainee.model).values(batch.images)[-1])
-
-
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_gradients_are_laid_out_like_their_weights(kind, monkeypatch):
-    """The fused optimiser of a GPU refuses anything else."""
-    plan = make_plan(kind)
-    trainee = make_trainee(plan)
-    step = TrainingStep(trainee, plan.strategy, plan.data, plan.settings, plan.world)
-    seen = []
-
-    def check():
-        seen.extend(each.grad.stride() == each.stride() for each in trainee.parameters)
-
-    monkeypatch.setattr(trainee.optimiser, "step", check)
-    step(torch.arange(8))
-    assert seen
-    assert all(seen)

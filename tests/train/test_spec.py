@@ -1,7 +1,12 @@
 """Specifications are read strictly, name what is wrong with them, and survive writing and reading."""
 
+import dataclasses
+import json
+import re
 import tomllib
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,23 +15,27 @@ from hypothesis import strategies as st
 from patchcert.data import ImageShape
 from patchcert.errors import SpecError
 from patchcert.threats import Patch, SparsePixels, shapes
-from patchcert.train.decode import Place, decode
-from patchcert.train.plain import decisive, to_toml
-from patchcert.train.read import preset_names, read_spec, write_spec
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import (
-    AllTraining,
-    DataChoice,
-    GuidedTraining,
-    ModelChoice,
-    NaturalTraining,
-    OptimiserChoice,
-    PooledTraining,
-    RandomTraining,
+    DataSettings,
+    ModelSettings,
+    OptimiserSettings,
     RunSettings,
-    SparseTraining,
     Spec,
+    preset_names,
+    read_spec,
+    write_spec,
 )
+from patchcert.train.strategies import (
+    AllPlacements,
+    AnyStrategy,
+    GuidedPlacements,
+    Natural,
+    PooledPlacements,
+    RandomPlacements,
+    SparseChanges,
+)
+from patchcert.train.toml import Place, decode, without_defaults
 
 MINIMAL = """
 [data]
@@ -48,7 +57,7 @@ def spec_of(tmp_path, text, *changes):
 
 def test_a_minimal_file_gets_the_stated_defaults(tmp_path):
     spec = spec_of(tmp_path, MINIMAL)
-    assert spec == Spec(DataChoice("mnist"), ModelChoice("mlp"), Patch(5), AllTraining())
+    assert spec == Spec(DataSettings("mnist"), ModelSettings("mlp"), Patch(5), AllPlacements())
     assert spec.select == "last"
     assert spec.data.validation == 0
 
@@ -126,7 +135,7 @@ def test_changes_go_through_the_same_decoder_and_are_named_in_errors(tmp_path):
     spec = spec_of(
         tmp_path, MINIMAL, "threat.stamp=2x8", "strategy.kind=random", "strategy.placements=5", "seed=7"
     )
-    assert (spec.threat, spec.strategy, spec.seed) == (Patch((2, 8)), RandomTraining(placements=5), 7)
+    assert (spec.threat, spec.strategy, spec.seed) == (Patch((2, 8)), RandomPlacements(placements=5), 7)
     with pytest.raises(SpecError, match=r"^--set model.nme=cnn2: model.nme is not a known key") as caught:
         spec_of(tmp_path, MINIMAL, "model.nme=cnn2")
     assert caught.value.hint == "did you mean name?"
@@ -142,7 +151,7 @@ def test_a_new_kind_starts_its_table_afresh():
     changes = ("threat.kind=sparse", "threat.pixels=4", "strategy.kind=sparse")
     spec = read_spec("paper-mnist", changes)
     assert spec.threat == SparsePixels(4)
-    assert spec.strategy == SparseTraining()
+    assert spec.strategy == SparseChanges()
 
 
 def test_an_unknown_source_lists_the_presets():
@@ -174,20 +183,20 @@ def test_the_presets_hold_the_papers_settings():
     assert read_spec("paper-mnist-sparse").schedule.epsilon == EpsilonSchedule(1, 10)
     assert (mnist.data.flip, mnist.data.crop_padding) == (False, 0)
     assert (cifar.data.flip, cifar.data.crop_padding) == (True, 4)
-    assert mnist.optimiser == OptimiserChoice(batch_size=256)
+    assert mnist.optimiser == OptimiserSettings(batch_size=256)
 
 
 trainings = st.one_of(
-    st.just(AllTraining()),
-    st.just(NaturalTraining()),
-    st.builds(RandomTraining, placements=st.integers(1, 50)),
+    st.just(AllPlacements()),
+    st.just(Natural()),
+    st.builds(RandomPlacements, placements=st.integers(1, 50)),
     st.builds(
-        GuidedTraining,
+        GuidedPlacements,
         per_class=st.integers(1, 3),
         width=st.none() | st.integers(1, 9),
         inverse_temperature=st.floats(-1e3, 1e3),
     ),
-    st.builds(PooledTraining, blocks=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)),
+    st.builds(PooledPlacements, blocks=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)),
 )
 threats = st.one_of(
     st.builds(Patch, st.tuples(st.integers(1, 9), st.integers(1, 9))),
@@ -206,12 +215,12 @@ schedules = st.builds(
 )
 specs = st.builds(
     Spec,
-    data=st.builds(DataChoice, name=st.text(max_size=9), validation=st.integers(0, 9), flip=st.booleans()),
-    model=st.builds(ModelChoice, name=st.text(max_size=9), hidden=st.none() | st.integers(1, 99)),
+    data=st.builds(DataSettings, name=st.text(max_size=9), validation=st.integers(0, 9), flip=st.booleans()),
+    model=st.builds(ModelSettings, name=st.text(max_size=9), hidden=st.none() | st.integers(1, 99)),
     threat=threats,
     strategy=trainings,
     schedule=schedules,
-    optimiser=st.builds(OptimiserChoice, clip_norm=st.none() | st.floats(0.1, 9)),
+    optimiser=st.builds(OptimiserSettings, clip_norm=st.none() | st.floats(0.1, 9)),
     seed=st.integers(0, 2**31),
     run=st.builds(RunSettings, cuda_graph=st.sampled_from(["auto", "on", "off"])),
 )
@@ -222,16 +231,6 @@ def test_a_written_spec_reads_back_equal(spec):
     again = decode(Spec, tomllib.loads(write_spec(spec)), Place("again"))
     assert again == spec
     assert again.fingerprint() == spec.fingerprint()
-
-
-@given(
-    st.recursive(
-        st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans(), st.lists, max_leaves=5
-    )
-)
-def test_toml_text_reads_back_to_the_same_values(value):
-    table = {"a": value, "b": {"c": {"d": value}}, "e": {}}
-    assert tomllib.loads(to_toml(table)) == table
 
 
 def test_the_fingerprint_sees_what_decides_the_weights_and_nothing_else():
@@ -253,5 +252,61 @@ def test_the_size_of_a_folders_images_can_be_chosen(tmp_path):
 
 
 def test_a_size_that_is_not_chosen_is_no_part_of_the_fingerprint():
-    assert decisive(DataChoice("folder:photos")) == {"name": "folder:photos"}
+    assert without_defaults(DataSettings("folder:photos")) == {"name": "folder:photos"}
     assert "\nsize" not in write_spec(read_spec("paper-mnist"))
+
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def test_published_results_keep_their_fingerprints_and_specifications():
+    folders = [file.parent for file in RESULTS.glob("*/spec.toml")]
+    assert len(folders) >= 148
+    for folder in folders:
+        spec = read_spec(folder / "spec.toml")
+        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        assert spec.fingerprint(environment["data"]["checksums"]) == folder.name
+        assert decode(Spec, tomllib.loads(write_spec(spec)), Place("again")) == spec
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "train.md"
+PARTS = {
+    "data": DataSettings,
+    "model": ModelSettings,
+    "optimiser": OptimiserSettings,
+    "run": RunSettings,
+    "schedule.epsilon": EpsilonSchedule,
+    "schedule.learning_rate": LearningRateSchedule,
+}
+
+
+@pytest.fixture(scope="module")
+def page():
+    return PAGE.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def example(page):
+    return re.search(r"```toml\n(.*?)```", page, re.DOTALL).group(1)
+
+
+def test_the_guides_example_is_the_papers_training(example, tmp_path):
+    file = tmp_path / "spec.toml"
+    file.write_text(example, encoding="utf-8")
+    assert read_spec(str(file)) == read_spec("paper-mnist")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_guide_names_every_key(part, page, example):
+    shown = tomllib.loads(example)
+    for name in part.split("."):
+        shown = shown.get(name, {})
+    for field in dataclasses.fields(PARTS[part]):
+        assert field.name in shown or f"| `{part}.{field.name}` |" in page, f"{part}.{field.name}"
+
+
+@pytest.mark.parametrize("strategy", get_args(AnyStrategy))
+def test_every_strategy_has_its_row_in_the_guide_with_its_keys(strategy, page):
+    kind, *others = dataclasses.fields(strategy)
+    row = next(line for line in page.splitlines() if line.startswith(f"| `{kind.default}` |"))
+    assert all(f"`{field.name}`" in row for field in others)

@@ -8,13 +8,11 @@ from PIL import Image
 
 from patchcert.data import load_dataset
 from patchcert.errors import DataError, RunError, SpecError
-from patchcert.train.build import build_strategy, choose_data, describe_model
-from patchcert.train.observer import Interrupted, StopRequest
-from patchcert.train.read import read_spec
+from patchcert.models import build
 from patchcert.train.run_folder import Run
-from patchcert.train.spec import DataChoice
-from patchcert.train.strategies import GuidedPlacements
-from patchcert.train.training import Workplace, summarise, train_run
+from patchcert.train.spec import DataSettings, read_spec
+from patchcert.train.strategy import Subject
+from patchcert.train.training import Interrupted, StopRequest, Workplace, summarise, train_run
 
 CPU = Workplace(torch.device("cpu"))
 TINY = (
@@ -36,11 +34,11 @@ def tiny(*changes):
 
 
 class Stopper:
-    """Asks to stop after so many batches, as Ctrl-C would."""
+    """Asks to stop after a number of batches, as Ctrl-C would."""
 
     def __init__(self, after, monkeypatch):
         self.left, self.request = after, StopRequest()
-        monkeypatch.setattr("patchcert.train.observer.StopRequest", lambda: self.request)
+        monkeypatch.setattr("patchcert.train.training.StopRequest", lambda: self.request)
 
     def on_batch(self, position, batches):
         self.left -= 1
@@ -73,10 +71,10 @@ def test_a_run_leaves_everything_the_next_commands_need(tmp_path):
 
 
 @pytest.mark.parametrize("after", [1, 4, 6])
-def test_an_interrupted_run_saves_and_goes_on_to_the_same_weights(after, tmp_path, monkeypatch):
+def test_an_interrupted_run_saves_and_resumes_to_the_same_weights(after, tmp_path, monkeypatch):
     spec = tiny("strategy.kind=random", "strategy.placements=3", "data.flip=true", "data.crop_padding=2")
     straight = train_run(spec, tmp_path / "straight", CPU)
-    with pytest.raises(Interrupted, match=r"go on with: patchcert train .*broken --resume"):
+    with pytest.raises(Interrupted, match=r"resume with: patchcert train .*broken --resume"):
         train_run(spec, tmp_path / "broken", CPU, listener=Stopper(after, monkeypatch))
     monkeypatch.undo()
     Run.open(tmp_path / "broken").append_metrics({"epoch": after // 3, "loss": "of an epoch after the state"})
@@ -96,7 +94,7 @@ def test_the_best_epoch_is_chosen_on_held_out_images_only(tmp_path):
     full = [row for row in run.metrics() if row["epoch"] >= 3]
     assert all(row["checked_on"] == "validation" and row["checked_images"] == 40 for row in full)
     best = max(full, key=lambda row: row["certified_accuracy"])
-    _, held_out = choose_data(load_dataset("mnist-mini"), spec.data)
+    _, held_out = spec.data.split(load_dataset("mnist-mini"))
     correct = (run.model()(held_out.floats()).argmax(1) == held_out.labels).double().mean()
     assert float(correct) == pytest.approx(best["clean_accuracy"])
 
@@ -177,31 +175,32 @@ def test_a_folder_of_test_images_alone_is_refused_before_anything_is_written(pho
 
 def test_training_never_sees_test_or_held_out_images():
     dataset = load_dataset("mnist-mini")
-    train_images, held_out = choose_data(dataset, DataChoice(validation=100))
+    train_images, held_out = DataSettings(validation=100).split(dataset)
     assert held_out is not None
     assert len(train_images) == len(dataset.train) - 100
     assert torch.equal(held_out.images, dataset.train.images[-100:])
-    assert choose_data(dataset, DataChoice(limit=7))[1] is None
-    assert len(choose_data(dataset, DataChoice(limit=7))[0]) == 7
+    assert DataSettings(limit=7).split(dataset)[1] is None
+    assert len(DataSettings(limit=7).split(dataset)[0]) == 7
 
 
-def test_the_helper_network_follows_the_images_unless_told_otherwise():
+def test_the_helper_network_follows_the_images_unless_it_is_given():
     dataset = load_dataset("mnist-mini")
     for change, wanted in ((), 39_040), (("strategy.width=3",), None):
         spec = tiny("strategy.kind=guided", *change)
-        strategy = build_strategy(spec, describe_model(spec.model, dataset))
-        assert isinstance(strategy, GuidedPlacements)
-        count = sum(parameter.numel() for parameter in strategy.helper.parameters())
+        model_spec = spec.model.for_data(dataset)
+        helper = spec.strategy.bind(Subject(build(model_spec), model_spec, spec.threat)).helper
+        count = sum(parameter.numel() for parameter in helper.parameters())
         assert count == wanted if wanted else count < 39_040
 
 
 @pytest.mark.parametrize("kind", ["all", "random", "guided"])
-def test_windows_have_the_digits_that_the_optimiser_asks_for(kind):
-    dataset = load_dataset("mnist-mini")
-    for changes, wanted in ((), None), (("optimiser.windows=bfloat16",), torch.bfloat16):
-        spec = tiny(f"strategy.kind={kind}", *changes)
-        strategy = build_strategy(spec, describe_model(spec.model, dataset))
-        assert strategy.patch.dtype is wanted
+def test_windows_have_the_precision_that_the_optimiser_asks_for(kind, tmp_path):
+    losses = []
+    for change in ("seed=2019", "optimiser.windows=bfloat16"):
+        spec = tiny(f"strategy.kind={kind}", "schedule.epochs=2", "schedule.epsilon.natural_epochs=0", change)
+        losses.append([row["loss"] for row in train_run(spec, tmp_path / change, CPU).metrics()])
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
 
 
 @pytest.mark.parametrize(

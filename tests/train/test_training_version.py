@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from patchcert.train import spec as spec_module
-from patchcert.train.read import read_spec
+from patchcert.train.spec import read_spec
 from patchcert.train.training import Workplace, train_run
 
 SMALL = (

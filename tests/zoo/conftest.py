@@ -10,8 +10,8 @@ from patchcert.certificates import certify
 from patchcert.data import load_dataset
 from patchcert.files import sha256
 from patchcert.papers.chiang2020.evidence import certificate_columns, evidence_name
-from patchcert.train.read import read_spec
 from patchcert.train.run_folder import Run
+from patchcert.train.spec import read_spec
 from patchcert.train.training import Workplace, train_run
 from patchcert.zoo import Zoo
 from patchcert.zoo.adding import add_run

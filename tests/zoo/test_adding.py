@@ -15,9 +15,8 @@ from patchcert.files import sha256
 from patchcert.papers.chiang2020.attack_plan import AttackPlan
 from patchcert.papers.chiang2020.collecting import collect
 from patchcert.papers.chiang2020.results import TRIMMED
-from patchcert.train.read import read_spec
-from patchcert.train.run_folder import Run
-from patchcert.train.trimming import trim_run
+from patchcert.train.run_folder import Run, trim_run
+from patchcert.train.spec import read_spec
 from patchcert.zoo import Zoo
 from patchcert.zoo.adding import add_run, make_card
 from patchcert.zoo.copying import copy_to_run

@@ -13,7 +13,7 @@ from patchcert.errors import DataError
 from patchcert.papers.chiang2020.evidence import Rows
 from patchcert.papers.chiang2020.results import TRIMMED
 from patchcert.report.evidence import read_files
-from patchcert.train.read import read_spec
+from patchcert.train.spec import read_spec
 from patchcert.zoo import shelf
 from patchcert.zoo.naming import entry_name
 from patchcert.zoo.recheck import differences

@@ -1,100 +1,86 @@
-"""Many restarts on many images: which are still open, how they share batches, and what is found."""
+"""Everything an attacker has, aimed at images that are said to be proven."""
 
-from collections.abc import Callable, Iterator
+import math
 from dataclasses import dataclass
-from typing import final
+from typing import Annotated, final
 
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks.base import Findings, Task
-from patchcert.attacks.climbing import Climb, Climbers, Record, climb_all, segments_of
-from patchcert.attacks.views import Views
-from patchcert.threats import Patch
-
-Draw = Callable[[], Tensor]
-
-
-def noise(images: Tensor, patch: Patch, generator: Generator) -> Tensor:
-    """Uniform numbers in [-1, 1) for the pixels of a patch on every image, (n, channels * pixels), on their device."""
-    shape = (len(images), images.shape[1] * patch.pixels)
-    drawn = torch.rand(shape, generator=generator, device=generator.device, dtype=images.dtype)
-    return (2 * drawn - 1).to(images.device)
-
-
-def vertices(images: Tensor, patch: Patch, count: int, generator: Generator) -> Iterator[Tensor]:
-    """Noise of -1 and 1, which takes any pixel to 0 or 1: every such patch, or `count` random ones of many.
-
-    All images get the same one, each (n, channels * pixels).
-    """
-    values = images.shape[1] * patch.pixels
-    is_complete = values < count.bit_length()
-    for number in range(2**values if is_complete else count):
-        if is_complete:
-            bits = number >> torch.arange(values) & 1
-        else:
-            bits = torch.randint(2, (values,), generator=generator, device=generator.device)
-        yield (2 * bits - 1).to(images).expand(len(images), -1)
+from patchcert.attacks.base import Attack, AttackResult
+from patchcert.attacks.climbing import Loss
+from patchcert.attacks.composite import AttackSeries, AttackWithin
+from patchcert.attacks.patch import PatchAttack
+from patchcert.attacks.sparse import SparseAttack
+from patchcert.attacks.views import PerImage, Predictor
+from patchcert.errors import InvalidInput
+from patchcert.progress import Progress
+from patchcert.tensors import Images, Labels
+from patchcert.threats import Patch, SparsePixels
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Campaign:
-    """An attack on a task with one patch; what is found is gathered in `record`."""
+class CertifiedAttackResult:
+    """What the attacks made of the certified images."""
 
-    model: nn.Module
-    task: Task
-    patch: Patch
-    views: Views
-    climb: Climb
-    batch_size: int
-    check_every: int
-    record: Record
+    index: Annotated[Tensor, "m"]
+    """Positions of the certified images in the batch."""
+    result: AttackResult
+    """The attack on those images alone."""
 
     @property
-    def corners(self) -> Tensor:
-        """All allowed corners (p, 2)."""
-        height, width = self.task.images.shape[2:]
-        return self.patch.placements(height, width).corners.to(self.task.images.device)
+    def broken(self) -> Annotated[Tensor, "b"]:
+        """Positions in the batch of certified images that an attack changed: each refutes its proof."""
+        return self.index[self.result.succeeded]
 
-    def spend(self, order: Tensor, draw: Draw, restarts: int, steps: int) -> Tensor:
-        """Every open image gets its restarts, at the placements of `order` (n, q) in turn.
+    @property
+    def withstood(self) -> bool:
+        """Whether no certified image was broken."""
+        return not bool(self.result.succeeded.any())
 
-        `draw` is asked once per restart for noise for all images, broken ones too, so that a restart does not
-        depend on how batches were cut. Returns the largest lead met at every placement (n, p).
-        """
-        corners = self.corners
-        leads = self.task.images.new_full((len(self.task.images), len(corners)), -torch.inf)
-        done = 0
-        while done < restarts and len(chosen := self.record.open(self.climb.early_stop)):
-            group = min(max(self.batch_size // len(chosen), 1), restarts - done)
-            starts = torch.cat([draw()[chosen] for _ in range(group)])
-            turns = torch.arange(done, done + group, device=chosen.device) % order.shape[1]
-            owner = chosen.repeat(group)
-            placement = order[owner, turns.repeat_interleave(len(chosen))]
-            for climbers in self._batches(owner, placement, starts, corners):
-                self._run(climbers, steps, leads)
-            done += group
-            self.task.tell(done, restarts)
-        return leads
 
-    def findings(self) -> Findings:
-        """The best image of every attacked image and where its patch lies."""
-        found = self.record.placement[:, None]
-        corners = self.corners[self.record.placement.clamp(min=0)]
-        return Findings(self.record.images, torch.where(found >= 0, corners, -1), self.record.steps)
+def attack_certified(
+    model: nn.Module | Predictor,
+    images: Images,
+    labels: Labels,
+    threat: Patch | SparsePixels,
+    certified: PerImage,
+    attack: Attack | None = None,
+    generator: Generator | None = None,
+    progress: Progress | None = None,
+) -> CertifiedAttackResult:
+    """Attacks the certified images, by default with `strongest_attack`; one that breaks is a false proof."""
+    if certified.shape != labels.shape or certified.dtype != torch.bool:
+        raise InvalidInput(
+            f"certified must be bool ({len(labels)},), got {certified.dtype} {tuple(certified.shape)}",
+            hint="pass `certificates.certified` for the same images",
+        )
+    attack = attack or strongest_attack(threat)
+    index = certified.to(images.device).nonzero().flatten()
+    result = attack.run(model, images[index], labels[index], threat, generator, progress)
+    return CertifiedAttackResult(index, result)
 
-    def _batches(
-        self, owner: Tensor, placement: Tensor, starts: Tensor, corners: Tensor
-    ) -> Iterator[Climbers]:
-        pixels = self.task.images.flatten(1)
-        for first in range(0, len(owner), self.batch_size):
-            part = slice(first, first + self.batch_size)
-            view = self.views.at(owner[part], corners[placement[part]])
-            start = pixels[owner[part, None], view.cells] + starts[part]
-            yield Climbers.at(owner[part], placement[part], view, start)
 
-    def _run(self, climbers: Climbers, steps: int, leads: Tensor) -> None:
-        left = climb_all(self.climb, climbers, self.record, segments_of(steps, self.check_every))
-        place = (left.owner, left.placement)
-        leads[place] = torch.maximum(leads[place], left.lead)
+def strongest_attack(
+    threat: Patch | SparsePixels, steps: int = 150, restarts: int = 20, batch_size: int = 1024
+) -> Attack:
+    """For patches, a sweep of all placements with either loss, then restarts at the weakest ones.
+
+    For sparse pixels, the pixels of largest gain with either loss, then the sweeps of the largest square patch
+    that has no more pixels.
+    """
+    losses: tuple[Loss, ...] = ("margin", "cross-entropy")
+    sweeps = tuple(
+        PatchAttack(steps, 0.05, restarts, loss, "sweep", sweep_steps, batch_size=batch_size)
+        for loss, sweep_steps in zip(losses, (20, 5), strict=True)
+    )
+    if isinstance(threat, Patch):
+        return AttackSeries(sweeps)
+    climbs = tuple(
+        SparseAttack(steps, restarts=restarts, loss=loss, batch_size=batch_size) for loss in losses
+    )
+    if threat.unit != "pixel":
+        return AttackSeries(climbs)
+    square = Patch(math.isqrt(threat.pixels))
+    return AttackSeries((*climbs, *(AttackWithin(sweep, square) for sweep in sweeps)))

@@ -1,15 +1,18 @@
 """Sign-gradient ascent in [0, 1], many starts at once, and the best image met for every attacked image."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import Annotated, Literal, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from patchcert.attacks.judging import require_finite, wrong_lead
-from patchcert.attacks.views import View, put
+from patchcert.attacks.base import AttackJob
+from patchcert.attacks.views import AttackedModel, PerImage, View, put, require_finite, sure_lead, wrong_lead
+from patchcert.errors import InvalidInput
+from patchcert.tensors import Images, Labels
 
 Loss = Literal["cross-entropy", "margin"]
 
@@ -18,7 +21,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "margin": wrong_lead,
 }
 
-_ROUNDING = 100.0
+PerAscent = Annotated[Tensor, "m"]
+Values = Annotated[Tensor, "m v"]
 
 
 @final
@@ -26,19 +30,19 @@ _ROUNDING = 100.0
 class Climbers:
     """Ascents under way (m): what each may change, where it is, and the best point it has met."""
 
-    owner: Tensor
+    owner: PerAscent
     """Index of the attacked image."""
-    placement: Tensor
+    placement: PerAscent
     """Index of the placement; -1 where there is none."""
     view: View
-    current: Tensor
-    """Values (m, v) of the view's cells."""
-    best: Tensor
-    lead: Tensor
+    current: Values
+    """Values of the view's cells."""
+    best: Values
+    lead: PerAscent
     """Of `best`: by how much, beyond rounding, the best wrong class leads the label."""
 
     @classmethod
-    def at(cls, owner: Tensor, placement: Tensor, view: View, start: Tensor) -> "Climbers":
+    def at(cls, owner: PerAscent, placement: PerAscent, view: View, start: Values) -> "Climbers":
         """New ascents at the values nearest to the given ones."""
         current = start.clamp(0, 1)
         return cls(owner, placement, view, current, current, current.new_full((len(current),), -torch.inf))
@@ -46,8 +50,8 @@ class Climbers:
     def __len__(self) -> int:
         return len(self.owner)
 
-    def keep(self, index: Tensor) -> "Climbers":
-        """The ascents of these indices; the same where these are all."""
+    def keep(self, index: Annotated[Tensor, "i"]) -> "Climbers":
+        """The ascents of these indices; the same object where these are all."""
         if len(index) == len(self):
             return self
         return Climbers(
@@ -69,10 +73,21 @@ class Climb:
     step_size: float
     early_stop: bool
 
-    def advance(self, labels: Tensor, climbers: Climbers, steps: int) -> Climbers:
-        """So many steps; every point is evaluated before it is left. Waits for the device only at the end.
+    def run(self, climbers: Climbers, record: "Record", segments: list[int]) -> Climbers:
+        """Run the ascents in segments of steps, after each of which those on broken images end; the rest."""
+        for steps in segments:
+            record.count(climbers, steps)
+            climbers = record.update(self.advance(record.labels, climbers, steps))
+            if self.early_stop:
+                climbers = climbers.keep((record.lead[climbers.owner] <= 0).nonzero().flatten())
+            if not len(climbers):
+                return climbers
+        return record.update(self.finish(record.labels, climbers))
 
-        `labels` are those of the attacked images, not of the climbers.
+    def advance(self, labels: Labels, climbers: Climbers, steps: int) -> Climbers:
+        """The ascents after `steps` steps; every point is evaluated before it is left.
+
+        `labels` are those of the attacked images, not of the climbers. Waits for the device only at the end.
         """
         truth, loss = labels[climbers.owner], LOSSES[self.loss]
         current, best, lead = climbers.current, climbers.best, climbers.lead
@@ -89,7 +104,7 @@ class Climb:
         return replace(climbers, current=current, best=best, lead=lead)
 
     @torch.no_grad()
-    def finish(self, labels: Tensor, climbers: Climbers) -> Climbers:
+    def finish(self, labels: Labels, climbers: Climbers) -> Climbers:
         """The ascents with their last point evaluated too."""
         logits, truth = climbers.view.logits(climbers.current), labels[climbers.owner]
         best, lead, size = self._better(climbers.best, climbers.lead, climbers.current, logits, truth)
@@ -97,8 +112,13 @@ class Climb:
         return replace(climbers, best=best, lead=lead)
 
     def _better(
-        self, best: Tensor, lead: Tensor, current: Tensor, logits: Tensor, truth: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        best: Values,
+        lead: PerAscent,
+        current: Values,
+        logits: Annotated[Tensor, "m k"],
+        truth: PerAscent,
+    ) -> tuple[Values, PerAscent, PerAscent]:
         """The better of the best and the current points, its lead, and the size of the logits, NaN included.
 
         With an early stop a success is never given up.
@@ -111,31 +131,21 @@ class Climb:
         return torch.where(improved[:, None], current, best), torch.where(improved, reached, lead), size
 
 
-def sure_lead(logits: Tensor, labels: Tensor) -> Tensor:
-    """The wrong class's lead less what rounding may have given it.
-
-    The same image in a batch of another size has slightly other logits. A success beyond that survives the
-    framework's own check.
-    """
-    scale = 1 + logits.abs().amax(dim=1)
-    return wrong_lead(logits, labels) - _ROUNDING * torch.finfo(logits.dtype).eps * scale
-
-
 @final
 class Record:
     """The best image met so far for every attacked image, over all ascents."""
 
-    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor) -> None:
-        self.model, self.clean, self.labels = model, images, labels
+    def __init__(self, target: AttackedModel, images: Images, labels: Labels) -> None:
+        self.target, self.clean, self.labels = target, images, labels
         self.images = images.clone()
         self.lead = images.new_full((len(images),), -torch.inf)
         self.placement = torch.full((len(images),), -1, dtype=torch.long, device=images.device)
         self.steps = torch.zeros_like(self.placement)
 
     def update(self, climbers: Climbers) -> Climbers:
-        """Take over what the ascents found, of equally good ones the first; the ascents, put right if need be.
+        """Keep what the ascents found, of equally good points the first; the ascents, corrected where necessary.
 
-        Where a view is not exact the model itself is asked about what would be taken over, and believed.
+        Where what an ascent sees is not exactly what decides, the judge is asked about each point to be kept.
         """
         count, order = len(climbers), torch.arange(len(climbers), device=climbers.owner.device)
         reached = self.lead.scatter_reduce(0, climbers.owner, climbers.lead, "amax")
@@ -144,52 +154,74 @@ class Record:
             0, climbers.owner, torch.where(attains, order, count), "amin"
         )
         improved = ((reached > self.lead) & (first < count)).nonzero().flatten()
-        chosen = first[improved]
-        if not len(chosen):
+        kept = first[improved]
+        if not len(kept):
             return climbers
-        changed = put(self.clean[improved], climbers.view.cells[chosen], climbers.best[chosen])
-        lead = climbers.lead[chosen]
-        if not climbers.view.is_exact:
-            lead = self._asked(changed, self.labels[improved]).to(lead.dtype)
-            climbers = replace(climbers, lead=climbers.lead.index_copy(0, chosen, lead))
-        self._take_over(improved, changed, climbers.placement[chosen], lead)
+        changed = put(self.clean[improved], climbers.view.cells[kept], climbers.best[kept])
+        lead = climbers.lead[kept]
+        if not (self.target.is_exact and climbers.view.is_exact):
+            lead = self.target.evaluate(changed, self.labels[improved]).sure_margins
+            climbers = replace(climbers, lead=climbers.lead.index_copy(0, kept, lead))
+        self._keep(improved, changed, climbers.placement[kept], lead)
         return climbers
 
-    def _take_over(self, index: Tensor, images: Tensor, placement: Tensor, lead: Tensor) -> None:
+    def _keep(self, index: PerImage, images: Images, placement: PerImage, lead: PerImage) -> None:
         better = lead > self.lead[index]
         self.images[index] = torch.where(better[:, None, None, None], images, self.images[index])
         self.placement[index] = torch.where(better, placement, self.placement[index])
         self.lead[index] = torch.maximum(lead, self.lead[index])
 
-    @torch.no_grad()
-    def _asked(self, images: Tensor, labels: Tensor) -> Tensor:
-        logits = self.model(images)
-        require_finite(logits.isfinite().all())
-        return sure_lead(logits, labels)
-
     def count(self, climbers: Climbers, steps: int) -> None:
         """Write down steps spent by the ascents."""
         self.steps.index_add_(0, climbers.owner, torch.full_like(climbers.owner, steps))
 
-    def open(self, early_stop: bool) -> Tensor:
+    def open(self, early_stop: bool) -> Annotated[Tensor, "i"]:
         """The indices of the images that are still worth attacking."""
         if early_stop:
             return (self.lead <= 0).nonzero().flatten()
         return torch.arange(len(self.lead), device=self.lead.device)
 
-
-def climb_all(climb: Climb, climbers: Climbers, record: Record, segments: list[int]) -> Climbers:
-    """Run the ascents in segments, after each of which those whose image is broken are given up; the rest."""
-    for steps in segments:
-        record.count(climbers, steps)
-        climbers = record.update(climb.advance(record.labels, climbers, steps))
-        if climb.early_stop:
-            climbers = climbers.keep((record.lead[climbers.owner] <= 0).nonzero().flatten())
-        if not len(climbers):
-            return climbers
-    return record.update(climb.finish(record.labels, climbers))
+    def restarts(
+        self, job: AttackJob, restarts: int, early_stop: bool, batch_size: int
+    ) -> Iterator[tuple[Annotated[Tensor, "i"], range]]:
+        """The open images and the numbers of the restarts that they get next, as many as fit into one batch."""
+        done = 0
+        while done < restarts and len(still_open := self.open(early_stop)):
+            group = min(max(batch_size // len(still_open), 1), restarts - done)
+            yield still_open, range(done, done + group)
+            done += group
+            job.report(done, restarts)
 
 
 def segments_of(steps: int, length: int) -> list[int]:
     """The steps in segments of at most `length`."""
     return [min(length, steps - start) for start in range(0, steps, length)]
+
+
+def check_ascent(steps: int, step_size: float, restarts: int, loss: str, batch_size: int) -> None:
+    """Refuse settings with which no ascent can run."""
+    if steps < 0:
+        raise InvalidInput(f"an attack needs 0 steps or more, got steps={steps}", hint="150 is usual")
+    if not 0 < step_size < math.inf:
+        raise InvalidInput(
+            f"an attack needs a positive step size, got step_size={step_size}", hint="0.05 is usual"
+        )
+    if restarts < 1:
+        raise InvalidInput(
+            f"an attack needs at least one restart, got restarts={restarts}",
+            hint="the first start counts as one",
+        )
+    if batch_size < 1:
+        raise InvalidInput(
+            f"an attack needs a batch of at least one image, got batch_size={batch_size}",
+            hint="use as many as the memory holds",
+        )
+    check_choice("loss", loss, tuple(LOSSES))
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse a word that is none of the choices."""
+    if value not in choices:
+        raise InvalidInput(
+            f"unknown {name} {value!r} of an attack", hint=f"choose one of {', '.join(choices)}"
+        )

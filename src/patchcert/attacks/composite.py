@@ -2,57 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self, final
+from typing import ClassVar, Self, final
 
 import torch
-from torch import Generator, Tensor, nn
 
-from patchcert.attacks.base import Attack, AttackResult, Findings, Task, judge
-from patchcert.attacks.judging import check_batch, evaluate
-from patchcert.bounds import precise_arithmetic
+from patchcert.attacks.base import Attack, AttackJob, Findings
+from patchcert.attacks.views import AttackedModel, PerImage
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
-from patchcert.progress import Progress
 from patchcert.threats import Threat
 
 
-@final
-@dataclass(frozen=True)
-class TransferAttack:
-    """Optimises and selects on the undefended model, then shows the result to the defended one.
-
-    Every image is attacked, those that the defended model gets wrong too: an attack that does not know of the
-    defense may well put them right. The inner attack runs to its end, since the surest patch transfers best.
-    """
-
-    attack: Attack
-
-    @precise_arithmetic()
-    def run(
-        self,
-        model: nn.Module,
-        images: Tensor,
-        labels: Tensor,
-        threat: Threat,
-        generator: Generator | None = None,
-        progress: Progress | None = None,
-    ) -> AttackResult:
-        """The defended model's answers to patches made for the undefended one."""
-        defended = require_defended(model)
-        check_batch(defended, images, labels)
-        task = Task(images, labels, threat, generator or torch.Generator().manual_seed(0), progress)
-        clean = evaluate(defended, images, labels, self.attack.batch_size).predictions
-        found = self.attack.exhaustive().propose(defended.model, task)
-        return judge(defended, task, found, clean, self.attack.batch_size)
-
-
-@final
-@dataclass(frozen=True)
-class AdaptiveAttack(Attack):
-    """Knows the defense: tries the undefended model's patches, then the inner attack on every surrogate.
-
-    Surrogates have the defended model's logits, so the defense is in loss, gradient and selection alike.
-    """
+class WrappedAttack(Attack):
+    """An attack that runs another one, its setting `attack`, in its own way."""
 
     attack: Attack
 
@@ -62,39 +24,67 @@ class AdaptiveAttack(Attack):
         return self.attack.batch_size
 
     def exhaustive(self) -> Self:
-        """The same attack with an inner attack that goes on to the largest margin."""
-        return type(self)(self.attack.exhaustive())
+        """The same attack with an inner attack that continues after a success, to the largest margin."""
+        return replace(self, attack=self.attack.exhaustive())  # pyright: ignore[reportArgumentType]
 
-    @precise_arithmetic()
-    def run_after(
-        self,
-        weak: AttackResult,
-        model: nn.Module,
-        images: Tensor,
-        labels: Tensor,
-        threat: Threat,
-        generator: Generator | None = None,
-        progress: Progress | None = None,
-    ) -> AttackResult:
-        """Goes on from a `TransferAttack` on the same images: none that it broke withstands this attack."""
-        defended = require_defended(model)
-        check_batch(defended, images, labels)
-        task = Task(images, labels, threat, generator or torch.Generator().manual_seed(0), progress)
-        right = (weak.clean_predictions == labels).nonzero().flatten()
-        stages = surrogate_stages(defended, self.attack)
-        start = Findings(weak.adversarial, weak.placement, weak.steps).part(right)
-        found = Findings.unchanged(images)
-        if len(right):
-            best = strongest(defended, stages, task.part(right), start, self.batch_size)
-            found = found.updated(right, best)
-        return judge(defended, task, found, weak.clean_predictions, self.batch_size)
 
-    def propose(self, model: nn.Module, task: Task) -> Findings:
-        """The strongest image for the defended model out of all stages."""
-        defended = require_defended(model)
-        stages = surrogate_stages(defended, self.attack)
-        transferred = self.attack.exhaustive().propose(defended.model, task.stage(0, len(stages) + 1))
-        return strongest(defended, stages, task, transferred, self.batch_size)
+@final
+@dataclass(frozen=True)
+class TransferAttack(WrappedAttack):
+    """Optimises and selects on the undefended model, then shows the result to the defended one.
+
+    Every image is attacked, including those that the defended model gets wrong: an attack that does not know of the
+    defense may well put them right. The inner attack does not stop early, since the surest patch transfers best.
+    """
+
+    spares_wrong_images: ClassVar[bool] = False
+
+    attack: Attack
+
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
+        """The surest images for the undefended model."""
+        undefended = AttackedModel.of(require_defended(target).model)
+        return self.attack.exhaustive().propose(undefended, job)
+
+
+@final
+@dataclass(frozen=True)
+class AdaptiveAttack(WrappedAttack):
+    """Knows the defense: tries the undefended model's patches, then the inner attack on every surrogate.
+
+    Surrogates have the defended model's logits, so the defense is in loss, gradient and selection alike.
+    """
+
+    attack: Attack
+
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
+        """The strongest image for the defended model out of all attempts."""
+        attempts = surrogate_attempts(self.attack, target)
+        transferred = TransferAttack(self.attack).propose(target, job.in_round(0, len(attempts) + 1))
+        return strongest(target, attempts, job, transferred, self.batch_size)
+
+
+@final
+@dataclass(frozen=True)
+class AdaptiveAfterTransfer(WrappedAttack):
+    """The adaptive attack from exactly the patches of `TransferAttack(first)`: none that it broke withstands this one.
+
+    `AdaptiveAttack` draws other random patches, since it transfers only to images that the defended model gets right.
+    """
+
+    spares_wrong_images: ClassVar[bool] = False
+
+    first: Attack
+    attack: Attack
+
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
+        """The strongest image for the defended model; those wrong by themselves are unchanged."""
+        attempts = surrogate_attempts(self.attack, target)
+        transferred = TransferAttack(self.first).propose(target, job.in_round(0, len(attempts) + 1))
+        clean = target.evaluate(job.images, job.labels, self.batch_size).predictions
+        right = (clean == job.labels).nonzero().flatten()
+        found = strongest(target, attempts, job.part(right), transferred.part(right), self.batch_size)
+        return Findings.unchanged(job.images).updated(right, found)
 
 
 @final
@@ -114,18 +104,18 @@ class AttackSeries(Attack):
         return min(attack.batch_size for attack in self.attacks)
 
     def exhaustive(self) -> Self:
-        """The same attacks, each of which goes on to the largest margin."""
-        return type(self)(tuple(attack.exhaustive() for attack in self.attacks))
+        """The same attacks, each of which continues after a success, to the largest margin."""
+        return replace(self, attacks=tuple(attack.exhaustive() for attack in self.attacks))
 
-    def propose(self, model: nn.Module, task: Task) -> Findings:
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest image that any of the attacks met."""
-        stages = [Stage(model, attack) for attack in self.attacks]
-        return strongest(model, stages, task, Findings.unchanged(task.images), self.batch_size)
+        attempts = [Attempt(attack, target) for attack in self.attacks]
+        return strongest(target, attempts, job, Findings.unchanged(job.images), self.batch_size)
 
 
 @final
 @dataclass(frozen=True)
-class AttackWithin(Attack):
+class AttackWithin(WrappedAttack):
     """An attack that keeps to a threat of its own, all members of which belong to the one it is asked about.
 
     That they do is checked as for any attack: by the framework, on what is found.
@@ -134,54 +124,40 @@ class AttackWithin(Attack):
     attack: Attack
     threat: Threat
 
-    @property
-    def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of the inner attack."""
-        return self.attack.batch_size
-
-    def exhaustive(self) -> Self:
-        """The same attack with an inner attack that goes on to the largest margin."""
-        return type(self)(self.attack.exhaustive(), self.threat)
-
-    def propose(self, model: nn.Module, task: Task) -> Findings:
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest member of its own threat; it has no placement for the one asked about."""
-        found = self.attack.propose(model, replace(task, threat=self.threat))
+        found = self.attack.propose(target, replace(job, threat=self.threat))
         return replace(found, placement=torch.full_like(found.placement, -1))
 
 
 @final
 @dataclass(frozen=True)
-class Stage:
-    """An attack and the model whose gradients it follows."""
+class Attempt:
+    """An attack and the target through which it looks at the model."""
 
-    target: nn.Module
     attack: Attack
-
-
-def surrogate_stages(defended: Defended, attack: Attack) -> list[Stage]:
-    """The attack on each of the surrogates of a defense."""
-    return [Stage(surrogate, attack) for surrogate in defended.surrogates()]
+    target: AttackedModel
 
 
 def strongest(
-    model: nn.Module, stages: Sequence[Stage], task: Task, start: Findings, batch_size: int
+    target: AttackedModel, attempts: Sequence[Attempt], job: AttackJob, start: Findings, batch_size: int
 ) -> Findings:
-    """The best of `start` and all stages by the margin on `model`; broken images are spared later stages."""
+    """The best of `start` and all attempts by the margin on `target`; broken images are spared later attempts."""
     best = start
-    margins = evaluate(model, start.images, task.labels, batch_size).margins
-    for number, stage in enumerate(stages):
+    margins = target.evaluate(start.images, job.labels, batch_size).margins
+    for number, attempt in enumerate(attempts):
         left = (margins <= 0).nonzero().flatten()
         if not len(left):
             break
-        part = task.part(left).stage(number + 1, len(stages) + 1)
-        found = stage.attack.propose(stage.target, part)
-        reached = evaluate(model, found.images, part.labels, batch_size).margins
+        part = job.part(left).in_round(number + 1, len(attempts) + 1)
+        found = attempt.attack.propose(attempt.target, part)
+        reached = target.evaluate(found.images, part.labels, batch_size).margins
         best = best.updated(left, better(best.part(left), found, reached > margins[left]))
         margins = margins.index_copy(0, left, torch.maximum(margins[left], reached))
     return best
 
 
-def better(old: Findings, new: Findings, improved: Tensor) -> Findings:
+def better(old: Findings, new: Findings, improved: PerImage) -> Findings:
     """The new findings where they are an improvement, else the old; steps add up."""
     return Findings(
         torch.where(improved[:, None, None, None], new.images, old.images),
@@ -190,8 +166,15 @@ def better(old: Findings, new: Findings, improved: Tensor) -> Findings:
     )
 
 
-def require_defended(model: nn.Module) -> Defended:
+def surrogate_attempts(attack: Attack, target: AttackedModel) -> list[Attempt]:
+    """The attack on each of the surrogates of the target's defense."""
+    surrogates = require_defended(target).surrogates()
+    return [Attempt(attack, AttackedModel.of(surrogate)) for surrogate in surrogates]
+
+
+def require_defended(target: AttackedModel) -> Defended:
     """The model, which must stand behind a defense."""
+    model = target.judge
     if not isinstance(model, Defended):
         raise InvalidInput(
             f"this attack is for a defended model, got {type(model).__name__}",

@@ -1,27 +1,39 @@
 """The iterated sign-gradient attack on patches, with restarts and a choice of where to put them."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, Self, final, get_args
+from typing import Annotated, Literal, Self, final, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from patchcert.attacks.base import Attack, Findings, Task
-from patchcert.attacks.campaign import Campaign, noise, vertices
-from patchcert.attacks.climbing import Climb, Loss, Record
-from patchcert.attacks.placement_search import (
-    PlacementMargins,
-    certificate_leads,
-    random_order,
-    weakest_first,
+from patchcert.attacks.base import Attack, AttackJob, AttackResult, Findings, judged
+from patchcert.attacks.climbing import (
+    LOSSES,
+    Climb,
+    Climbers,
+    Loss,
+    Record,
+    check_ascent,
+    check_choice,
+    segments_of,
 )
-from patchcert.attacks.settings import check_ascent, check_choice
-from patchcert.attacks.windows import patch_views
+from patchcert.attacks.views import AttackedModel, Views, put, stamp_cells, sure_lead
+from patchcert.attacks.window_views import patch_views
+from patchcert.bounds import precise_arithmetic
 from patchcert.certificates import placement_margins as interval_placement_margins
 from patchcert.errors import InvalidInput
+from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
 
 Search = Literal["random", "sweep", "certificate"]
+
+PlacementMargins = Callable[[nn.Module, Tensor, Tensor, Patch], Tensor]
+"""Lower bounds (n, placements, classes) of the label's lead, as `patchcert.placement_margins` gives them."""
+
+PerPlacement = Annotated[Tensor, "n p"]
+Noise = Annotated[Tensor, "n v"]
+"""What is added to the pixels under the patch of every image, channel by channel, before an ascent begins."""
 
 
 @final
@@ -34,8 +46,8 @@ class PatchAttack(Attack):
     "certificate": the placements in the order of their lower bounds, weakest first; `placement_margins`
     gives the bounds, by default those of the interval certificate.
 
-    Before a sweep, `sweep_vertices` patches of zeros and ones are tried at every placement, all of them where
-    there are no more, else as many random ones. They need no gradient, which helps against a model whose
+    Before a sweep, `sweep_vertices` patches of zeros and ones are tried at every placement: all such patches if
+    there are no more, otherwise random ones. They need no gradient, which helps against a model whose
     gradient says little: a defense that decides by a threshold is blind to it between two steps.
 
     Images and restarts share batches of `batch_size`; broken images leave them every `check_every` steps. The
@@ -66,45 +78,204 @@ class PatchAttack(Attack):
             )
 
     def exhaustive(self) -> Self:
-        """The same attack, which does not stop at the first success but goes on to the largest margin."""
+        """The same attack without an early stop: it continues after a success, to the largest margin."""
         return replace(self, early_stop=False)
 
-    def propose(self, model: nn.Module, task: Task) -> Findings:
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest patched image met, at any placement and restart."""
-        patch = task.threat
+        patch, images = job.threat, job.images
         if not isinstance(patch, Patch):
             raise InvalidInput(
                 f"PatchAttack attacks with a Patch, got {patch}", hint="use SparseAttack for SparsePixels"
             )
-        climb = Climb(self.loss, self.step_size, self.early_stop)
-        record = Record(model, task.images, task.labels)
-        views = patch_views(model, task.images, patch)
-        campaign = Campaign(model, task, patch, views, climb, self.batch_size, self.check_every, record)
-        order = self._order(campaign)
-        campaign.spend(order, lambda: noise(task.images, patch, task.generator), self.restarts, self.steps)
-        return campaign.findings()
+        record = Record(target, images, job.labels)
+        ascents = _PatchAscents(self, job, patch, patch_views(target.surrogate, images, patch), record)
+        order = self._order(target, ascents)
+        ascents.spend(order, lambda: noise(images, patch, job.generator), self.restarts, self.steps)
+        return ascents.findings()
 
-    def _order(self, campaign: Campaign) -> Tensor:
-        """The placements (n, p) of every image, in the order in which restarts take them."""
-        task, placements = campaign.task, len(campaign.corners)
-        images, labels = task.images, task.labels
+    def _order(self, target: AttackedModel, ascents: "_PatchAscents") -> PerPlacement:
+        """The placements of every image, in the order in which restarts take them."""
+        job, placements = ascents.job, len(ascents.corners)
         if self.search == "random":
-            return random_order(len(images), placements, task.generator).to(images.device)
+            return random_order(len(job.images), placements, job.generator).to(job.images.device)
         if self.search == "certificate":
             bounds = self.placement_margins or interval_placement_margins
-            margins = bounds(campaign.model, images, labels, campaign.patch)
-            return weakest_first(certificate_leads(margins.detach(), labels, placements))
-        return weakest_first(self._swept_leads(campaign, placements))
+            margins = bounds(target.surrogate, job.images, job.labels, ascents.patch)
+            return weakest_first(certificate_leads(margins.detach(), job.labels, placements))
+        return weakest_first(self._swept_leads(ascents, placements))
 
-    def _swept_leads(self, campaign: Campaign, placements: int) -> Tensor:
-        """The largest lead (n, p) met at every placement by vertices and by a few steps."""
-        images, patch, generator = campaign.task.images, campaign.patch, campaign.task.generator
+    def _swept_leads(self, ascents: "_PatchAscents", placements: int) -> PerPlacement:
+        """The largest lead met at every placement by vertices and by a few steps."""
+        images, patch, generator = ascents.job.images, ascents.patch, ascents.job.generator
         every = torch.arange(placements, device=images.device).expand(len(images), -1)
-        starts = [
-            (corner_noise, 0) for corner_noise in vertices(images, patch, self.sweep_vertices, generator)
-        ]
+        starts = [(vertex, 0) for vertex in vertices(images, patch, self.sweep_vertices, generator)]
         starts.append((noise(images, patch, generator), self.sweep_steps))
         leads = images.new_full((len(images), placements), -torch.inf)
         for start, steps in starts:
-            leads = torch.maximum(leads, campaign.spend(every, lambda start=start: start, placements, steps))
+            leads = torch.maximum(leads, ascents.spend(every, lambda start=start: start, placements, steps))
         return leads
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _PatchAscents:
+    """The ascents of an attack with one patch; what they find is gathered in `record`."""
+
+    attack: PatchAttack
+    job: AttackJob
+    patch: Patch
+    views: Views
+    record: Record
+
+    @property
+    def corners(self) -> Annotated[Tensor, "p 2"]:
+        """All allowed corners."""
+        height, width = self.job.images.shape[2:]
+        return self.patch.placements(height, width).corners.to(self.job.images.device)
+
+    def spend(
+        self, order: Annotated[Tensor, "n q"], draw: Callable[[], Noise], restarts: int, steps: int
+    ) -> PerPlacement:
+        """Gives every open image its restarts, at the placements of `order` in turn.
+
+        `draw` is called once per restart for noise for all images, including broken ones, so that a restart does
+        not depend on how batches were cut. Returns the largest lead met at every placement.
+        """
+        corners, early_stop, batch_size = self.corners, self.attack.early_stop, self.attack.batch_size
+        leads = self.job.images.new_full((len(self.job.images), len(corners)), -torch.inf)
+        for still_open, turns in self.record.restarts(self.job, restarts, early_stop, batch_size):
+            starts = torch.cat([draw()[still_open] for _ in turns])
+            columns = torch.arange(turns.start, turns.stop, device=still_open.device) % order.shape[1]
+            owner = still_open.repeat(len(turns))
+            placement = order[owner, columns.repeat_interleave(len(still_open))]
+            for climbers in self._batches(owner, placement, starts, corners):
+                self._climb(climbers, steps, leads)
+        return leads
+
+    def findings(self) -> Findings:
+        """The best image of every attacked image and where its patch lies."""
+        found = self.record.placement[:, None]
+        corners = self.corners[self.record.placement.clamp(min=0)]
+        return Findings(self.record.images, torch.where(found >= 0, corners, -1), self.record.steps)
+
+    def _batches(
+        self,
+        owner: Annotated[Tensor, "m"],
+        placement: Annotated[Tensor, "m"],
+        starts: Annotated[Tensor, "m v"],
+        corners: Annotated[Tensor, "p 2"],
+    ) -> Iterator[Climbers]:
+        pixels, batch_size = self.job.images.flatten(1), self.attack.batch_size
+        for first in range(0, len(owner), batch_size):
+            part = slice(first, first + batch_size)
+            view = self.views.at(owner[part], corners[placement[part]])
+            start = pixels[owner[part, None], view.cells] + starts[part]
+            yield Climbers.at(owner[part], placement[part], view, start)
+
+    def _climb(self, climbers: Climbers, steps: int, leads: PerPlacement) -> None:
+        climb = Climb(self.attack.loss, self.attack.step_size, self.attack.early_stop)
+        rest = climb.run(climbers, self.record, segments_of(steps, self.attack.check_every))
+        place = (rest.owner, rest.placement)
+        leads[place] = torch.maximum(leads[place], rest.lead)
+
+
+def noise(images: Images, patch: Patch, generator: Generator) -> Noise:
+    """Uniform numbers in [-1, 1), on the device of the images."""
+    shape = (len(images), images.shape[1] * patch.pixels)
+    drawn = torch.rand(shape, generator=generator, device=generator.device, dtype=images.dtype)
+    return (2 * drawn - 1).to(images.device)
+
+
+def vertices(images: Images, patch: Patch, count: int, generator: Generator) -> Iterator[Noise]:
+    """Noise of -1 and 1, which takes any pixel to 0 or 1: every such patch, or `count` random ones of many.
+
+    All images get the same one.
+    """
+    values = images.shape[1] * patch.pixels
+    is_complete = values < count.bit_length()
+    for number in range(2**values if is_complete else count):
+        if is_complete:
+            bits = number >> torch.arange(values) & 1
+        else:
+            bits = torch.randint(2, (values,), generator=generator, device=generator.device)
+        yield (2 * bits - 1).to(images).expand(len(images), -1)
+
+
+def random_order(images: int, placements: int, generator: Generator) -> PerPlacement:
+    """All placements in an order of its own for every image, each order equally likely.
+
+    Any number of first entries are uniform draws without replacement, so no placement is left out and none
+    repeated before all have had their turn.
+    """
+    keys = torch.rand(images, placements, generator=generator, device=generator.device, dtype=torch.float64)
+    return keys.argsort(dim=1)
+
+
+def weakest_first(leads: PerPlacement) -> PerPlacement:
+    """Placements by falling lead of the wrong classes."""
+    return leads.argsort(dim=1, descending=True, stable=True)
+
+
+def certificate_leads(margins: Annotated[Tensor, "n p k"], labels: Labels, placements: int) -> PerPlacement:
+    """How far the certificate lets a wrong class lead: the least margin over them, negated."""
+    if margins.ndim != 3 or margins.shape[:2] != (len(labels), placements):
+        raise InvalidInput(
+            f"placement margins must have the shape ({len(labels)}, {placements}, classes), "
+            f"got {tuple(margins.shape)}",
+            hint="give a function with the call and result of patchcert.placement_margins",
+        )
+    label = labels[:, None, None].expand(-1, placements, 1)
+    return -margins.scatter(2, label, torch.inf).amin(dim=2)
+
+
+@precise_arithmetic()
+def reference_patch_attack(
+    attack: PatchAttack,
+    model: nn.Module,
+    images: Images,
+    labels: Labels,
+    threat: Patch,
+    generator: Generator | None = None,
+) -> AttackResult:
+    """The result of `attack`, computed one restart after the other with all images side by side.
+
+    Its search is taken to be random. Tests hold `PatchAttack` to this slow loop, and benchmarks compare the two.
+    """
+    target = AttackedModel.of(model)
+    target.check(images, labels)
+    job = AttackJob.of(images, labels, threat, generator)
+    clean = target.evaluate(images, labels, attack.batch_size).predictions
+    right = (clean == labels).nonzero().flatten()
+    found = _reference_search(attack, model, job.part(right), threat)
+    return judged(target, job, Findings.unchanged(images).updated(right, found), clean, attack.batch_size)
+
+
+def _reference_search(attack: PatchAttack, model: nn.Module, job: AttackJob, threat: Patch) -> Findings:
+    images, labels = job.images, job.labels
+    placements = threat.placements(images.shape[2], images.shape[3])
+    order = random_order(len(images), len(placements), job.generator)
+    best = images.clone()
+    best_lead = images.new_full((len(images),), -torch.inf)
+    best_corner = labels.new_full((len(images), 2), -1)
+    for restart in range(attack.restarts):
+        corner = placements.corners[order[:, restart % len(placements)].cpu()].to(images.device)
+        box = threat.boxes(images, corner[:, None])
+        lower, upper = box.lower[:, 0], box.upper[:, 0]
+        cells = stamp_cells(threat, corner, images.shape[1:])
+        start = put(torch.zeros_like(images), cells, noise(images, threat, job.generator))
+        current = (images + start).clamp(lower, upper)
+        for step in range(attack.steps + 1):
+            current = current.detach().requires_grad_()
+            logits = model(current)
+            lead = sure_lead(logits.detach(), labels)
+            better = lead > best_lead
+            if attack.early_stop:
+                better &= best_lead <= 0
+            best = torch.where(better[:, None, None, None], current.detach(), best)
+            best_lead = torch.where(better, lead, best_lead)
+            best_corner = torch.where(better[:, None], corner, best_corner)
+            if step < attack.steps:
+                (gradient,) = torch.autograd.grad(LOSSES[attack.loss](logits, labels).sum(), current)
+                current = (current + attack.step_size * gradient.sign()).clamp(lower, upper)
+    return Findings(best, best_corner, labels.new_full((len(labels),), attack.restarts * attack.steps))

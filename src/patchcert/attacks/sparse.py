@@ -2,16 +2,16 @@
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import Self, final
+from typing import Annotated, Self, final
 
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks.base import Attack, Findings, Task
-from patchcert.attacks.climbing import LOSSES, Climb, Climbers, Loss, Record, climb_all
-from patchcert.attacks.settings import check_ascent
-from patchcert.attacks.views import ImageView, put
+from patchcert.attacks.base import Attack, AttackJob, Findings
+from patchcert.attacks.climbing import LOSSES, Climb, Climbers, Loss, Record, check_ascent
+from patchcert.attacks.views import AttackedModel, ImageView, put
 from patchcert.errors import InvalidInput
+from patchcert.tensors import Images, Labels
 from patchcert.threats import SparsePixels
 
 
@@ -42,76 +42,70 @@ class SparseAttack(Attack):
             )
 
     def exhaustive(self) -> Self:
-        """The same attack, which does not stop at the first success but goes on to the largest margin."""
+        """The same attack without an early stop: it continues after a success, to the largest margin."""
         return replace(self, early_stop=False)
 
-    def propose(self, model: nn.Module, task: Task) -> Findings:
-        """The strongest image met with so few changed pixels."""
-        threat, images = task.threat, task.images
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
+        """The strongest image met with no more changed pixels than the threat allows."""
+        threat, images = job.threat, job.images
         if not isinstance(threat, SparsePixels):
             raise InvalidInput(
                 f"SparseAttack attacks with SparsePixels, got {threat}", hint="use PatchAttack for a Patch"
             )
-        record = Record(model, images, task.labels)
-        done = 0
-        while done < self.restarts and len(chosen := record.open(self.early_stop)):
-            group = min(max(self.batch_size // len(chosen), 1), self.restarts - done)
-            starts = [_start(done + turn, images, threat, task.generator)[chosen] for turn in range(group)]
-            owners = chosen.repeat(group).split(self.batch_size)
-            for owner, start in zip(owners, torch.cat(starts).split(self.batch_size), strict=True):
-                self._climb(model, task, threat, owner, start, record)
-            done += group
-            task.tell(done, self.restarts)
+        record = Record(target, images, job.labels)
+        for still_open, turns in record.restarts(job, self.restarts, self.early_stop, self.batch_size):
+            starts = torch.cat([_start(turn, images, threat, job.generator)[still_open] for turn in turns])
+            owners = still_open.repeat(len(turns)).split(self.batch_size)
+            for owner, start in zip(owners, starts.split(self.batch_size), strict=True):
+                self._climb(record, threat, owner, start)
         return Findings(record.images, Findings.unchanged(images).placement, record.steps)
 
     def _climb(
         self,
-        model: nn.Module,
-        task: Task,
-        threat: SparsePixels,
-        owner: Tensor,
-        current: Tensor,
         record: Record,
+        threat: SparsePixels,
+        owner: Annotated[Tensor, "m"],
+        current: Annotated[Tensor, "m c h w"],
     ) -> None:
         """One ascent per owner: choose pixels, climb, choose again from where the climb ended."""
-        climb = Climb(self.loss, self.step_size, self.early_stop)
+        climb, model = Climb(self.loss, self.step_size, self.early_stop), record.target.surrogate
         for steps in self._shares():
-            gradient = self._gradient(model, current, task.labels[owner])
-            climbers = freed(model, owner, task.images[owner], current, gradient, threat)
-            climbers = climb_all(climb, climbers, record, [steps] if steps else [])
+            gradient = self._gradient(model, current, record.labels[owner])
+            climbers = freed(model, owner, record.clean[owner], current, gradient, threat)
+            climbers = climb.run(climbers, record, [steps] if steps else [])
             if not len(climbers):
                 return
             owner = climbers.owner
-            current = put(task.images[owner], climbers.view.cells, climbers.current)
+            current = put(record.clean[owner], climbers.view.cells, climbers.current)
 
     def _shares(self) -> list[int]:
         """How many steps follow each selection; together all of them."""
         ends = [number * self.steps // self.selections for number in range(self.selections + 1)]
         return [end - start for start, end in itertools.pairwise(ends)]
 
-    def _gradient(self, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    def _gradient(self, model: nn.Module, images: Images, labels: Labels) -> Images:
         with torch.enable_grad():
             point = images.detach().requires_grad_()
             loss = LOSSES[self.loss](model(point), labels).sum()
             return torch.autograd.grad(loss, point)[0]
 
 
-def _start(restart: int, images: Tensor, threat: SparsePixels, generator: Generator) -> Tensor:
+def _start(restart: int, images: Images, threat: SparsePixels, generator: Generator) -> Images:
     return images if restart == 0 else threat.sample(images, generator)
 
 
 def freed(
-    model: nn.Module, owner: Tensor, clean: Tensor, current: Tensor, gradient: Tensor, threat: SparsePixels
+    model: nn.Module, owner: Labels, clean: Images, current: Images, gradient: Images, threat: SparsePixels
 ) -> Climbers:
-    """Ascents on newly chosen pixels: changed ones stay, new ones jump to the end the gradient points to."""
+    """Ascents on newly chosen pixels: changed ones stay, new ones jump to the end that the gradient points to."""
     cells = chosen_cells(gradient, clean, threat)
     jumped = torch.where(current != clean, current, (gradient > 0).to(clean.dtype))
     view = ImageView(model, clean, cells)
     return Climbers.at(owner, torch.full_like(owner, -1), view, jumped.flatten(1).gather(1, cells))
 
 
-def chosen_cells(gradient: Tensor, clean: Tensor, threat: SparsePixels) -> Tensor:
-    """The cells (n, v) of the pixels, or the channel values, whose free choice gains most to first order."""
+def chosen_cells(gradient: Images, clean: Images, threat: SparsePixels) -> Annotated[Tensor, "n v"]:
+    """The cells of the pixels, or the channel values, whose free choice gains most to first order."""
     gains = torch.maximum(gradient * (1 - clean), -gradient * clean)
     if threat.unit != "pixel":
         flat = gains.flatten(1)

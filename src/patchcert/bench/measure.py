@@ -8,19 +8,18 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks import AttackResult, PatchAttack, reference_patch_attack
-from patchcert.attacks.settings import default_batch_size
+from patchcert.attacks import AttackResult, PatchAttack, default_batch_size, reference_patch_attack
 from patchcert.bench.cases import DATA_SETS, Case
 from patchcert.bench.floor import Ceilings, Work, seconds, synchronise
 from patchcert.bounds import Network, precise_arithmetic, trace
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.certificates import certify
 from patchcert.data import Split, load_dataset
-from patchcert.train.capture import CapturedStep
-from patchcert.train.distributed import ALONE
-from patchcert.train.step import StepSettings, Trainee, TrainingStep
+from patchcert.models import ModelSpec
+from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, Spec
+from patchcert.train.step import CapturedStep, Plan, Trainee, TrainingStep
 from patchcert.train.strategies import AllPlacements
-from patchcert.train.strategy import margin_loss
+from patchcert.train.strategy import Subject, margin_loss
 from patchcert.windows import PlacementSweep, clean_pass, default_budget, dense_margins
 
 Call = Callable[[], object]
@@ -227,11 +226,14 @@ class _Dense:
 def _training_step(case: Case, machine: Machine) -> Call:
     """A whole step of all-patch training at epsilon 1, with the default settings, as the training loop runs it."""
     images, labels = case.images(machine.batch, machine.device)
-    settings = StepSettings(batch_size=machine.batch)
-    trainee = Trainee(case.build(machine.device), None, settings)
+    strategy, optimiser = AllPlacements(), OptimiserSettings(batch_size=machine.batch)
+    spec = Spec(DataSettings(), ModelSettings(), case.threat, strategy, optimiser=optimiser)
+    model = case.build(machine.device)
+    model_spec = ModelSpec(case.model, case.channels, case.size, case.size)
+    trainee = Trainee(model, strategy.bind(Subject(model, model_spec, case.threat)), optimiser)
     trainee.learning_rate.fill_(1e-4)
-    data = Split((images * 255).to(torch.uint8), labels)
-    step = TrainingStep(trainee, AllPlacements(case.threat), data, settings, ALONE, is_full=True)
+    plan = Plan(spec, Split((images * 255).to(torch.uint8), labels))
+    step = TrainingStep(trainee, plan, is_full=True)
     index = torch.arange(machine.batch, device=machine.device)
     if machine.device.type != "cuda":
         return lambda: step(index)

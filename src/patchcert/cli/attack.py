@@ -244,7 +244,7 @@ class AttackOptions:
         )
 
     def _batch_size(self, is_imagenet: bool) -> int:
-        from patchcert.attacks.settings import default_batch_size
+        from patchcert.attacks import default_batch_size
 
         return self.batch_size or default_batch_size(self.device, is_imagenet)
 

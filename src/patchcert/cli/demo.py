@@ -108,26 +108,20 @@ def quick_plan() -> DemoPlan:
 def _spec(hidden: int, epochs: int, ramp_epochs: int, limit: int | None) -> "Spec":
     from patchcert.threats import Patch
     from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
-    from patchcert.train.spec import (
-        AllTraining,
-        DataChoice,
-        ModelChoice,
-        OptimiserChoice,
-        RunSettings,
-        Spec,
-    )
+    from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
+    from patchcert.train.strategies import AllPlacements
 
     return Spec(
-        data=DataChoice("mnist-mini", validation=500, limit=limit, crop_padding=1),
-        model=ModelChoice("mlp", hidden=hidden),
+        data=DataSettings("mnist-mini", validation=500, limit=limit, crop_padding=1),
+        model=ModelSettings("mlp", hidden=hidden),
         threat=Patch(SIDE),
-        strategy=AllTraining(),
+        strategy=AllPlacements(),
         schedule=Schedule(
             epochs,
             EpsilonSchedule(natural_epochs=1, ramp_epochs=ramp_epochs),
             LearningRateSchedule(initial=0.005, decay_factor=0.6, decay_every=1),
         ),
-        optimiser=OptimiserChoice(batch_size=100),
+        optimiser=OptimiserSettings(batch_size=100),
         run=RunSettings(checkpoint_seconds=5.0, check_every=1, check_images=200),
     )
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from patchcert.train.loop import Position
-    from patchcert.train.observer import Listener
     from patchcert.train.spec import Spec
+    from patchcert.train.training import Listener
 
 INTERRUPTED = 130
 
@@ -49,7 +49,7 @@ def train(
     import torch
 
     from patchcert.train.distributed import local_device
-    from patchcert.train.observer import Interrupted
+    from patchcert.train.training import Interrupted
 
     wanted, folder = _request(spec, changes or [], scale, out)
     _warn_of_half_a_threat(wanted)
@@ -99,8 +99,8 @@ def _warn_of_half_a_threat(spec: "Spec") -> None:
 
 def _request(source: str, changes: list[str], scale: float, out: Path | None) -> tuple["Spec", Path]:
     """The specification asked for and the folder for it; a run folder stands for its own specification."""
-    from patchcert.train.read import read_spec
     from patchcert.train.run_folder import SPEC
+    from patchcert.train.spec import read_spec
 
     path = Path(source)
     is_run = (path / SPEC).is_file()

@@ -28,14 +28,13 @@ def trim(
     """
     from patchcert.cli.target import choose_images, open_data, open_run, open_target
     from patchcert.files import sha256
-    from patchcert.train.build import choose_data
-    from patchcert.train.trimming import trim_run
+    from patchcert.train.run_folder import trim_run
 
     whole, place = open_run(run), parse_device(device)
     target = open_target(str(run))
     dataset = open_data(target, None, data_dir)
     choose_images(target, dataset, "train", 1)
-    images = choose_data(dataset, whole.spec.data)[0].to(place).floats()
+    images = whole.spec.data.split(dataset)[0].to(place).floats()
     with progress_bar("looking for what opens", "images") as report:
         made = trim_run(whole, out, images, half, report)
     before, after = (_parameters(each) for each in (whole, made))

@@ -48,6 +48,20 @@ def data_folders(data_dir: str | Path | None = None) -> tuple[Path, ...]:
     return (Path(shared).expanduser(), cache_folder()) if shared else (cache_folder(),)
 
 
+def find_imagenet(data_dir: Path | None = None) -> Path:
+    """The first folder with ImageNet's labels.csv, among those where data are looked for."""
+    folders = [root / inner for root in data_folders(data_dir) for inner in ("imagenet", ".")]
+    for folder in folders:
+        if (folder / "labels.csv").is_file():
+            return folder.resolve()
+    looked = ", ".join(str(root) for root in data_folders(data_dir))
+    raise DataError(
+        f"no ImageNet folder with labels.csv found; looked in {looked}",
+        hint="put images/, labels.csv and the networks' .safetensors files into DIR/imagenet "
+        "and pass --data-dir DIR or set PATCHCERT_DATA=DIR",
+    )
+
+
 def locate(source: Source, data_dir: str | Path | None = None) -> Located:
     """The first complete set of files; failing that, an error says what is missing and how to get it."""
     option = f" --data-dir {shlex.quote(str(data_dir))}" if data_dir else ""

@@ -1,13 +1,16 @@
 """Local Gradient Smoothing (Naseer, Khan and Porikli 2019): darken where the image changes abruptly."""
 
 import math
-from typing import Self, final
+from typing import Annotated, Self, final
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchcert.defenses.base import Defense, Surrogate, straight_through
+from patchcert.defenses.preprocessing import Defense, Surrogate, straight_through
 from patchcert.errors import InvalidInput
+from patchcert.tensors import Images
+
+PixelMap = Annotated[Tensor, "n 1 h w"]
 
 _ROOT_GUARD = 1e-12  # the root's slope is infinite at 0, and the sign of a NaN would stall every attack
 _RANGE_GUARD = 1e-7
@@ -44,26 +47,26 @@ class LocalGradientSmoothing(Defense):
             f"smoothing={self.smoothing}"
         )
 
-    def forward(self, images: Tensor) -> Tensor:
-        """The smoothed images; the gradient is exact but for the choice of windows."""
+    def forward(self, images: Images) -> Images:
+        """The smoothed images; the gradient is exact except for the choice of windows."""
         return images * (1 - self._strength(images).clamp(0, 1))
 
     def surrogates(self) -> tuple[Surrogate, ...]:
         """The exact gradient, and the gradient that passes the saturated clip."""
         return self.forward, self.forward_past_clip
 
-    def forward_past_clip(self, images: Tensor) -> Tensor:
+    def forward_past_clip(self, images: Images) -> Images:
         """Equal to `forward`, with the gradient of the clip taken as 1 everywhere."""
         strength = self._strength(images)
         return images * (1 - straight_through(strength.clamp(0, 1), strength))
 
-    def _strength(self, images: Tensor) -> Tensor:
-        """How much of each pixel is to be removed (n, 1, h, w), before clipping to [0, 1]."""
+    def _strength(self, images: Images) -> PixelMap:
+        """How much of each pixel is to be removed, before clipping to [0, 1]."""
         gradient = normalised_gradient(images)
         return self.smoothing * gradient * self.covered(gradient)
 
-    def covered(self, gradient: Tensor) -> Tensor:
-        """1 (n, 1, h, w) on the pixels of windows whose mean gradient exceeds the threshold; a constant."""
+    def covered(self, gradient: PixelMap) -> PixelMap:
+        """1 on the pixels of windows whose mean gradient exceeds the threshold; a constant."""
         stride = self.window - self.overlap
         height, width = gradient.shape[-2:]
         bottom = _windows(height, self.window, stride) * stride + self.overlap - height
@@ -74,8 +77,8 @@ class LocalGradientSmoothing(Defense):
         return (spread[..., :height, :width] > 0).to(gradient.dtype)
 
 
-def normalised_gradient(images: Tensor) -> Tensor:
-    """First-order local gradients (n, 1, h, w) over all channels, stretched to [0, 1] image by image."""
+def normalised_gradient(images: Images) -> PixelMap:
+    """First-order local gradients over all channels, stretched to [0, 1] image by image."""
     right = F.pad(images.diff(dim=3), (0, 1))
     below = F.pad(images.diff(dim=2), (0, 0, 0, 1))
     size = (right.square() + below.square()).sum(dim=1, keepdim=True).add(_ROOT_GUARD).sqrt()

@@ -1,17 +1,24 @@
 """Digital Watermarking (Hayes 2018): paint over the region that drives the prediction most."""
 
 import math
-from typing import Literal, final, get_args
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Literal, final, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from patchcert.defenses.base import Defense, Surrogate, straight_through
-from patchcert.defenses.saliency import SaliencyKind, saliency
-from patchcert.errors import InvalidInput
+from patchcert.defenses.preprocessing import Defense, Surrogate, straight_through
+from patchcert.errors import InvalidInput, ModelError
+from patchcert.tensors import Images
 
 Fill = Literal["ring"] | tuple[float, ...]
+SaliencyKind = Literal["guided", "gradient", "loss-gradient"]
+Map = Annotated[Tensor, "n h w"]
+Mask = Annotated[Tensor, "n 1 h w"]
+Corner = Annotated[Tensor, "n"]
 
 
 @final
@@ -59,7 +66,7 @@ class DigitalWatermarking(Defense):
             f"saliency_kind={self.saliency_kind!r}, fill={self.fill!r}"
         )
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Images) -> Images:
         """The images with one window painted over; no gradient through the choice of the window."""
         region = self.region(images)
         return torch.where(region, self._fill_for(images, region), images)
@@ -68,12 +75,12 @@ class DigitalWatermarking(Defense):
         """One: the painted image in value, the identity in gradient (known as BPDA)."""
         return (self.forward_as_identity,)
 
-    def forward_as_identity(self, images: Tensor) -> Tensor:
+    def forward_as_identity(self, images: Images) -> Images:
         """Equal to `forward`, with the gradient of the identity."""
         return straight_through(self.forward(images.detach()), images)
 
-    def region(self, images: Tensor) -> Tensor:
-        """True (n, 1, h, w) on the window that is painted over."""
+    def region(self, images: Images) -> Mask:
+        """True on the window that is painted over."""
         if self.window > min(images.shape[-2:]):
             raise InvalidInput(
                 f"the watermarking window of {self.window} does not fit into images of "
@@ -87,7 +94,7 @@ class DigitalWatermarking(Defense):
         inside_columns = _within(left, self.window, images.shape[3])
         return (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None]
 
-    def _fill_for(self, images: Tensor, region: Tensor) -> Tensor:
+    def _fill_for(self, images: Images, region: Mask) -> Tensor:
         if self.fill == "ring":
             ring = F.max_pool2d(region.to(images.dtype), 3, 1, 1) - region.to(images.dtype)
             total = ring.sum(dim=(2, 3), keepdim=True).clamp(min=1)
@@ -100,15 +107,15 @@ class DigitalWatermarking(Defense):
         return self.colour.to(images)
 
 
-def at_least_quantile(values: Tensor, quantile: float) -> Tensor:
-    """True (n, h, w) where a value is at least the linearly interpolated quantile of its own map."""
+def at_least_quantile(values: Map, quantile: float) -> Map:
+    """True where a value is at least the linearly interpolated quantile of its own map."""
     flat = values.flatten(1)
     rank = math.ceil(quantile * (flat.shape[1] - 1) - 1e-9)
     threshold = flat.kthvalue(rank + 1, dim=1, keepdim=True).values
     return (flat >= threshold).unflatten(1, values.shape[1:])
 
 
-def opened(mask: Tensor, side: int) -> Tensor:
+def opened(mask: Map, side: int) -> Map:
     """The mask without what no square of this side fits into; unchanged where nothing would be left.
 
     Erosion keeps the squares that lie wholly inside mask and image, dilation paints them back, so an opening
@@ -122,8 +129,8 @@ def opened(mask: Tensor, side: int) -> Tensor:
     return torch.where(painted.flatten(1).any(dim=1)[:, None, None], painted, mask)
 
 
-def densest_window(salient: Tensor, strength: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """Top and left (n,) of the window with most salient pixels; the larger sum of strength decides ties."""
+def densest_window(salient: Map, strength: Map, side: int) -> tuple[Corner, Corner]:
+    """Top and left of the window with most salient pixels; the larger sum of strength decides ties."""
     counts = window_sums(salient.float(), side).flatten(1).round()
     sums = window_sums(strength, side).flatten(1)
     densest = counts == counts.amax(dim=1, keepdim=True)
@@ -132,13 +139,65 @@ def densest_window(salient: Tensor, strength: Tensor, side: int) -> tuple[Tensor
     return best // columns, best % columns
 
 
-def window_sums(values: Tensor, side: int) -> Tensor:
+def window_sums(values: Map, side: int) -> Annotated[Tensor, "n rows columns"]:
     """The sum over every window: first along columns, then along rows, which is `side / 2` times less work."""
     along_columns = F.avg_pool2d(values[:, None], (side, 1), 1, divisor_override=1)
     return F.avg_pool2d(along_columns, (1, side), 1, divisor_override=1)[:, 0]
 
 
-def _within(start: Tensor, length: int, size: int) -> Tensor:
+def saliency(model: nn.Module, images: Images, kind: SaliencyKind) -> Map:
+    """How strongly each pixel drives the prediction: its largest absolute gradient over the channels, without a graph.
+
+    Of the predicted class's logit ("gradient"; "guided" lets ReLUs pass only positive gradients back), or of
+    the cross entropy at the predicted class ("loss-gradient"). Images do not influence each other in eval
+    mode, so one backward pass serves the batch. Works inside `no_grad` and `inference_mode` and leaves the
+    model as it was.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        inputs = images.detach().clone().requires_grad_()
+        if kind == "guided":
+            with guided_backpropagation(model):
+                gradient = _input_gradient(model, inputs, kind)
+        else:
+            gradient = _input_gradient(model, inputs, kind)
+    return gradient.abs().amax(dim=1)
+
+
+@contextmanager
+def guided_backpropagation(model: nn.Module) -> Iterator[None]:
+    """Inside, every ReLU module passes only positive gradients back; afterwards no trace is left."""
+    rectifiers = [module for module in model.modules() if isinstance(module, nn.ReLU | nn.ReLU6)]
+    if not rectifiers:
+        raise ModelError(
+            f"guided saliency needs ReLU modules, but {type(model).__name__} has none",
+            hint="use the saliency kind 'gradient' for this model",
+        )
+    handles: list[RemovableHandle] = []
+    try:
+        handles += [module.register_forward_hook(_keep_positive) for module in rectifiers]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keep_positive(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    """The gradient that reaches a ReLU's output is cut at 0; the ReLU itself cuts it where it was off."""
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient.clamp(min=0))
+
+
+def _input_gradient(model: nn.Module, inputs: Images, kind: SaliencyKind) -> Images:
+    logits = model(inputs)
+    predicted = logits.detach().argmax(dim=1)
+    if kind == "loss-gradient":
+        score = F.cross_entropy(logits, predicted, reduction="sum")
+    else:
+        score = logits.gather(1, predicted[:, None]).sum()
+    return torch.autograd.grad(score, inputs)[0]
+
+
+def _within(start: Corner, length: int, size: int) -> Annotated[Tensor, "n size"]:
     positions = torch.arange(size, device=start.device)
     return (positions >= start[:, None]) & (positions < start[:, None] + length)
 

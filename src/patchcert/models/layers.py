@@ -10,7 +10,7 @@ from patchcert.bounds import function_rule, layer_rule
 from patchcert.bounds.operations import ChannelScale, Operation
 from patchcert.errors import ModelError, UnsupportedLayer
 
-_VOTE_HINT = "its votes certify it: patchcert.defenses.RandomAblation"
+_VOTE_HINT = "its votes certify it: patchcert.RandomAblation"
 
 
 class Normalize(nn.Module):

@@ -13,8 +13,8 @@ from patchcert.files import sha256
 from patchcert.report.evidence import read_evidence
 from patchcert.report.samples import attacked_images, certificate_maps, telling_rows
 from patchcert.report.summary import CertificateRows, RunSummary
-from patchcert.train.read import write_spec
 from patchcert.train.run_folder import EVIDENCE, Run
+from patchcert.train.spec import write_spec
 
 CHECKED_FILES = ("spec.toml", "weights.safetensors", f"{EVIDENCE}/*.npz")
 

@@ -1,7 +1,8 @@
-"""The whole state of a training in one safetensors file: training goes on exactly where it was saved."""
+"""The whole state of a training in one safetensors file, from which it resumes exactly where it was saved."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,31 @@ from patchcert.train.step import Trainee
 _KEY = "patchcert.state"
 
 
-def save_state(
-    path: Path, trainee: Trainee, position: Position, notes: Mapping[str, Any], kept: Mapping[str, Tensor]
-) -> None:
-    """Write weights, optimiser, random state and position, with the caller's notes (JSON) and tensors."""
-    facts = {
-        "epoch": position.epoch,
-        "batch": position.batch,
-        "seconds": position.seconds,
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The weights with the highest certified accuracy on the validation images so far, and that accuracy."""
+
+    accuracy: float = -1.0
+    epoch: int = -1
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def save_state(path: Path, trainee: Trainee, position: Position, best: Best) -> None:
+    """Write weights, optimiser, random state and position, and the best weights so far."""
+    facts = asdict(position) | {
         "device": trainee.device.type,
-        "notes": dict(notes),
+        "notes": {"best_accuracy": best.accuracy, "best_epoch": best.epoch},
     }
-    tensors = _tensors(trainee) | {f"kept.{name}": value for name, value in kept.items()}
+    tensors = _tensors(trainee) | {f"kept.{name}": value for name, value in best.weights.items()}
     plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     with atomic_write(path) as stream:
         stream.write(safetensors.torch.save(plain, metadata={_KEY: json.dumps(facts)}))
 
 
-def load_state(path: Path, trainee: Trainee) -> tuple[Position, dict[str, Any], dict[str, Tensor]]:
-    """Bring the trainee to the saved state; returns the position, the notes and the kept tensors."""
+def load_state(path: Path, trainee: Trainee) -> tuple[Position, Best]:
+    """Bring the trainee to the saved state; returns the position and the best weights by then."""
     tensors, facts = _read(path)
-    kept = {
-        name.removeprefix("kept."): tensors.pop(name) for name in list(tensors) if name.startswith("kept.")
-    }
+    kept = _take(tensors, "kept.")
     position = Position(facts["epoch"], facts["batch"], facts["seconds"])
     if position.batch and facts["device"] != trainee.device.type:
         raise RunError(
@@ -48,10 +51,19 @@ def load_state(path: Path, trainee: Trainee) -> tuple[Position, dict[str, Any], 
             f"{trainee.device.type} cannot continue",
             hint=f"resume with --device {facts['device']}",
         )
-    _restore_generator(trainee, tensors.pop("generator"), facts["device"])
+    generator = tensors.pop("generator")
+    if facts["device"] == trainee.device.type:
+        trainee.generator.set_state(generator)
     _restore_optimiser(trainee, tensors, path)
     _restore_weights(trainee, tensors, path)
-    return position, facts["notes"], kept
+    best = {name: value.to(trainee.device) for name, value in kept.items()}
+    return position, Best(facts["notes"]["best_accuracy"], facts["notes"]["best_epoch"], best)
+
+
+def _take(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Remove the tensors whose names begin so, and return them by the rest of their names."""
+    names = [name for name in tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): tensors.pop(name) for name in names}
 
 
 def _tensors(trainee: Trainee) -> dict[str, Tensor]:
@@ -75,17 +87,9 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ) from error
 
 
-def _restore_generator(trainee: Trainee, state: Tensor, saved_on: str) -> None:
-    if saved_on == trainee.device.type:
-        trainee.generator.set_state(state)
-
-
 def _restore_optimiser(trainee: Trainee, tensors: dict[str, Tensor], path: Path) -> None:
     for number, parameter in enumerate(trainee.parameters):
-        prefix = f"optimiser.{number}."
-        saved = {
-            key.removeprefix(prefix): tensors.pop(key) for key in list(tensors) if key.startswith(prefix)
-        }
+        saved = _take(tensors, f"optimiser.{number}.")
         unlike = next(
             (value for value in saved.values() if value.dim() and value.shape != parameter.shape), None
         )

@@ -1,4 +1,4 @@
-"""Several processes that train one model: each takes its rows of every batch, and sums are taken over all."""
+"""Several processes that train or certify one model: each takes its rows of the images, and all get the sums."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -8,9 +8,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from patchcert.certificates import AnyThreat, certify
 from patchcert.errors import InvalidInput, RunError
+from patchcert.tensors import Images, Labels
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -63,7 +65,7 @@ def lost_processes_named() -> Iterator[None]:
         first = str(error).strip().splitlines()[0]
         raise RunError(
             f"another process of this run has ended or no longer answers ({first})",
-            hint="see that process's own message; go on from the last checkpoint with --resume",
+            hint="see that process's own message; resume from the last checkpoint with --resume",
         ) from error
 
 
@@ -101,3 +103,25 @@ def local_device(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracies:
+    """Shares of images that are classified correctly, and that are certified."""
+
+    clean: float
+    certified: float
+
+
+def shared_accuracies(
+    model: nn.Module, images: Images, labels: Labels, threat: AnyThreat, world: World
+) -> Accuracies:
+    """The same in every process and however many there are: each certifies its own rows, and counts are summed."""
+    rows, counts = world.rows(len(labels)), torch.zeros(2, dtype=torch.float64, device=images.device)
+    if rows.start < rows.stop:
+        found = certify(model, images[rows], labels[rows], threat)
+        correct = found.predictions == found.labels
+        counts += torch.stack([correct.sum(), found.certified.sum()])
+    world.sum_in_place([counts])
+    clean, certified = (counts / len(labels)).tolist()
+    return Accuracies(clean, certified)

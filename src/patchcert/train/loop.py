@@ -1,23 +1,15 @@
 """The training loop: one short function for every strategy."""
 
-import hashlib
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-import torch
-from torch import Generator, Tensor
-
-from patchcert.data import Split
 from patchcert.errors import InvalidInput, RunError
-from patchcert.train.capture import CapturedStep
-from patchcert.train.distributed import ALONE, World
-from patchcert.train.schedules import Phase, Schedule
-from patchcert.train.step import StepSettings, Trainee, TrainingStep
-from patchcert.train.strategies.natural import Natural
-from patchcert.train.strategy import Strategy
+from patchcert.train.schedules import Phase
+from patchcert.train.step import CapturedStep, Plan, Rows, Trainee, TrainingStep
+from patchcert.train.strategy import Natural, derived_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +34,7 @@ class EpochSummary:
 
 
 class Observer(Protocol):
-    """Is told of every batch and epoch; may save the state, and may end the training by raising."""
+    """Hears of every batch and epoch; may save the state, and may end the training by raising."""
 
     def after_batch(self, position: Position) -> None:
         """Called between two batches, when the state is whole; `position` is what comes next."""
@@ -53,38 +45,15 @@ class Observer(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything about a training that does not change while it runs."""
-
-    strategy: Strategy
-    data: Split
-    schedule: Schedule
-    settings: StepSettings
-    seed: int
-    cuda_graph: Literal["auto", "on", "off"] = "auto"
-    world: World = ALONE
-
-    @property
-    def batches(self) -> int:
-        """Batches in an epoch; the last may be shorter."""
-        return math.ceil(len(self.data) / self.settings.batch_size)
-
-    def order(self, epoch: int) -> Tensor:
-        """The rows of the data in the order of the epoch, which depends on seed and epoch alone."""
-        generator = Generator().manual_seed(derived_seed(self.seed, "order", epoch))
-        return torch.randperm(len(self.data), generator=generator)
-
-
 def train(trainee: Trainee, plan: Plan, observer: Observer, start: Position | None = None) -> None:
     """Carry out the plan from a position on; the trainee must be as it was at that position."""
-    position = start or Position()
+    position, epsilon = start or Position(), plan.spec.schedule.epsilon
     step, phase = None, None
-    for epoch in range(position.epoch, plan.schedule.epochs):
+    for epoch in range(position.epoch, plan.spec.schedule.epochs):
         if epoch > position.epoch:
             position = Position(epoch)
-        if step is None or phase != plan.schedule.epsilon.phase(epoch):
-            phase = plan.schedule.epsilon.phase(epoch)
+        if step is None or phase != epsilon.phase(epoch):
+            phase = epsilon.phase(epoch)
             step = _make_step(trainee, plan, phase)
         summary = _train_epoch(trainee, plan, step, observer, position)
         observer.after_epoch(summary)
@@ -92,15 +61,15 @@ def train(trainee: Trainee, plan: Plan, observer: Observer, start: Position | No
 
 
 def _train_epoch(
-    trainee: Trainee, plan: Plan, step: Callable[[Tensor], None], observer: Observer, start: Position
+    trainee: Trainee, plan: Plan, step: Callable[[Rows], None], observer: Observer, start: Position
 ) -> EpochSummary:
     """The rest of an epoch. Where it begins at the first batch, its random draws do too."""
-    epoch, schedule, began = start.epoch, plan.schedule, time.perf_counter() - start.seconds
+    epoch, schedule, began = start.epoch, plan.spec.schedule, time.perf_counter() - start.seconds
     if start.batch == 0:
-        trainee.generator.manual_seed(derived_seed(plan.seed, "draws", epoch))
+        trainee.generator.manual_seed(derived_seed(plan.spec.seed, "draws", epoch))
         trainee.sums.zero_()
     trainee.learning_rate.fill_(schedule.rate(epoch))
-    parts = plan.order(epoch).to(trainee.device).split(plan.settings.batch_size)
+    parts = plan.order(epoch).to(trainee.device).split(plan.spec.optimiser.batch_size)
     for batch in range(start.batch, plan.batches):
         trainee.epsilon.fill_(schedule.epsilon.for_batch(epoch, batch, plan.batches))
         step(parts[batch])
@@ -112,23 +81,21 @@ def _train_epoch(
     return EpochSummary(epoch, epsilon, rate, loss / images, robust / images, time.perf_counter() - began)
 
 
-def _make_step(trainee: Trainee, plan: Plan, phase: Phase) -> Callable[[Tensor], None]:
-    strategy = Natural() if phase == "natural" else plan.strategy
-    step = TrainingStep(trainee, strategy, plan.data, plan.settings, plan.world, phase == "full")
-    obstacle = _obstacle_to_capture(trainee, strategy, plan.world)
-    if plan.cuda_graph == "on" and obstacle:
+def _make_step(trainee: Trainee, plan: Plan, phase: Phase) -> Callable[[Rows], None]:
+    clean = Natural().bind_network(trainee.objective.network) if phase == "natural" else None
+    step = TrainingStep(trainee, plan, clean, is_full=phase == "full")
+    wanted, obstacle = plan.spec.run.cuda_graph, _obstacle_to_capture(trainee, plan)
+    if wanted == "on" and obstacle:
         raise InvalidInput(f"cuda_graph is 'on', but {obstacle}", hint="set run.cuda_graph = 'auto'")
-    if plan.cuda_graph == "off" or obstacle:
+    if wanted == "off" or obstacle:
         return step
-    return CapturedStep(step, plan.settings.batch_size, trainee.generator, plan.cuda_graph == "auto")
+    return CapturedStep(step, plan.spec.optimiser.batch_size, trainee.generator, wanted == "auto")
 
 
-def _obstacle_to_capture(trainee: Trainee, strategy: Strategy, world: World) -> str:
+def _obstacle_to_capture(trainee: Trainee, plan: Plan) -> str:
     if trainee.device.type != "cuda":
         return f"the training runs on {trainee.device}"
-    if not strategy.is_capturable:
-        return f"{type(strategy).__name__} cannot be recorded"
-    return "several processes share the training" if world.size > 1 else ""
+    return "several processes share the training" if plan.world.size > 1 else ""
 
 
 def _check_finite(loss: float, epoch: int) -> None:
@@ -137,9 +104,3 @@ def _check_finite(loss: float, epoch: int) -> None:
             f"the loss became {loss} in epoch {epoch}, so the weights are lost",
             hint="lower schedule.learning_rate.initial, or set optimiser.clip_norm",
         )
-
-
-def derived_seed(seed: int, purpose: str, number: int = 0) -> int:
-    """A seed of its own for each purpose and number, so that no two kinds of draws share a stream."""
-    digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,10 +1,11 @@
 """The folder of a training run: what was asked for, what came out, and the evidence gathered since."""
 
+import contextlib
 import json
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -16,9 +17,16 @@ from torch import nn
 
 from patchcert.errors import InvalidInput, RunError
 from patchcert.files import atomic_write
-from patchcert.models import ModelSpec, load
-from patchcert.train.read import read_spec, write_spec
-from patchcert.train.spec import Spec
+from patchcert.models import ModelSpec, load, round_to_half, save, trim
+from patchcert.progress import Progress
+from patchcert.tensors import Images
+from patchcert.train.spec import Spec, read_spec, write_spec
+from patchcert.train.toml import to_table
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None
 
 SPEC, WEIGHTS, STATE = "spec.toml", "weights.safetensors", "state.safetensors"
 METRICS, ENVIRONMENT, EVIDENCE = "metrics.jsonl", "environment.json", "evidence"
@@ -54,7 +62,7 @@ class Run:
 
     @property
     def state(self) -> Path:
-        """The file from which an unfinished run goes on."""
+        """The file from which an unfinished run resumes."""
         return self.path / STATE
 
     @property
@@ -64,7 +72,7 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether training has come to its end."""
+        """Whether training has ended."""
         return self.weights.is_file()
 
     def model(self, device: torch.device | str = "cpu") -> nn.Sequential:
@@ -105,6 +113,14 @@ class Run:
         """Record where and with what the run is trained."""
         write_text(self.path / ENVIRONMENT, json.dumps(dict(facts), indent=2) + "\n")
 
+    def _load(self) -> tuple[nn.Sequential, ModelSpec]:
+        if not self.is_finished:
+            raise RunError(
+                f"the run in {self.path} has not finished training",
+                hint=f"resume it with: patchcert train {self.path} --resume",
+            )
+        return load(self.weights)
+
     def write_evidence(
         self, name: str, arrays: Mapping[str, Any], meta: Mapping[str, Any] | None = None
     ) -> Path:
@@ -140,32 +156,6 @@ class Run:
             )
         return self.path / EVIDENCE / f"{name}.npz"
 
-    def _load(self) -> tuple[nn.Sequential, ModelSpec]:
-        if not self.is_finished:
-            raise RunError(
-                f"the run in {self.path} has not finished training",
-                hint=f"go on with: patchcert train {self.path} --resume",
-            )
-        return load(self.weights)
-
-
-def _no_run(folder: Path) -> RunError:
-    if folder.is_file():
-        return RunError(
-            f"{folder} is a file, no run folder", hint="give the folder it lies in, if that is one"
-        )
-    what = "holds no run" if folder.is_dir() else "is not there"
-    return RunError(
-        f"the run folder {folder} {what}", hint=f"train one with: patchcert train ... --out {folder}"
-    )
-
-
-def check_new(folder: Path) -> None:
-    """Refuse a folder for a whole run at once unless it is empty or not there yet."""
-    place = folder.resolve()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise RunError(f"{folder} is not empty", hint="name a new folder")
-
 
 def read_arrays(file: Path) -> dict[str, NDArray[Any]]:
     """The arrays in a file of evidence; a damaged file is refused by name."""
@@ -198,6 +188,106 @@ def can_be_proven(margins: NDArray[Any], meta: Mapping[str, Any]) -> NDArray[np.
     return np.isnan(margins) if is_bare else margins > 0
 
 
+def _plain_array(name: str, value: Any) -> NDArray[Any]:  # noqa: ANN401 - tensors, arrays and lists alike
+    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if array.dtype.hasobject:
+        kind = type(value[0]).__name__ if isinstance(value, Sequence) and len(value) else type(value).__name__
+        raise InvalidInput(
+            f"evidence column {name!r} holds objects ({kind}); expected numbers, booleans or text"
+        )
+    return array
+
+
+def prepare_run(folder: Path, spec: Spec, resume: bool) -> Run:
+    """The run in a folder; refuses one that holds something else, or is neither new nor to be resumed."""
+    for leftover in folder.glob(".*.part"):
+        leftover.unlink(missing_ok=True)
+    if not (folder / SPEC).is_file():
+        if folder.is_dir() and any(not entry.name.startswith(".") for entry in folder.iterdir()):
+            raise RunError(f"{folder} is not empty and holds no run", hint="give another folder with --out")
+        return Run.create(folder, spec)
+    run = Run.open(folder)
+    if not (resume or run.is_finished or run.state.is_file() or run.metrics()):
+        return _begin_anew(run, spec)
+    if run.spec.fingerprint() != spec.fingerprint():
+        difference = _first_difference(to_table(run.spec), to_table(spec))
+        raise RunError(f"{folder} holds a different run: {difference}", hint="give another folder with --out")
+    if not resume:
+        if run.is_finished:
+            raise RunError(
+                f"{folder} already holds this run, finished",
+                hint="give another folder with --out, or delete it",
+            )
+        raise RunError(f"{folder} holds this run, unfinished", hint="add --resume to continue it")
+    return run
+
+
+def _begin_anew(run: Run, spec: Spec) -> Run:
+    """Another run in the folder of one that was refused, or killed, before it had a state to lose."""
+    (run.path / ENVIRONMENT).unlink(missing_ok=True)
+    return Run.create(run.path, spec)
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Keep a second process out of the folder; the lock ends with this process, however it ends."""
+    if fcntl is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(
+                f"another process is training in {folder}",
+                hint="wait for it, or give another folder with --out",
+            ) from error
+        yield
+
+
+def _first_difference(there: Mapping[str, Any], here: Mapping[str, Any], path: str = "") -> str:
+    for key in dict.fromkeys([*there, *here]):
+        name, old, new = f"{path}{key}", there.get(key), here.get(key)
+        if old == new or name == "run":
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            return _first_difference(old, new, f"{name}.")
+        return f"{name} is {old!r} there and {new!r} here"
+    return "it was written by another version"
+
+
+def trim_run(run: Run, folder: Path, images: Images, half: bool, progress: Progress | None = None) -> Run:
+    """A run in a new folder with the model trimmed on these images and the history of its training, but no evidence."""
+    check_new(folder)
+    trimmed, narrow = trim(run.model(images.device), run.model_spec(), images, progress)
+    trimmed = round_to_half(trimmed) if half else trimmed
+    made = Run.create(folder, run.spec)
+    for name in (ENVIRONMENT, METRICS):
+        if (run.path / name).is_file():
+            write_text(folder / name, (run.path / name).read_text(encoding="utf-8"))
+    save(trimmed, narrow, folder / WEIGHTS, half)
+    return made
+
+
+def _no_run(folder: Path) -> RunError:
+    if folder.is_file():
+        return RunError(
+            f"{folder} is a file, no run folder", hint="give the folder it lies in, if that is one"
+        )
+    what = "holds no run" if folder.is_dir() else "is not there"
+    return RunError(
+        f"the run folder {folder} {what}", hint=f"train one with: patchcert train ... --out {folder}"
+    )
+
+
+def check_new(folder: Path) -> None:
+    """Refuse a folder for a whole run at once unless it is empty or not there yet."""
+    place = folder.resolve()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise RunError(f"{folder} is not empty", hint="name a new folder")
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a text file whole."""
     with atomic_write(path) as stream:
@@ -210,13 +300,3 @@ def _row(line: str) -> dict[str, Any] | None:
         return json.loads(line)
     except json.JSONDecodeError:
         return None
-
-
-def _plain_array(name: str, value: Any) -> NDArray[Any]:  # noqa: ANN401 - tensors, arrays and lists alike
-    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-    if array.dtype.hasobject:
-        kind = type(value[0]).__name__ if isinstance(value, Sequence) and len(value) else type(value).__name__
-        raise InvalidInput(
-            f"evidence column {name!r} holds objects ({kind}); expected numbers, booleans or text"
-        )
-    return array

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from patchcert.errors import InvalidInput
+from patchcert.train.toml import at_least
 
 Ramp = Literal["linear", "smooth"]
 Phase = Literal["natural", "growing", "full"]
@@ -13,11 +14,6 @@ NATURAL_BELOW = 1e-6
 def scale(epochs: int, factor: float) -> int:
     """A count of epochs times the factor, rounded, and at least 1 where there was any."""
     return max(1, round(epochs * factor)) if epochs > 0 else 0
-
-
-def _at_least(least: int, name: str, value: int) -> None:
-    if value < least:
-        raise InvalidInput(f"{name} is {value}; expected at least {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +29,8 @@ class EpsilonSchedule:
     ramp: Ramp = "linear"
 
     def __post_init__(self) -> None:
-        _at_least(0, "natural_epochs", self.natural_epochs)
-        _at_least(0, "ramp_epochs", self.ramp_epochs)
+        at_least(0, "natural_epochs", self.natural_epochs)
+        at_least(0, "ramp_epochs", self.ramp_epochs)
         if self.ramp not in get_args(Ramp):
             raise InvalidInput(f"ramp is {self.ramp!r}; expected one of {', '.join(get_args(Ramp))}")
 
@@ -105,8 +101,8 @@ class LearningRateSchedule:
             raise InvalidInput(f"the initial learning rate is {self.initial}; expected a number above 0")
         if not 0 < self.decay_factor <= 1:
             raise InvalidInput(f"decay_factor is {self.decay_factor}; expected above 0 and at most 1")
-        _at_least(1, "decay_every", self.decay_every)
-        _at_least(0, "decay_from", self.decay_from or 0)
+        at_least(1, "decay_every", self.decay_every)
+        at_least(0, "decay_from", self.decay_from or 0)
 
     def at(self, epoch: int, decay_from: int) -> float:
         """The rate of a whole epoch; the first decay comes `decay_every` epochs after `decay_from`."""
@@ -132,7 +128,7 @@ class Schedule:
     learning_rate: LearningRateSchedule = LearningRateSchedule()
 
     def __post_init__(self) -> None:
-        _at_least(1, "epochs", self.epochs)
+        at_least(1, "epochs", self.epochs)
 
     @property
     def decay_from(self) -> int:

@@ -1,34 +1,45 @@
-"""The complete description of a training run: data, model, threat, strategy, schedule; all frozen."""
+"""The complete description of a training run, all frozen, and how it is read from TOML files and presets."""
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Literal
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
+
+from patchcert.data import Dataset, Split, load_dataset
 from patchcert.data.folder import FOLDER, ImageShape
-from patchcert.errors import SpecError
+from patchcert.errors import DataError, SpecError
+from patchcert.models import ModelSpec
 from patchcert.threats import Patch, SparsePixels
-from patchcert.threats.sparse import SparseBound
-from patchcert.train.plain import decisive
 from patchcert.train.schedules import Schedule
+from patchcert.train.strategies import AnyStrategy
+from patchcert.train.toml import (
+    Place,
+    at_least,
+    decode,
+    nearest,
+    parse_toml,
+    parse_value,
+    to_table,
+    to_toml,
+    without_defaults,
+)
 
-CudaGraph = Literal["auto", "on", "off"]
 TRAINING_VERSION = 1
-"""To be raised whenever the same choices come to train another network: finished runs of old code then no longer count
-as done. A test holds training to its version."""
+"""To be raised whenever the same specification comes to train another network: finished runs of old code then no
+longer count as done. A test holds training to its version."""
 
 PAPER_SCHEDULE = Schedule()
 
 
-def _at_least(least: int, name: str, value: int | None) -> None:
-    if value is not None and value < least:
-        raise SpecError(f"{name} is {value}; expected at least {least}")
-
-
 @dataclass(frozen=True, slots=True)
-class DataChoice:
+class DataSettings:
     """Which images to learn from, and how they are varied.
 
     `size` is what the images of a folder are brought to, height x width; other data sets have a size of their own.
@@ -42,9 +53,9 @@ class DataChoice:
     size: str | None = None
 
     def __post_init__(self) -> None:
-        _at_least(0, "validation", self.validation)
-        _at_least(1, "limit", self.limit)
-        _at_least(0, "crop_padding", self.crop_padding)
+        at_least(0, "validation", self.validation)
+        at_least(1, "limit", self.limit)
+        at_least(0, "crop_padding", self.crop_padding)
         if self.size is None:
             return
         if not self.name.startswith(FOLDER):
@@ -59,15 +70,33 @@ class DataChoice:
 
     @property
     def image_shape(self) -> ImageShape | None:
-        """What the images of a folder are brought to where that is chosen: three channels of the given size."""
+        """What the images of a folder are brought to where that is set: three channels of the given size."""
         if self.size is None:
             return None
         height, width = map(int, self.size.split("x"))
         return ImageShape(height=height, width=width)
 
+    def load(self, data_dir: Path | None) -> Dataset:
+        """The data set, its images in the size that is set; refused unless there is something to train on."""
+        dataset = load_dataset(self.name, data_dir, self.image_shape)
+        self.split(dataset)
+        return dataset
+
+    def split(self, dataset: Dataset) -> tuple[Split, Split | None]:
+        """The images to train on and those held out, if any; the test set is never among them."""
+        if len(dataset.train) == 0:
+            raise DataError(
+                f"{dataset.name} has no training images: all {len(dataset.test)} are test images",
+                hint="put images to train on below train/ and others below test/ (or val/), in the same classes.",
+            )
+        if not self.validation:
+            return dataset.train.take(self.limit or len(dataset.train)), None
+        kept, held_out = dataset.split_validation(self.validation)
+        return kept.take(self.limit or len(kept)), held_out
+
 
 @dataclass(frozen=True, slots=True)
-class ModelChoice:
+class ModelSettings:
     """An architecture by name; image size, classes and, where wanted, normalisation come from the data."""
 
     name: str = "mlp"
@@ -75,105 +104,30 @@ class ModelChoice:
     normalise: bool = True
 
     def __post_init__(self) -> None:
-        _at_least(1, "hidden", self.hidden)
+        at_least(1, "hidden", self.hidden)
+
+    def for_data(self, dataset: Dataset) -> ModelSpec:
+        """The architecture for the data's images and classes."""
+        channels, height, width = dataset.train.image_size
+        mean, std = dataset.normalisation() if self.normalise else ((), ())
+        return ModelSpec(
+            name=self.name,
+            channels=channels,
+            height=height,
+            width=width,
+            classes=len(dataset.classes),
+            hidden=self.hidden,
+            mean=mean,
+            std=std,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class NaturalTraining:
-    """Plain cross entropy: no threat is trained against."""
-
-    kind: Literal["natural"] = "natural"
-
-
-@dataclass(frozen=True, slots=True)
-class AllTraining:
-    """Every placement of the patch, for every image, in every step."""
-
-    kind: Literal["all"] = "all"
-
-
-@dataclass(frozen=True, slots=True)
-class RandomTraining:
-    """A few random placements per image and step."""
-
-    kind: Literal["random"] = "random"
-    placements: int = 10
-
-    def __post_init__(self) -> None:
-        _at_least(1, "placements", self.placements)
-
-
-@dataclass(frozen=True, slots=True)
-class GuidedTraining:
-    """Placements drawn where a U-net expects small margins: so many for each class.
-
-    The width of the U-net is 6 for grey images and 10 for others unless it is given.
-    """
-
-    kind: Literal["guided"] = "guided"
-    per_class: int = 1
-    width: int | None = None
-    inverse_temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        _at_least(1, "per_class", self.per_class)
-        _at_least(1, "width", self.width)
-
-
-@dataclass(frozen=True, slots=True)
-class PooledTraining:
-    """All placements, merged into square blocks of adjacent ones after each of the first layers."""
-
-    kind: Literal["pooled"] = "pooled"
-    blocks: tuple[int, ...] = (2,)
-
-    def __post_init__(self) -> None:
-        if not self.blocks or min(self.blocks) < 1:
-            raise SpecError(f"blocks are {list(self.blocks)}; expected at least one, each 1 or more")
-
-
-@dataclass(frozen=True, slots=True)
-class SparseTraining:
-    """All choices of a few pixels at once, bounded in the first layer; `bound` overrides the threat's own."""
-
-    kind: Literal["sparse"] = "sparse"
-    bound: SparseBound | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AblatedTraining:
-    """Plain cross entropy on images of which all but so many random pixels are ablated, for their vote.
-
-    Every image has a mask of its own, or a batch shares one. With `bfloat16` the products of the network are
-    rounded to it.
-    """
-
-    kind: Literal["ablated"] = "ablated"
-    retained: int = 45
-    masks: Literal["image", "batch"] = "image"
-    bfloat16: bool = False
-
-    def __post_init__(self) -> None:
-        _at_least(1, "retained", self.retained)
-
-
-Training = (
-    NaturalTraining
-    | AllTraining
-    | RandomTraining
-    | GuidedTraining
-    | PooledTraining
-    | SparseTraining
-    | AblatedTraining
-)
-
-
-@dataclass(frozen=True, slots=True)
-class OptimiserChoice:
+class OptimiserSettings:
     """Adam, or gradient descent where a momentum is given, its batches, and what is added to the loss.
 
-    `tf32` lets a GPU round the products of training steps to fewer digits for speed, and `windows` keeps in so
-    few digits what a patch can change in the layers of a network; certificates do neither.
+    For speed, `tf32` lets a GPU round the products of training steps to fewer digits, and `windows` is the precision
+    of what a patch changes in the layers of a network; certificates use neither.
     """
 
     batch_size: int = 256
@@ -185,7 +139,7 @@ class OptimiserChoice:
     windows: Literal["bfloat16"] | None = None
 
     def __post_init__(self) -> None:
-        _at_least(1, "batch_size", self.batch_size)
+        at_least(1, "batch_size", self.batch_size)
         if not 0 <= (self.momentum or 0.0) < 1:
             raise SpecError(f"momentum is {self.momentum}; expected at least 0 and below 1")
         if not 0 <= self.natural_weight <= 1:
@@ -193,10 +147,15 @@ class OptimiserChoice:
 
     @property
     def roundings(self) -> tuple[str, ...]:
-        """What training rounds to fewer digits than float32 has, in words; none by default."""
+        """What training rounds to fewer digits than float32 has, in words; nothing by default."""
         return ("TF32",) * self.tf32 + ("bfloat16 windows",) * (self.windows is not None)
 
-    def exact(self) -> "OptimiserChoice":
+    @property
+    def windows_dtype(self) -> torch.dtype | None:
+        """The precision of windows; None for that of the images."""
+        return torch.bfloat16 if self.windows == "bfloat16" else None
+
+    def exact(self) -> "OptimiserSettings":
         """The same with steps in float32 throughout."""
         return replace(self, tf32=False, windows=None)
 
@@ -205,46 +164,44 @@ class OptimiserChoice:
 class RunSettings:
     """How a run is carried out; none of it is meant to change the weights that come out."""
 
-    cuda_graph: CudaGraph = "auto"
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
     checkpoint_seconds: float = 20.0
     check_every: int = 5
     check_images: int = 200
 
     def __post_init__(self) -> None:
-        _at_least(0, "check_every", self.check_every)
-        _at_least(1, "check_images", self.check_images)
+        at_least(0, "check_every", self.check_every)
+        at_least(1, "check_images", self.check_images)
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
     """One training run. Two specs with the same fingerprint ask for the same weights."""
 
-    data: DataChoice
-    model: ModelChoice
+    data: DataSettings
+    model: ModelSettings
     threat: Patch | SparsePixels
-    strategy: Training
+    strategy: AnyStrategy
     schedule: Schedule = PAPER_SCHEDULE
-    optimiser: OptimiserChoice = OptimiserChoice()
+    optimiser: OptimiserSettings = OptimiserSettings()
     select: Literal["last", "best-validation"] = "last"
     seed: int = 2019
     run: RunSettings = RunSettings()
 
     def __post_init__(self) -> None:
-        sparse = isinstance(self.threat, SparsePixels)
-        kind = self.strategy.kind
-        counts_pixels = kind in ("sparse", "ablated")
-        if kind != "natural" and sparse != counts_pixels:
-            wanted = "kind = 'sparse'" if counts_pixels else "kind = 'patch'"
+        strategy = self.strategy
+        if not isinstance(self.threat, strategy.threats):
+            wanted = "sparse" if SparsePixels in strategy.threats else "patch"
             raise SpecError(
-                f"the strategy {kind!r} cannot train against {self.threat}",
-                hint=f"give the threat {wanted} or choose another strategy",
+                f"the strategy {strategy.kind!r} cannot train against {self.threat}",
+                hint=f"give the threat kind = {wanted!r} or choose another strategy",
             )
         if self.select == "best-validation" and not self.data.validation:
             raise SpecError(
                 "select is 'best-validation', but no training images are held out",
                 hint="set data.validation = 5000, or select = 'last'",
             )
-        if self.select == "best-validation" and kind == "ablated":
+        if self.select == "best-validation" and not strategy.has_bounds:
             raise SpecError(
                 "select is 'best-validation', but votes are not counted during training",
                 hint="set select = 'last'",
@@ -255,9 +212,73 @@ class Spec:
         return replace(self, schedule=self.schedule.scaled(factor))
 
     def fingerprint(self, checksums: Mapping[str, str] | None = None) -> str:
-        """16 hexadecimal digits of all that decides the weights: the choices, the data's checksums where given, and the
-        version of training, which is silent where it is the first."""
-        asked = {key: value for key, value in decisive(self).items() if key != "run"}
+        """16 hexadecimal digits of all that decides the weights: the settings other than `run`, the data's checksums
+        where given, and the version of training from the second on."""
+        asked = {key: value for key, value in without_defaults(self).items() if key != "run"}
         version = [TRAINING_VERSION] if TRAINING_VERSION > 1 else []
         text = json.dumps([asked, dict(checksums or {}), *version], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def preset_names() -> tuple[str, ...]:
+    """The specifications that come with the package."""
+    folder = resources.files("patchcert.train") / "presets"
+    return tuple(
+        sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    )
+
+
+def read_spec(source: str | Path, changes: Iterable[str] = ()) -> Spec:
+    """The specification in a TOML file or preset, after changes such as 'strategy.kind=random'."""
+    table = _load(source)
+    made = {}
+    for change in changes:
+        key, value = _split(change)
+        made[key] = change
+        _change(table, key.split("."), value, change)
+    return decode(Spec, table, Place(str(source), changes=made))
+
+
+def write_spec(spec: Spec) -> str:
+    """The whole specification, defaults included, as TOML text that reads back to an equal one."""
+    return to_toml(to_table(spec))
+
+
+def _load(source: str | Path) -> dict[str, Any]:
+    path = Path(source)
+    if path.is_file():
+        return parse_toml(_text(path), str(path))
+    if str(source) in preset_names():
+        preset = resources.files("patchcert.train") / "presets" / f"{source}.toml"
+        return parse_toml(preset.read_text(encoding="utf-8"), str(source))
+    presets = preset_names()
+    message = f"{source} is neither a file nor a preset, nor a folder with a run"
+    raise SpecError(message, hint=nearest(str(source), presets, "presets are"))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"{path} is no text, so no specification", hint="give a SPEC.toml, a preset or a run folder"
+        ) from error
+
+
+def _split(change: str) -> tuple[str, Any]:
+    key, equals, text = change.partition("=")
+    if not equals or not key.strip():
+        raise SpecError(f"--set {change} is not of the form key=value", hint="write --set model.name=cnn2")
+    return key.strip(), parse_value(text.strip())
+
+
+def _change(table: dict[str, Any], path: list[str], value: Any, change: str) -> None:  # noqa: ANN401 - any TOML value
+    """Set one value; a new `kind` starts its table afresh, since the other keys belonged to the old kind."""
+    *parents, name = path
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise SpecError(f"--set {change}: {parent} is no table, so it has no key {name!r}")
+    if name == "kind" and table.get("kind") != value:
+        table.clear()
+    table[name] = deepcopy(value)

@@ -1,53 +1,61 @@
-"""One training step: gather a batch, vary it, bound it, follow the gradient. Nothing waits for the device."""
+"""One training step: gather a batch, vary it, bound it, follow the gradient. Nothing waits for the device.
 
-from collections.abc import Sequence
+On a GPU the step is recorded once as a CUDA graph and replayed, so that small networks do not wait for launches.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from patchcert.bounds import Network, trace
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
 from patchcert.data import Split
 from patchcert.data.split import random_crop, random_flip
-from patchcert.train.distributed import World
-from patchcert.train.strategy import Batch, Strategy, WorstCase, is_robust, margin_loss
+from patchcert.train.distributed import ALONE, World
+from patchcert.train.spec import OptimiserSettings, Spec
+from patchcert.train.strategy import Batch, Objective, derived_seed, is_robust, margin_loss
+
+WARM_UP_STEPS = 3
+Rows = Annotated[Tensor, "b"]
+"""The rows of the data that a batch is made of."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class StepSettings:
-    """What every step does alike, whatever the strategy."""
+class Plan:
+    """Everything about a training that does not change while it runs; the data lie on the device as bytes."""
 
-    batch_size: int = 256
-    weight_decay: float = 0.0
-    momentum: float | None = None
-    clip_norm: float | None = None
-    natural_weight: float = 0.0
-    tf32: bool = False
-    flip: bool = False
-    crop_padding: int = 0
+    spec: Spec
+    data: Split
+    world: World = ALONE
+
+    @property
+    def batches(self) -> int:
+        """Batches in an epoch; the last may be shorter."""
+        return math.ceil(len(self.data) / self.spec.optimiser.batch_size)
+
+    def order(self, epoch: int) -> Rows:
+        """The rows of the data in the order of the epoch, which depends on seed and epoch alone."""
+        generator = Generator().manual_seed(derived_seed(self.spec.seed, "order", epoch))
+        return torch.randperm(len(self.data), generator=generator)
 
 
 class Trainee:
     """A model in training with all that changes from step to step, on one device.
 
     Epsilon, the learning rate and the running sums are tensors on the device, so that a recorded step reads
-    their present values and nothing is read back before an epoch ends. The model is traced for its bounds
-    unless it comes with a network.
+    their present values and nothing is read back before an epoch ends.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        helper: nn.Module | None,
-        settings: StepSettings,
-        network: Network | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, objective: Objective, settings: OptimiserSettings) -> None:
         self.model = model
-        self.network: Network = trace(model) if network is None else network
-        self.helper = helper
+        self.objective = objective
         self.device = next(model.parameters()).device
         self.generator = Generator(self.device)
         self.epsilon = torch.zeros((), device=self.device)
@@ -56,11 +64,16 @@ class Trainee:
         self.optimiser = self._optimiser(settings)
 
     @property
+    def helper(self) -> nn.Module | None:
+        """The network trained beside the model, if any."""
+        return self.objective.helper
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """All weights that learn, the classifier's first."""
         return [each for group in self.optimiser.param_groups for each in group["params"]]
 
-    def _optimiser(self, settings: StepSettings) -> torch.optim.Optimizer:
+    def _optimiser(self, settings: OptimiserSettings) -> torch.optim.Optimizer:
         """Gradient descent where there is a momentum, else Adam; both can be recorded with their step."""
         groups: list[dict[str, Any]] = [{"params": list(self.model.parameters())}]
         if self.helper is not None:
@@ -73,80 +86,136 @@ class Trainee:
 
 
 class TrainingStep:
-    """Trains on the images at the given rows of the data, which lie on the trainee's device as bytes.
+    """Trains on the images at the given rows of the plan's data.
 
-    Epsilon is the trainee's, or 1 for good where `is_full`: bounds are cheaper when it is known to be 1.
+    Epsilon is the trainee's, or 1 for good where `is_full`: bounds are cheaper when it is known to be 1. The
+    objective is the trainee's own, or another on the same network for epochs without a threat.
     """
 
     def __init__(
-        self,
-        trainee: Trainee,
-        strategy: Strategy,
-        data: Split,
-        settings: StepSettings,
-        world: World,
-        is_full: bool = False,
+        self, trainee: Trainee, plan: Plan, objective: Objective | None = None, is_full: bool = False
     ) -> None:
         self.trainee = trainee
-        self.strategy = strategy
-        self.data = data
-        self.settings = settings
-        self.world = world
+        self.plan = plan
+        self.objective = objective or trainee.objective
         self.epsilon = 1.0 if is_full else trainee.epsilon
-        helper = strategy.helper
+        helper = self.objective.helper
         self.learning = [*trainee.model.parameters(), *(helper.parameters() if helper is not None else ())]
         self.full_scale = torch.full((), 255.0, device=trainee.device)
 
-    def __call__(self, index: Tensor) -> None:
+    def __call__(self, index: Rows) -> None:
         """One step of the optimiser, and its loss and robust images added to the running sums."""
         batch = self._gather(index)
         if len(batch.own_labels):
-            with fast_arithmetic() if self.settings.tf32 else precise_arithmetic():
+            with fast_arithmetic() if self.plan.spec.optimiser.tf32 else precise_arithmetic():
                 loss, counts = self._loss(batch)
                 gradients = torch.autograd.grad(loss, self.learning, materialize_grads=True)
         else:
             counts = torch.zeros_like(self.trainee.sums)
             gradients = [torch.zeros_like(parameter) for parameter in self.learning]
-        self.world.sum_in_place([counts, *gradients])
+        self.plan.world.sum_in_place([counts, *gradients])
         self.trainee.sums += counts
         self._descend(gradients)
 
-    def _gather(self, index: Tensor) -> Batch:
-        labels = self.data.labels.index_select(0, index)
-        images = self.data.images.index_select(0, index).to(torch.float32) / self.full_scale
-        if self.settings.flip:
+    def _gather(self, index: Rows) -> Batch:
+        data, settings = self.plan.data, self.plan.spec.data
+        labels = data.labels.index_select(0, index)
+        images = data.images.index_select(0, index).to(torch.float32) / self.full_scale
+        if settings.flip:
             images = random_flip(images, self.trainee.generator)
-        if self.settings.crop_padding:
-            images = random_crop(images, self.settings.crop_padding, self.trainee.generator)
-        return Batch(images, labels, self.world.rows(len(index)))
+        if settings.crop_padding:
+            images = random_crop(images, settings.crop_padding, self.trainee.generator)
+        return Batch(images, labels, self.plan.world.rows(len(index)))
 
-    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """This process's part of the batch's mean loss, and its sums of loss, robust images and images."""
-        trainee, labels = self.trainee, batch.own_labels
-        worst = self.strategy.worst_case(trainee.network, batch, self.epsilon, trainee.generator)
+    def _loss(self, batch: Batch) -> tuple[Annotated[Tensor, ""], Annotated[Tensor, "3"]]:
+        """This process's part of the batch's mean loss, and its sums of loss, robust images and images.
+
+        A helper learns from its own loss alone: the classifier's loss does not reach it, nor the reverse.
+        """
+        labels = batch.own_labels
+        worst = self.objective.worst_case(batch, self.epsilon, self.trainee.generator)
         loss = self._with_natural_part(margin_loss(worst.margins, labels, len(batch)), batch)
         robust = is_robust(worst.margins.detach(), labels).sum()
         images = torch.full_like(robust, len(labels))
         counts = torch.stack([loss.detach().double() * len(batch), robust.double(), images.double()])
-        return _with_helper(loss, worst), counts
+        return loss if worst.helper_loss is None else loss + worst.helper_loss, counts
 
     def _with_natural_part(self, loss: Tensor, batch: Batch) -> Tensor:
-        weight = self.settings.natural_weight
+        weight = self.plan.spec.optimiser.natural_weight
         if not weight:
             return loss
-        logits = self.trainee.network.values(batch.own_images)[-1]
+        logits = self.objective.network.values(batch.own_images)[-1]
         natural = F.cross_entropy(logits, batch.own_labels, reduction="sum") / len(batch)
         return torch.lerp(loss, natural, weight)
 
     def _descend(self, gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(self.learning, gradients, strict=True):
             parameter.grad = gradient.contiguous()
-        if self.settings.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.trainee.model.parameters(), self.settings.clip_norm)
+        clip_norm = self.plan.spec.optimiser.clip_norm
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.trainee.model.parameters(), clip_norm)
         self.trainee.optimiser.step()
         self.trainee.optimiser.zero_grad(set_to_none=True)
 
 
-def _with_helper(loss: Tensor, worst: WorstCase) -> Tensor:
-    """The helper learns from its own loss alone: the classifier's loss does not reach it, nor the reverse."""
-    return loss if worst.helper_loss is None else loss + worst.helper_loss
+class CapturedStep:
+    """Replays a step for every full batch; the first few and shorter batches are carried out as usual.
+
+    The steps that warm up the device are real steps, and recording does not carry anything out, so that a run
+    with a graph does exactly the steps of a run without. All random draws must come from the registered
+    generator. If recording fails and `may_fall_back`, training continues without a graph.
+    """
+
+    def __init__(
+        self, step: Callable[[Tensor], None], batch_size: int, generator: Generator, may_fall_back: bool
+    ) -> None:
+        self.step = step
+        self.generator = generator
+        self.may_fall_back = may_fall_back
+        self.index = torch.zeros(batch_size, dtype=torch.int64, device=generator.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm_up_steps = WARM_UP_STEPS
+        self.gave_up = False
+
+    def __call__(self, index: Rows) -> None:
+        """One step on the images at these rows."""
+        if self.gave_up or len(index) != len(self.index):
+            self.step(index)
+            return
+        self.index.copy_(index)
+        with torch.cuda.device(self.index.device):
+            if self.warm_up_steps:
+                self._warm_up()
+                return
+            if self.graph is None:
+                self._record()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.step(index)
+
+    def _warm_up(self) -> None:
+        """A step on another stream, as recording demands, so that libraries set themselves up before it."""
+        self.warm_up_steps -= 1
+        present = torch.cuda.current_stream(self.index.device)
+        aside = torch.cuda.Stream(self.index.device)
+        aside.wait_stream(present)
+        with torch.cuda.stream(aside):
+            self.step(self.index)
+        present.wait_stream(aside)
+
+    def _record(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.generator)
+        try:
+            with torch.cuda.graph(graph):
+                self.step(self.index)
+        except RuntimeError as error:
+            if not self.may_fall_back:
+                raise
+            self.gave_up = True
+            logger.warning(
+                "the training step could not be recorded as a CUDA graph, so it runs without: %s", error
+            )
+            return
+        self.graph = graph

@@ -1,80 +1,157 @@
 """What a training strategy is: it turns a batch and an epsilon into worst-case margins with a gradient."""
 
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Annotated, ClassVar, Literal, Protocol, final
 
+import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from patchcert.bounds import Network
+from patchcert.bounds import Network, trace
+from patchcert.models import ModelSpec
+from patchcert.tensors import Images, Labels, Margins
+from patchcert.threats import Patch, SparsePixels
+
+Threat = Patch | SparsePixels
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Images (n, c, h, w) in [0, 1] with labels (n,), and the rows of them that this process answers for.
+    """Images in [0, 1] with their labels, and the rows of them that this process answers for.
 
     Random draws are made for the whole batch, so that they do not depend on how many processes share it.
     """
 
-    images: Tensor
-    labels: Tensor
+    images: Images
+    labels: Labels
     rows: slice = field(default_factory=lambda: slice(None))
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
-    def own_images(self) -> Tensor:
+    def own_images(self) -> Images:
         """The images of this process."""
         return self.images[self.rows]
 
     @property
-    def own_labels(self) -> Tensor:
+    def own_labels(self) -> Labels:
         """The labels of this process."""
         return self.labels[self.rows]
 
 
 @dataclass(frozen=True, slots=True)
 class WorstCase:
-    """Margins (own rows, classes), 0 at the label, and the loss of a helper network where there is one.
+    """Margins of this process's rows, 0 at the label, and the loss of a helper network where there is one.
 
     A helper's loss is this process's part of the mean over the whole batch, so that parts add up.
     """
 
-    margins: Tensor
-    helper_loss: Tensor | None = None
+    margins: Margins
+    helper_loss: Annotated[Tensor, ""] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model to train, what it was built from, and the threat to train it against.
+
+    Strategies with a helper network draw its weights from `seed`. `windows` is the precision of what a patch
+    changes in the layers of the network, by default that of the images.
+    """
+
+    model: nn.Module
+    model_spec: ModelSpec
+    threat: Threat
+    seed: int = 0
+    windows: torch.dtype | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's weights."""
+        return next(self.model.parameters()).device
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A strategy bound to a network: the margins that are left when pixels may move by epsilon.
+
+    `worst_case` takes a batch, epsilon as a number or as a tensor holding one, and the generator of all random draws.
+    It can be recorded as a CUDA graph: shapes never depend on data, and nothing waits for the device. `helper` is a
+    network trained beside the classifier, with the same optimiser and learning rate.
+    """
+
+    network: Network
+    worst_case: Callable[[Batch, float | Tensor, Generator], WorstCase]
+    helper: nn.Module | None = None
 
 
 class Strategy(Protocol):
-    """One way to train against a threat. Settings are fixed when it is made; the data come with the call."""
+    """One way to train against a threat: a frozen dataclass whose fields are the keys of `[strategy]`.
+
+    `threats` are the kinds of threat it can train against. `has_bounds` says whether interval bounds of the model mean
+    anything, so that certified accuracy is measured during training.
+    """
+
+    threats: ClassVar[tuple[type, ...]]
+    has_bounds: ClassVar[bool]
 
     @property
-    def helper(self) -> nn.Module | None:
-        """A network trained beside the classifier, with the same optimiser and learning rate."""
+    def kind(self) -> str:
+        """The strategy's name in a specification."""
         ...
 
-    @property
-    def is_capturable(self) -> bool:
-        """Whether shapes never depend on data and nothing waits for the device, as a CUDA graph demands."""
-        ...
-
-    def worst_case(
-        self, network: Network, batch: Batch, epsilon: float | Tensor, generator: Generator
-    ) -> WorstCase:
-        """The margins that are left when pixels may move by epsilon, a number or a tensor holding one."""
+    def bind(self, subject: Subject) -> Objective:
+        """The strategy at work on a model and a threat, with all that it keeps between steps."""
         ...
 
 
-def margin_loss(margins: Tensor, labels: Tensor, count: int) -> Tensor:
+@final
+@dataclass(frozen=True, slots=True)
+class Natural:
+    """Plain cross entropy on clean images, whatever epsilon is: no threat is trained against."""
+
+    threats: ClassVar = (Patch, SparsePixels)
+    has_bounds: ClassVar = True
+    kind: Literal["natural"] = "natural"
+
+    def bind(self, subject: Subject) -> Objective:
+        """The margins of the clean images."""
+        return self.bind_network(trace(subject.model))
+
+    def bind_network(self, network: Network) -> Objective:
+        """The same for a model that has been traced."""
+        return Objective(network, partial(_clean_margins, network))
+
+
+def _clean_margins(
+    network: Network, batch: Batch, epsilon: float | Tensor, generator: Generator
+) -> WorstCase:
+    return WorstCase(logit_margins(network.values(batch.own_images)[-1], batch.own_labels))
+
+
+def logit_margins(logits: Annotated[Tensor, "n k"], labels: Labels) -> Margins:
+    """The logit of the label minus every logit."""
+    return logits.gather(1, labels.unsqueeze(1)) - logits
+
+
+def margin_loss(margins: Margins, labels: Labels, count: int) -> Annotated[Tensor, ""]:
     """Cross entropy of the negated margins, summed over these images and divided by the whole batch's count.
 
-    With margins of a single image this is the ordinary cross entropy of its logits, since they differ by a
-    constant.
+    Margins of a clean image give the ordinary cross entropy of its logits, from which they differ by a constant.
     """
     return F.cross_entropy(-margins, labels, reduction="sum") / count
 
 
-def is_robust(margins: Tensor, labels: Tensor) -> Tensor:
-    """True (n,) where the margin against every other class is above 0; NaN is not."""
+def is_robust(margins: Margins, labels: Labels) -> Annotated[Tensor, "n"]:
+    """True where the margin against every other class is above 0; NaN is not."""
     others = margins.scatter(1, labels.unsqueeze(1), float("inf"))
     return others.amin(dim=1) > 0
+
+
+def derived_seed(seed: int, purpose: str, number: int = 0) -> int:
+    """A separate seed for each purpose and number, so that no two kinds of draws share a stream."""
+    digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,45 +1,33 @@
-"""Carries out a specification: from its words to a finished run folder, alone or with other processes."""
+"""Carries out a specification: from its TOML to a finished run folder, alone or with other processes."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 from torch import Generator, nn
 
-from patchcert.bounds import Network
 from patchcert.certificates.checks import check_fit
 from patchcert.data import Dataset, Split
-from patchcert.errors import PatchcertError, RunError
+from patchcert.errors import PatchcertError, RunError, SpecError
 from patchcert.models import ModelSpec, build, save
-from patchcert.train.build import (
-    build_strategy,
-    check_votes,
-    choose_data,
-    describe_model,
-    load_data,
-    step_settings,
-)
-from patchcert.train.checkpoint import load_state
-from patchcert.train.distributed import ALONE, World
+from patchcert.train.checkpoint import Best, load_state, save_state
+from patchcert.train.distributed import ALONE, World, shared_accuracies
 from patchcert.train.environment import describe_environment, describe_session
-from patchcert.train.loop import EpochSummary, Plan, Position, derived_seed, train
-from patchcert.train.observer import (
-    Best,
-    Interrupted,
-    Listener,
-    RunObserver,
-    StopRequest,
-    stop_on_interrupt,
-)
-from patchcert.train.prepare import exclusive, prepare_run
-from patchcert.train.run_folder import Run
-from patchcert.train.sharding import certify_sharded
-from patchcert.train.spec import AblatedTraining, Spec
-from patchcert.train.step import Trainee
-from patchcert.train.strategies.ablated import WholeModel
+from patchcert.train.loop import EpochSummary, Position, train
+from patchcert.train.run_folder import Run, exclusive, prepare_run
+from patchcert.train.spec import Spec
+from patchcert.train.step import Plan, Trainee
+from patchcert.train.strategy import Strategy, Subject, derived_seed
+
+SAVE_SHARE = 0.02
+"""At most this share of the time is spent on saving the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +39,58 @@ class Workplace:
     world: World = ALONE
 
 
+class Listener(Protocol):
+    """Hears how training proceeds, to show it."""
+
+    def on_batch(self, position: Position, batches: int) -> None:
+        """Between two batches; `position` is what comes next."""
+        ...
+
+    def on_epoch(self, row: Mapping[str, Any]) -> None:
+        """After an epoch, with its row of metrics."""
+        ...
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was asked to stop; its state is saved in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"nothing is lost; resume with: patchcert train {folder} --resume")
+        self.folder = folder
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """Set by the first Ctrl-C; a second one interrupts at once."""
+
+    is_made: bool = False
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[StopRequest]:
+    """While this lasts the first Ctrl-C only asks to stop, so that no step is cut in half."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        request.is_made = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield request
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def train_run(
     spec: Spec, folder: Path, place: Workplace, resume: bool = False, listener: Listener | None = None
 ) -> Run:
-    """Train a specification into a folder, or go on with it there; a finished run is returned as it is."""
-    dataset = load_data(spec.data, place.data_dir)
+    """The finished run of a specification in a folder; an unfinished one there is resumed, a finished one returned."""
+    _check_epsilon(spec)
+    dataset = spec.data.load(place.data_dir)
     check_fit(spec.threat, dataset.test.take(1).floats())
     if not place.world.is_main:
         _agree(place, None)
@@ -76,10 +111,10 @@ def _train(run: Run, spec: Spec, dataset: Dataset, place: Workplace, listener: L
     """The run, trained to its end. Only the main process obeys Ctrl-C; its end then ends the others."""
     if run.is_finished:
         return run
-    training = _Training(run, spec, dataset, place)
+    training = _Training(run, spec, dataset, place, listener)
     with stop_on_interrupt() as stop:
         try:
-            training.carry_out(stop, listener)
+            training.carry_out(stop)
         except RunError as error:
             if stop.is_made and not place.world.is_main:
                 raise Interrupted(run.path) from error
@@ -90,37 +125,40 @@ def _train(run: Run, spec: Spec, dataset: Dataset, place: Workplace, listener: L
 
 
 class _Training:
-    """One run with all its parts in memory."""
+    """One run with all its parts in memory; observes its own loop to check, record and save.
 
-    def __init__(self, run: Run, spec: Spec, dataset: Dataset, place: Workplace) -> None:
+    Processes other than the main one check along, but write nothing. The state is saved when `checkpoint_seconds` have
+    passed, but never so often that it costs more than `SAVE_SHARE` of the time; the row of an epoch is always written
+    before a state that lies behind it.
+    """
+
+    def __init__(
+        self, run: Run, spec: Spec, dataset: Dataset, place: Workplace, listener: Listener | None
+    ) -> None:
         self.run, self.spec, self.dataset, self.place = run, spec, dataset, place
-        self.model_spec: ModelSpec = describe_model(spec.model, dataset)
+        self.stop, self.listener = StopRequest(), listener
+        self.model_spec: ModelSpec = spec.model.for_data(dataset)
         generator = Generator().manual_seed(derived_seed(spec.seed, "weights"))
         self.model: nn.Sequential = build(self.model_spec, generator).to(place.device)
+        data, held_out = spec.data.split(dataset)
+        self.held_out = None if held_out is None else held_out.to(place.device)
+        self.plan = Plan(spec, data.to(place.device), place.world)
+        windows = spec.optimiser.windows_dtype
+        subject = Subject(self.model, self.model_spec, spec.threat, spec.seed, windows)
+        strategy: Strategy = spec.strategy
+        self.trainee = Trainee(self.model, strategy.bind(subject), spec.optimiser)
         self.best = Best()
-        self.data, self.held_out = self._splits()
-        self.plan = self._plan()
-        self.trainee = Trainee(self.model, self.plan.strategy.helper, self.plan.settings, self._network())
+        self._saved_at, self._save_took = 0.0, 0.0
 
-    def carry_out(self, stop: StopRequest, listener: Listener | None) -> None:
-        """Train from the saved state, or from the start, to the end."""
-        start = self._restore()
+    def carry_out(self, stop: StopRequest) -> None:
+        """Train from the saved state, or from the start, to the end or until a stop is asked for."""
+        self.stop, start = stop, self._restore()
         if self.place.world.is_main:
             self.run.truncate_metrics(start.epoch)
             self._record_session(start)
-        observer = RunObserver(
-            run=self.run,
-            trainee=self.trainee,
-            batches=self.plan.batches,
-            checkpoint_seconds=self.spec.run.checkpoint_seconds,
-            check=self._check,
-            stop=stop,
-            best=self.best,
-            writes=self.place.world.is_main,
-            listener=listener,
-        )
-        train(self.trainee, self.plan, observer, start)
-        observer.save(Position(self.spec.schedule.epochs))
+        self._saved_at = time.monotonic()
+        train(self.trainee, self.plan, self, start)
+        self._save(Position(self.spec.schedule.epochs))
 
     def finish(self) -> None:
         """Write the weights that the run is for: the last, or the best on the validation images."""
@@ -128,43 +166,42 @@ class _Training:
             self.model.load_state_dict(self.best.weights)
         save(self.model, self.model_spec, self.run.weights)
 
-    def _splits(self) -> tuple[Split, Split | None]:
-        data, held_out = choose_data(self.dataset, self.spec.data)
-        device = self.place.device
-        return data.to(device), None if held_out is None else held_out.to(device)
+    def after_batch(self, position: Position) -> None:
+        """Save if it is time or if training is to stop."""
+        if self.listener is not None:
+            self.listener.on_batch(position, self.plan.batches)
+        if self.stop.is_made and self.place.world.is_main:
+            self._save(position)
+            raise Interrupted(self.run.path)
+        waited = time.monotonic() - self._saved_at
+        if waited >= max(self.spec.run.checkpoint_seconds, self._save_took / SAVE_SHARE):
+            self._save(position)
 
-    def _plan(self) -> Plan:
-        strategy = build_strategy(self.spec, self.model_spec)
-        if strategy.helper is not None:
-            strategy.helper.to(self.place.device).train()
-        return Plan(
-            strategy=strategy,
-            data=self.data,
-            schedule=self.spec.schedule,
-            settings=step_settings(self.spec),
-            seed=self.spec.seed,
-            cuda_graph=self.spec.run.cuda_graph,
-            world=self.place.world,
-        )
+    def after_epoch(self, summary: EpochSummary) -> None:
+        """Check the model where a check is due, and write the epoch's row."""
+        row = asdict(summary) | self._check(summary)
+        if self.place.world.is_main:
+            self.run.append_metrics(row)
+        if self.listener is not None:
+            self.listener.on_epoch(row)
 
-    def _network(self) -> Network | None:
-        """The model itself where its strategy asks for no bounds; else it is traced."""
-        if not self.is_voting:
-            return None
-        check_votes(self.model, self.model_spec)
-        return WholeModel.in_training(self.model)
-
-    @property
-    def is_voting(self) -> bool:
-        """Whether the model learns to vote, so that bounds say nothing of it."""
-        return isinstance(self.spec.strategy, AblatedTraining)
+    def _save(self, position: Position) -> None:
+        """Write the state from which the run can be resumed at this position, once queued steps are done."""
+        if not self.place.world.is_main:
+            return
+        self.trainee.sums.cpu()
+        began = time.monotonic()
+        try:
+            save_state(self.run.state, self.trainee, position, self.best)
+        except OSError as error:
+            raise RunError(f"the state of {self.run.path} cannot be saved: {error}") from error
+        self._saved_at = time.monotonic()
+        self._save_took = self._saved_at - began
 
     def _restore(self) -> Position:
         if not self.run.state.is_file():
             return Position()
-        position, notes, kept = load_state(self.run.state, self.trainee)
-        self.best.accuracy, self.best.epoch = notes["best_accuracy"], notes["best_epoch"]
-        self.best.weights = {name: value.to(self.place.device) for name, value in kept.items()}
+        position, self.best = load_state(self.run.state, self.trainee)
         return position
 
     def _record_session(self, start: Position) -> None:
@@ -180,26 +217,23 @@ class _Training:
         chooses = full and self.spec.select == "best-validation"
         if not (chooses or self._is_due(summary.epoch)):
             return {}
-        images = self.held_out if self.held_out is not None else self.data
+        images = self.plan.data if self.held_out is None else self.held_out
         sample = images if chooses else images.take(self.spec.run.check_images)
-        accuracies = self._accuracies(sample)
-        if chooses and accuracies["certified_accuracy"] > self.best.accuracy:
-            self._keep(summary.epoch, accuracies["certified_accuracy"])
+        found = self._accuracies(sample)
+        if chooses and found["certified_accuracy"] > self.best.accuracy:
+            weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+            self.best = Best(found["certified_accuracy"], summary.epoch, weights)
         name = "train" if self.held_out is None else "validation"
-        return accuracies | {"checked_on": name, "checked_images": len(sample)}
+        return found | {"checked_on": name, "checked_images": len(sample)}
 
     def _is_due(self, epoch: int) -> bool:
-        every = 0 if self.is_voting else self.spec.run.check_every
+        every = self.spec.run.check_every if self.spec.strategy.has_bounds else 0
         return bool(every) and ((epoch + 1) % every == 0 or epoch + 1 == self.spec.schedule.epochs)
 
     def _accuracies(self, sample: Split) -> dict[str, float]:
         world = self.place.world
-        found = certify_sharded(self.model, sample.floats(), sample.labels, self.spec.threat, world)
-        return {"clean_accuracy": found.clean_accuracy, "certified_accuracy": found.certified_accuracy}
-
-    def _keep(self, epoch: int, accuracy: float) -> None:
-        self.best.accuracy, self.best.epoch = accuracy, epoch
-        self.best.weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        found = shared_accuracies(self.model, sample.floats(), sample.labels, self.spec.threat, world)
+        return {"clean_accuracy": found.clean, "certified_accuracy": found.certified}
 
 
 def summarise(run: Run) -> dict[str, Any]:
@@ -216,6 +250,14 @@ def summarise(run: Run) -> dict[str, Any]:
     } | {key: checked[key] for key in keys if key in checked}
 
 
+def _check_epsilon(spec: Spec) -> None:
+    if not spec.strategy.has_bounds and spec.schedule.epsilon.full_from:
+        raise SpecError(
+            f"the strategy {spec.strategy.kind!r} has no epsilon, but the schedule has natural or ramp epochs",
+            hint="set schedule.epsilon.natural_epochs = 0 and schedule.epsilon.ramp_epochs = 0",
+        )
+
+
 def _check_data(run: Run, dataset: Dataset) -> None:
     before = run.environment().get("data", {}).get("checksums", dict(dataset.checksums))
     if before != dict(dataset.checksums):
@@ -226,7 +268,7 @@ def _check_data(run: Run, dataset: Dataset) -> None:
 
 
 def _agree(place: Workplace, error: PatchcertError | None) -> None:
-    """All processes go on, or none: the main one has the message, the others only end."""
+    """All processes continue, or none: the main one has the message, the others only end."""
     is_well = place.world.agree(error is None, place.device)
     if not is_well and error is None:
         raise RunError("the main process could not begin the run", hint="see the message of process 0")

@@ -1,12 +1,20 @@
 """The small U-net that guesses the margins a classifier keeps under a patch, for every placement."""
 
 from functools import lru_cache
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from patchcert.train.convolution import SmallConv2d
+from patchcert.tensors import Images
+from patchcert.windows.kernels import is_fused
+
+_MOST_CHANNELS = 64
+_MOST_TAPS = 63
+"""The kernels keep each tap as a bit of a 64-bit number."""
+_MOST_NUMBERS = 2**31
+"""The kernels count in 32 bits."""
 
 
 class BasicBlock(nn.Module):
@@ -28,7 +36,7 @@ class BasicBlock(nn.Module):
             else nn.Identity()
         )
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Annotated[Tensor, "n _ _ _"]) -> Annotated[Tensor, "n _ _ _"]:
         """Features of the block's width, at the block's stride."""
         return F.relu(self.residual(features) + self.shortcut(features))
 
@@ -64,7 +72,7 @@ class MarginUNet(nn.Module):
         )
         self.head = SmallConv2d(width, classes, 1)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Images) -> Annotated[Tensor, "n k h w"]:
         """The guessed margins; each up-sampled map is joined with the encoder's map of that size."""
         normal = self.normalise(images)
         maps = [self.stem(normal)]
@@ -78,7 +86,7 @@ class MarginUNet(nn.Module):
         return self.head(features)
 
 
-def enlarged(maps: Tensor, height: int, width: int) -> Tensor:
+def enlarged(maps: Annotated[Tensor, "n c _ _"], height: int, width: int) -> Annotated[Tensor, "n c _ _"]:
     """Bilinear interpolation with aligned corners, as two products: on small maps many times faster than
     `F.interpolate`, which goes through all maps of a batch one after the other."""
     rows = _hats(maps.shape[2], height, maps.device, maps.dtype)
@@ -87,7 +95,7 @@ def enlarged(maps: Tensor, height: int, width: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _hats(size: int, larger: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _hats(size: int, larger: int, device: torch.device, dtype: torch.dtype) -> Annotated[Tensor, "_ _"]:
     """The matrix (larger, size) of linear interpolation whose first and last points are the ends."""
     step = (size - 1) / (larger - 1) if larger > 1 else 0.0
     places = torch.arange(larger, device=device, dtype=dtype) * step
@@ -116,3 +124,31 @@ def _widths(width: int) -> tuple[int, int, int, int]:
 
 def _convolution(channels: int, width: int, kernel: int = 3) -> nn.Sequential:
     return nn.Sequential(SmallConv2d(channels, width, kernel, padding=kernel // 2), nn.ReLU())
+
+
+class SmallConv2d(nn.Conv2d):
+    """A convolution of few channels, for which libraries are slow: on CUDA it has kernels of its own.
+
+    They compute in TF32 whatever the process allows, so the layer is for guesses and never for bounds.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As `nn.Conv2d`, which also takes over where the kernels do not apply."""
+        if not self._is_small(input):
+            return super().forward(input)
+        from patchcert.train.unet_kernels import small_convolution
+
+        return small_convolution(input, self.weight, self.bias, self.stride[0], int(self.padding[0]))
+
+    def _is_small(self, images: Tensor) -> bool:
+        is_plain = self.groups == 1 and self.dilation == (1, 1) and self.padding_mode == "zeros"
+        is_square = self.stride[0] == self.stride[1] and self.padding[0] == self.padding[1]
+        is_whole = images.dim() == 4 and images.numel() > 0 and images.shape[1] == self.in_channels
+        if not (is_plain and is_square and is_whole and is_fused(images) and is_fused(self.weight)):
+            return False
+        height, width = self.kernel_size
+        shrinks = 2 * int(self.padding[0]) < min(height, width)
+        channels = max(self.in_channels, self.out_channels)
+        numbers = images.shape[0] * images.shape[2] * images.shape[3] * channels
+        is_counted = height * width <= _MOST_TAPS and numbers < _MOST_NUMBERS
+        return shrinks and is_counted and channels <= _MOST_CHANNELS

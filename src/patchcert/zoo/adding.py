@@ -18,9 +18,8 @@ from patchcert.papers.chiang2020.results import TRIMMED
 from patchcert.papers.chiang2020.summaries import SUMMARY
 from patchcert.report.evidence import read_files
 from patchcert.report.summary import AttackRows, CertificateRows, RunSummary
-from patchcert.train.read import write_spec
 from patchcert.train.run_folder import EVIDENCE, Run
-from patchcert.train.spec import Spec
+from patchcert.train.spec import Spec, write_spec
 from patchcert.zoo.card import AttackCount, Card, Proof, Training
 from patchcert.zoo.naming import entry_name
 from patchcert.zoo.shelf import Zoo

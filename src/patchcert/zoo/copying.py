@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 from patchcert.files import atomic_write
-from patchcert.train.read import read_spec
 from patchcert.train.run_folder import SPEC, WEIGHTS, Run, check_new, write_text
+from patchcert.train.spec import read_spec
 from patchcert.zoo.shelf import Zoo
 
 

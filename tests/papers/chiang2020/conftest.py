@@ -10,8 +10,8 @@ from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, save
 from patchcert.papers.chiang2020.collecting import collect
 from patchcert.papers.chiang2020.evidence import evidence_name
-from patchcert.train.read import read_spec
 from patchcert.train.run_folder import Run
+from patchcert.train.spec import read_spec
 
 CHECKSUMS = {"file": "0" * 64}
 

@@ -26,10 +26,9 @@ from patchcert.papers.chiang2020.runner import Runner, StopOrder, Workshop
 from patchcert.papers.chiang2020.scales import Scale
 from patchcert.papers.chiang2020.tables import find_table
 from patchcert.report.reproduction import reproduction_table
-from patchcert.train.observer import Interrupted, StopRequest
-from patchcert.train.read import read_spec
 from patchcert.train.run_folder import Run
-from patchcert.train.training import Workplace, train_run
+from patchcert.train.spec import read_spec
+from patchcert.train.training import Interrupted, StopRequest, Workplace, train_run
 
 CPU = Workplace(torch.device("cpu"))
 TINY_SCALE = Scale(quick=True, quick_train=60, quick_test=10)
@@ -77,7 +76,7 @@ class Stopper:
 
     def __init__(self, after, monkeypatch):
         self.left, self.request = after, StopRequest()
-        monkeypatch.setattr("patchcert.train.observer.StopRequest", lambda: self.request)
+        monkeypatch.setattr("patchcert.train.training.StopRequest", lambda: self.request)
 
     def on_batch(self, position, batches):
         self.left -= 1

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from patchcert.attacks import PatchAttack
+from patchcert.attacks import PatchAttack, smoothing_grid
 from patchcert.data import load_dataset
-from patchcert.defenses import smoothing_grid
 from patchcert.errors import InvalidInput, RunError
 from patchcert.papers.chiang2020 import tuning
 from patchcert.papers.chiang2020.attack_plan import AttackPlan
@@ -16,8 +15,7 @@ from patchcert.papers.chiang2020.candidates import candidates, describe
 from patchcert.papers.chiang2020.scales import QUICK_DATA, QUICK_HELD_OUT, QUICK_SCHEDULE
 from patchcert.papers.chiang2020.siblings import Archive
 from patchcert.papers.chiang2020.tuning import try_settings
-from patchcert.train.read import read_spec
-from patchcert.train.spec import DataChoice, ModelChoice, RunSettings
+from patchcert.train.spec import DataSettings, ModelSettings, RunSettings, read_spec
 from patchcert.train.training import Workplace, train_run
 
 CPU = torch.device("cpu")
@@ -33,8 +31,8 @@ def dataset():
 def run(tmp_path_factory):
     spec = replace(
         read_spec("paper-mnist", ["strategy.kind=natural"]),
-        data=DataChoice(QUICK_DATA, limit=800, validation=QUICK_HELD_OUT),
-        model=ModelChoice("cnn2", hidden=32),
+        data=DataSettings(QUICK_DATA, limit=800, validation=QUICK_HELD_OUT),
+        model=ModelSettings("cnn2", hidden=32),
         schedule=QUICK_SCHEDULE,
         run=RunSettings(check_every=0),
     )

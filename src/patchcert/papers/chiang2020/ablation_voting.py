@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Generator
 
+from patchcert.certificates.ablation import RandomAblation
 from patchcert.data import Dataset, Split
-from patchcert.defenses import RandomAblation
 from patchcert.errors import RunError
 from patchcert.files import atomic_write, sha256
 from patchcert.papers.chiang2020.ablation_evidence import Rules, VotedRows, vote_columns
@@ -20,9 +20,9 @@ from patchcert.papers.chiang2020.ablation_plan import VotePlan
 from patchcert.papers.chiang2020.attacking import drawn_images
 from patchcert.progress import Progress
 from patchcert.train.environment import describe_machine, device_name
-from patchcert.train.loop import derived_seed
 from patchcert.train.run_folder import EVIDENCE, Run
-from patchcert.train.spec import AblatedTraining
+from patchcert.train.strategies import Ablated
+from patchcert.train.strategy import derived_seed
 
 BLOCK = 40
 KEEP_SECONDS = 5.0
@@ -35,7 +35,7 @@ def vote_run(
 ) -> VotedRows:
     """Count the votes of the run's model as planned, from where it stopped, and leave them as evidence."""
     strategy = run.spec.strategy
-    if not isinstance(strategy, AblatedTraining):
+    if not isinstance(strategy, Ablated):
         raise RunError(f"{run.path} has not learnt to vote: its strategy is {strategy.kind!r}")
     index = drawn_images(len(dataset.test), plan.images or len(dataset.test), plan.seed)
     images = dataset.test[index].to(device)

@@ -8,14 +8,13 @@ import torch
 from torch import Generator, Tensor
 
 from patchcert.attacks import (
-    AdaptiveAttack,
+    AdaptiveAfterTransfer,
     AttackResult,
     AttackSeries,
     PatchAttack,
     TransferAttack,
-    evidence_columns,
+    default_batch_size,
 )
-from patchcert.attacks.settings import default_batch_size
 from patchcert.data import Dataset, Split
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
@@ -53,21 +52,19 @@ def attack_run(
         attack = planned_attack(plan, device)
         result = attack.run(model, chosen.floats(), chosen.labels, plan.threat, generator)
     meta = _meta(run, dataset, plan, device) | facts | {"seconds": round(time.perf_counter() - began, 3)}
-    run.write_evidence(plan.name, evidence_columns(result, index), meta)
+    run.write_evidence(plan.name, result.columns(index), meta)
     return result.accuracy
 
 
 def _attack_defended(plan: AttackPlan, defended: Defended, chosen: Split) -> AttackResult:
-    """By patches for the undefended model; an adaptive attack goes on from the very same patches."""
+    """By patches for the undefended model; an adaptive attack continues from the very same patches."""
     images, labels = chosen.floats(), chosen.labels
     attack, generator = planned_attack(plan, images.device), Generator().manual_seed(plan.seed)
     unaware = replace(attack, sweep_vertices=0)
-    weak = TransferAttack(unaware).run(defended, images, labels, plan.threat, generator)
-    if not plan.adaptive:
-        return weak
     by_margin = (replace(unaware, loss="margin"),) if plan.both_losses else ()
-    aware = AdaptiveAttack(AttackSeries((attack, *by_margin)))
-    return aware.run_after(weak, defended, images, labels, plan.threat, generator)
+    aware = AdaptiveAfterTransfer(unaware, AttackSeries((attack, *by_margin)))
+    made = aware if plan.adaptive else TransferAttack(unaware)
+    return made.run(defended, images, labels, plan.threat, generator)
 
 
 def drawn_images(total: int, images: int, seed: int) -> Tensor:

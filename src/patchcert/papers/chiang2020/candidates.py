@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from patchcert.attacks import smoothing_grid, watermarking_grid
 from patchcert.data import Dataset
-from patchcert.defenses import Defense, smoothing_grid, watermarking_grid
-from patchcert.defenses.saliency import SaliencyKind
+from patchcert.defenses import Defense
+from patchcert.defenses.watermarking import SaliencyKind
 from patchcert.errors import RunError
 from patchcert.papers.chiang2020.attack_plan import TuningPlan
 

@@ -12,21 +12,16 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks import PatchAttack, Task, evidence_columns
-from patchcert.attacks.imagenet_corners import (
-    CornerExperiment,
-    CornerRow,
-    Tell,
-    find_imagenet,
-    imagenet_defense,
-)
+from patchcert.attacks import AttackJob, PatchAttack
 from patchcert.data import Dataset, Split, load_dataset
+from patchcert.data.files import find_imagenet
 from patchcert.data.folder import FolderSplit
 from patchcert.defenses import Defended
 from patchcert.errors import DataError
 from patchcert.files import atomic_write, sha256
 from patchcert.models.imagenet import load_imagenet
 from patchcert.papers.chiang2020.attacking import drawn_images
+from patchcert.papers.chiang2020.imagenet_corners import CornerExperiment, CornerRow, Tell, imagenet_defense
 from patchcert.papers.chiang2020.imagenet_plan import CornerPlan, Piece, file_of
 from patchcert.papers.chiang2020.imagenet_results import SUMMARY, CornerResult
 from patchcert.train.environment import describe_environment
@@ -111,12 +106,12 @@ def attack_piece(
     """Attack as planned; the evidence of a defense is in the folder of results as soon as it is there."""
     plan, experiment, model = piece.plan, planned_experiment(piece.plan, device), material.model(device)
     split, result = material.split.to(device), CornerResult(results / material.fingerprint(plan))
-    task = Task(split.floats(), split.labels, plan.threat, Generator(device).manual_seed(plan.seed))
+    job = AttackJob(split.floats(), split.labels, plan.threat, Generator(device).manual_seed(plan.seed))
     clock = Clock()
-    transferred = experiment.transferred(model, task, tell)
+    transferred = experiment.transferred(model, job, tell)
     spent = clock.lap()
     for name in piece.defenses:
-        again = replace(task, generator=Generator(device).manual_seed(plan.seed))
+        again = replace(job, generator=Generator(device).manual_seed(plan.seed))
         rows = experiment.rows(name, model, again, transferred, tell)
         seconds = (spent, spent + clock.lap())
         facts = _facts(plan, material, experiment, device)
@@ -144,7 +139,7 @@ class Clock:
 
 def _write_cell(path: Path, row: CornerRow, index: Tensor, meta: dict[str, Any]) -> None:
     columns: dict[str, Any] = {
-        **evidence_columns(row.result, index),
+        **row.result.columns(index),
         "undefended": row.undefended.cpu().numpy(),
         "undefended_after": row.undefended_after.cpu().numpy(),
     }
@@ -192,7 +187,7 @@ def _cell_facts(row: CornerRow, experiment: CornerExperiment, model: nn.Module) 
         names = [surrogate.__name__ for surrogate in reversed(defense.surrogates())]
         attacks = experiment.attacks(Defended(defense, model))
         stages += [
-            f"{name}, {attack.attack.loss}" for name, attack in zip([*names, names[0]], attacks, strict=True)
+            f"{name}, {attack.loss}" for name, (attack, _) in zip([*names, names[0]], attacks, strict=True)
         ]
     return {
         "defense": f"{type(defense).__name__}({defense.extra_repr()})",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from patchcert.attacks.imagenet_corners import DEFENSES, CornerRow, DefenseName
+from patchcert.papers.chiang2020.imagenet_corners import DEFENSES, CornerRow, DefenseName
 from patchcert.papers.chiang2020.tables import Entry
 from patchcert.threats import Patch
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from patchcert.attacks.imagenet_corners import DEFENSES, DefenseName
 from patchcert.errors import RunError
 from patchcert.papers.chiang2020.evidence import AttackedRows
+from patchcert.papers.chiang2020.imagenet_corners import DEFENSES, DefenseName
 from patchcert.papers.chiang2020.imagenet_plan import CornerPlan, evidence_file
 
 SUMMARY = "summary.json"

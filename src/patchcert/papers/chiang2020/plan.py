@@ -11,7 +11,8 @@ from patchcert.papers.chiang2020.evidence import evidence_name
 from patchcert.papers.chiang2020.rows import AnyThreat, Recipe, recipe
 from patchcert.papers.chiang2020.scales import Scale
 from patchcert.papers.chiang2020.tables import Entry
-from patchcert.train.spec import RandomTraining, Spec
+from patchcert.train.spec import Spec
+from patchcert.train.strategies import RandomPlacements
 
 FIRST_SEED = 2019
 PAPER_SCALE = Scale()
@@ -52,7 +53,7 @@ class Task:
         """The run in a few words."""
         spec = self.spec
         strategy = spec.strategy.kind
-        if isinstance(spec.strategy, RandomTraining):
+        if isinstance(spec.strategy, RandomPlacements):
             strategy = f"random({spec.strategy.placements})"
         seed = f" seed {spec.seed}" if spec.seed != FIRST_SEED else ""
         return f"{spec.data.name} {spec.model.name} {strategy} {_threat_words(spec.threat)}{seed}"

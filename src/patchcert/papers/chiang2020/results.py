@@ -21,10 +21,9 @@ from patchcert.papers.chiang2020.plan import FIRST_SEED, Task
 from patchcert.papers.chiang2020.rows import AnyThreat
 from patchcert.papers.chiang2020.summaries import LOSS, SUMMARY
 from patchcert.papers.chiang2020.trials import Trials
-from patchcert.train.read import read_spec
 from patchcert.train.run_folder import SPEC
 from patchcert.train.schedules import Schedule
-from patchcert.train.spec import RunSettings, Spec
+from patchcert.train.spec import RunSettings, Spec, read_spec
 
 TRIMMED = "trimmed"
 """In a run's folder of results: the evidence of its trimmed model, which no table counts."""

@@ -9,8 +9,7 @@ from patchcert.papers.chiang2020.ablation_plan import VotePlan
 from patchcert.papers.chiang2020.attack_plan import AttackPlan, DefenseName
 from patchcert.papers.chiang2020.tables import AVERAGED, Entry
 from patchcert.threats import Patch, SparsePixels, shapes
-from patchcert.train.read import read_spec
-from patchcert.train.spec import Spec
+from patchcert.train.spec import Spec, read_spec
 
 AnyThreat = Patch | SparsePixels
 _STRATEGY = re.compile(r"(All Patch|Random|Guided|Pool)\s*\(?([\d-]*)\)?")

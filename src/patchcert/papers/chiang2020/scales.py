@@ -7,15 +7,8 @@ from patchcert.papers.chiang2020.ablation_plan import VotePlan
 from patchcert.papers.chiang2020.attack_plan import AttackPlan
 from patchcert.papers.chiang2020.rows import Recipe
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
-from patchcert.train.spec import (
-    AblatedTraining,
-    DataChoice,
-    GuidedTraining,
-    ModelChoice,
-    PooledTraining,
-    RunSettings,
-    Spec,
-)
+from patchcert.train.spec import DataSettings, ModelSettings, RunSettings, Spec
+from patchcert.train.strategies import Ablated, GuidedPlacements, PooledPlacements
 
 QUICK_DATA = "mnist-mini"
 QUICK_SCHEDULE = Schedule(8, EpsilonSchedule(1, 4), LearningRateSchedule(initial=4e-3))
@@ -87,20 +80,20 @@ class Scale:
 
     def _quick(self, spec: Spec) -> Spec:
         strategy, images = spec.strategy, self.quick_train
-        if isinstance(strategy, GuidedTraining):
+        if isinstance(strategy, GuidedPlacements):
             strategy = replace(strategy, width=2)
-        if isinstance(strategy, AblatedTraining):
+        if isinstance(strategy, Ablated):
             strategy = replace(strategy, retained=QUICK_RETAINED)
-        if isinstance(strategy, PooledTraining):
+        if isinstance(strategy, PooledPlacements):
             images = min(images, QUICK_POOLED)
         return replace(
             spec,
-            data=DataChoice(
+            data=DataSettings(
                 QUICK_DATA, limit=images, validation=QUICK_HELD_OUT if spec.data.validation else 0
             ),
-            model=ModelChoice(QUICK_MODELS.get(spec.model.name, spec.model.name), hidden=64),
+            model=ModelSettings(QUICK_MODELS.get(spec.model.name, spec.model.name), hidden=64),
             strategy=strategy,
-            schedule=QUICK_VOTING if isinstance(strategy, AblatedTraining) else QUICK_SCHEDULE,
+            schedule=QUICK_VOTING if isinstance(strategy, Ablated) else QUICK_SCHEDULE,
             optimiser=replace(spec.optimiser, batch_size=25),
             run=RunSettings(check_every=0),
         )

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 from patchcert.errors import InvalidInput
 from patchcert.threats import Patch
-from patchcert.train.decode import nearest
-from patchcert.train.read import preset_names, read_spec
-from patchcert.train.spec import Spec
+from patchcert.train.spec import Spec, preset_names, read_spec
+from patchcert.train.toml import nearest
 
 OURS = "ours"
 DATA_NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "imagenet": "ImageNet", "mnist-mini": "mnist-mini"}

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Generator
 
-from patchcert.attacks import tune_defense
+from patchcert.attacks import TuningResult, tune_defense
 from patchcert.data import Dataset
-from patchcert.defenses import SearchResult
 from patchcert.errors import InvalidInput
 from patchcert.papers.chiang2020.attack_plan import TuningPlan
 from patchcert.papers.chiang2020.attacking import circumstances, planned_attack
@@ -46,7 +45,7 @@ def try_settings(run: Run, dataset: Dataset, plan: TuningPlan, device: torch.dev
     return len(found.trials)
 
 
-def _columns(found: SearchResult, images: int) -> dict[str, Any]:
+def _columns(found: TuningResult, images: int) -> dict[str, Any]:
     return {
         "setting": [describe(trial.defense) for trial in found.trials],
         "clean": [round(trial.clean_accuracy * images) for trial in found.trials],
@@ -55,7 +54,7 @@ def _columns(found: SearchResult, images: int) -> dict[str, Any]:
 
 
 def _meta(
-    run: Run, dataset: Dataset, plan: TuningPlan, device: torch.device, found: SearchResult
+    run: Run, dataset: Dataset, plan: TuningPlan, device: torch.device, found: TuningResult
 ) -> dict[str, Any]:
     return {
         "kind": "tune",

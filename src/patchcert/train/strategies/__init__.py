@@ -1,9 +1,14 @@
-"""The training strategies, one file each."""
+"""The training strategies. Each is the schema of its own `[strategy]` table, told apart by `kind`."""
 
-from patchcert.train.strategies.ablated import Ablated as Ablated
-from patchcert.train.strategies.all_placements import AllPlacements as AllPlacements
-from patchcert.train.strategies.guided_placements import GuidedPlacements as GuidedPlacements
-from patchcert.train.strategies.natural import Natural as Natural
-from patchcert.train.strategies.pooled_placements import PooledPlacements as PooledPlacements
-from patchcert.train.strategies.random_placements import RandomPlacements as RandomPlacements
-from patchcert.train.strategies.sparse_pixels import SparseChanges as SparseChanges
+from patchcert.train.strategies.placements import AllPlacements as AllPlacements
+from patchcert.train.strategies.placements import GuidedPlacements as GuidedPlacements
+from patchcert.train.strategies.placements import RandomPlacements as RandomPlacements
+from patchcert.train.strategies.pooled import PooledPlacements as PooledPlacements
+from patchcert.train.strategies.sparse import Ablated as Ablated
+from patchcert.train.strategies.sparse import SparseChanges as SparseChanges
+from patchcert.train.strategy import Natural as Natural
+
+AnyStrategy = (
+    Natural | AllPlacements | RandomPlacements | GuidedPlacements | PooledPlacements | SparseChanges | Ablated
+)
+"""All that a specification can ask for by name."""

@@ -1,0 +1,89 @@
+"""What holds for every strategy: shares of a batch add up, and threats of another kind are refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Generator
+
+from patchcert.errors import InvalidThreat
+from patchcert.threats import Patch, SparsePixels
+from patchcert.train.strategies import (
+    AllPlacements,
+    GuidedPlacements,
+    Natural,
+    PooledPlacements,
+    RandomPlacements,
+    SparseChanges,
+)
+from patchcert.train.strategy import Batch, derived_seed, is_robust, margin_loss
+
+
+def seeded(seed=0):
+    return Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("make", [AllPlacements, PooledPlacements])
+def test_the_search_and_the_pass_with_a_gradient_share_one_clean_pass(
+    make_model, make_batch, bind, make, monkeypatch
+):
+    model, batch, passes = make_model("cnn"), make_batch(), []
+    objective = bind(make(), model, Patch(3))
+    objective.worst_case(batch, 1.0, seeded())
+    kind = type(objective.network)
+    values = kind.values
+    monkeypatch.setattr(
+        kind, "values", lambda network, images: passes.append(len(images)) or values(network, images)
+    )
+    objective.worst_case(batch, 1.0, seeded())
+    assert passes == [len(batch)]
+
+
+def test_natural_training_is_plain_cross_entropy(make_model, make_batch, worst_margins):
+    model, batch = make_model("cnn"), make_batch()
+    margins = worst_margins(Natural(), model, Patch(3), batch, torch.tensor(1.0))
+    loss = margin_loss(margins, batch.labels, len(batch))
+    torch.testing.assert_close(loss, F.cross_entropy(model(batch.images), batch.labels))
+    assert torch.equal(is_robust(margins, batch.labels), model(batch.images).argmax(1) == batch.labels)
+
+
+SHARED = {
+    "natural": (Natural(), Patch(3)),
+    "all": (AllPlacements(), Patch(3)),
+    "random": (RandomPlacements(placements=3), Patch(3)),
+    "guided": (GuidedPlacements(width=2), Patch(3)),
+    "pooled": (PooledPlacements(), Patch(3)),
+    "sparse": (SparseChanges(), SparsePixels(2)),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_shares_of_a_batch_add_up_to_the_whole(make_model, make_batch, bind, kind):
+    model, batch, epsilon = make_model("cnn"), make_batch(5), torch.tensor(0.8)
+    whole, *parts = [
+        bind(SHARED[kind][0], model, SHARED[kind][1]).worst_case(
+            Batch(batch.images, batch.labels, rows), epsilon, seeded(3)
+        )
+        for rows in (slice(None), slice(0, 2), slice(2, 5))
+    ]
+    torch.testing.assert_close(torch.cat([part.margins for part in parts]), whole.margins)
+    if whole.helper_loss is not None:
+        torch.testing.assert_close(sum(part.helper_loss for part in parts), whole.helper_loss)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SHARED if kind != "natural"])
+def test_a_threat_of_the_other_kind_is_refused(make_model, bind, kind):
+    strategy, threat = SHARED[kind]
+    other = Patch(3) if isinstance(threat, SparsePixels) else SparsePixels(2)
+    with pytest.raises(InvalidThreat, match="trained against, but the threat is"):
+        bind(strategy, make_model("cnn"), other)
+
+
+def test_seeds_for_different_purposes_differ():
+    seeds = {derived_seed(1, "order", 0), derived_seed(1, "order", 1), derived_seed(1, "draws", 0)}
+    assert len(seeds | {derived_seed(2, "order", 0)}) == 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_nan_margins_are_not_robust():
+    margins = torch.tensor([[0.0, 1.0], [0.0, float("nan")], [0.0, 0.0]])
+    assert is_robust(margins, torch.zeros(3, dtype=torch.long)).tolist() == [True, False, False]
