@@ -76,8 +76,7 @@ def _measure(
     spend: float,
     sizes: bool,
 ) -> dict[str, Any]:
-    from patchcert.bench import CASES, Machine, run_case
-    from patchcert.bench.cases import SIZES
+    from patchcert.bench import CASES, SIZES, Machine, run_case
     from patchcert.bench.floor import Ceilings
     from patchcert.bench.report import summary
 
