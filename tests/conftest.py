@@ -1,8 +1,16 @@
-"""What every test shares: one thread, reproducible examples, and the real data where there are any."""
+"""What tests share: one thread, reproducible examples, the real data where there are any, runs that somebody seems to
+have finished, a reader of pages, and a browser."""
 
+import html
+import json
 import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -11,6 +19,17 @@ from patchcert.testing.shapes import check_shapes_on_import
 
 # Before any other module of the package is imported, so that every call in every test is checked.
 check_shapes_on_import("patchcert")
+
+from patchcert.evidence import Evidence, EvidenceFolder, Question, Selection  # noqa: E402
+from patchcert.evidence.record import VERSION  # noqa: E402
+from patchcert.evidence.results import Circumstances, collect  # noqa: E402
+from patchcert.files import sha256  # noqa: E402
+from patchcert.models import ModelSpec, build, save  # noqa: E402
+from patchcert.train.run_folder import EVIDENCE, Run  # noqa: E402
+from patchcert.train.spec import read_spec  # noqa: E402
+
+CHECKSUMS = {"file": "0" * 64}
+INTERVALS = {"name": "IntervalBounds", "dtype": "float32"}
 
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("deep", deadline=None, max_examples=1000)
@@ -42,3 +61,175 @@ def real_data():
         if folder.is_dir():
             return folder
     pytest.skip("no official data files: set $PATCHCERT_DATA to their folder")
+
+
+class FinishedRuns:
+    """Run folders as they are once they are trained and measured, without the training and the measuring."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def run(self, spec, counts, limit=None, seconds=10.0, weights_seed=0, loss=1.0, trimmed=False, scale=1.0):
+        """A finished run, or one of its trimmed model, from a spec and {threat: (correct, certified)} of 100 images."""
+        name = spec.fingerprint(CHECKSUMS)
+        run = Run.create(self.folder / ("trimmed" if trimmed else "made") / name, spec)
+        tiny = ModelSpec("mlp", 1, 4, 4, **({"widths": (1,)} if trimmed else {"hidden": 2}))
+        save(build(tiny, torch.Generator().manual_seed(weights_seed)), tiny, run.weights)
+        run.append_metrics({"epoch": spec.schedule.epochs - 1, "loss": loss, "seconds": seconds})
+        run.write_environment({"device": "NVIDIA H200", "data": {"checksums": CHECKSUMS}, "commit": "abc"})
+        Circumstances(scale).write(run.path)
+        for threat, (correct, certified) in counts.items():
+            question = Question("certify", threat, Selection(spec.data.name, limit=limit), INTERVALS)
+            self.write(run, question, certificates(correct, certified))
+        return run
+
+    def write(self, run, question, columns, **facts):
+        """Evidence of the run's weights; the file."""
+        asked = question.to_dict()
+        data = {**asked["data"], "sha256": CHECKSUMS, "image": [1, 28, 28]}
+        circumstances = {"weights_sha256": sha256(run.weights), "device": "NVIDIA H200", "seconds": 1.0}
+        evidence = Evidence(columns, {"version": VERSION, **asked, "data": data, **circumstances, **facts})
+        return evidence.write(EvidenceFolder(run.path / EVIDENCE).file(question)).path
+
+    def collect(self, spec, counts, **options):
+        """A finished run that is brought to the results."""
+        return collect(self.run(spec, counts, **options), self.folder / "results")
+
+
+def certificates(correct, certified, total=100):
+    """Rows of which the first are right and, of those, the first are proven."""
+    index = np.arange(total)
+    return {
+        "index": index,
+        "label": np.zeros(total, np.int8),
+        "prediction": np.where(index < correct, 0, 1).astype(np.int8),
+        "certified": index < certified,
+        "margin": np.where(index < certified, 0.5, -0.5).astype(np.float32),
+    }
+
+
+@pytest.fixture
+def attack_rows():
+    """Makes the rows of an attack on the images of an index, of which the first ones withstand it."""
+
+    def make(index, withstood, correct=None):
+        index, place = np.asarray(index), np.arange(len(index))
+        return {
+            "index": index,
+            "label": np.zeros(len(index), np.int64),
+            "prediction": np.where(place < (len(index) if correct is None else correct), 0, 1),
+            "prediction_after": np.where(place < withstood, 0, 1),
+            "succeeded": place >= withstood,
+            "top": np.zeros(len(index), np.int64),
+            "left": np.zeros(len(index), np.int64),
+            "steps": np.full(len(index), 7),
+        }
+
+    return make
+
+
+@pytest.fixture
+def finished(tmp_path):
+    return FinishedRuns(tmp_path)
+
+
+@pytest.fixture
+def mlp():
+    """The paper's mlp on MNIST, all placements of a 5x5 patch."""
+    return read_spec("paper-mnist")
+
+
+VOID = {"meta", "link", "img", "input", "br"}
+
+
+class Reader(HTMLParser):
+    """Fails on tags that do not nest; collects what the page loads and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.words: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag, f"</{tag}> closes another element, line {self.getpos()[0]}"
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture
+def parse():
+    def read(path: Path) -> Reader:
+        """The page in the file, which must nest."""
+        reader = Reader()
+        reader.feed(path.read_text(encoding="utf-8"))
+        reader.close()
+        assert reader.open == []
+        return reader
+
+    return read
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+)
+
+PROBE = """<script>(() => {
+    let answer;
+    try { answer = (() => { SCRIPT })(); } catch (error) { answer = String(error); }
+    window.parent.postMessage(JSON.stringify(answer), "*");
+})();</script></body>"""
+
+FRAME = """<!DOCTYPE html><html><body><script>
+    window.addEventListener("message", event => { document.body.dataset.answer = event.data; });
+</script><iframe src="inner.html" style="border: 0; width: WIDTHpx; height: 900px"></iframe></body></html>"""
+
+
+@pytest.fixture
+def evaluate(tmp_path):
+    """Runs a script in a page; skips where there is no browser, and fails if the page complains."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine: install `chromium`")
+
+    def run_script(page: Path, script: str, width: int = 1200) -> object:
+        """What the script returns at the end of the page, in a frame, since windows are never narrow."""
+        source = page.read_text(encoding="utf-8").replace("</body>", PROBE.replace("SCRIPT", script))
+        (tmp_path / "inner.html").write_text(source, encoding="utf-8")
+        outer = tmp_path / "outer.html"
+        outer.write_text(FRAME.replace("WIDTH", str(width)), encoding="utf-8")
+        profile = f"--user-data-dir={tmp_path / 'profile'}"
+        command = [CHROMIUM, *FLAGS, profile, "--virtual-time-budget=5000", "--dump-dom", outer.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert "CONSOLE" not in done.stderr, done.stderr
+        answer = re.search(r'<body data-answer="([^"]*)"', done.stdout)
+        assert answer, done.stdout[:500]
+        return json.loads(html.unescape(answer[1]))
+
+    return run_script

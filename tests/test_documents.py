@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from patchcert.models import registry
-from patchcert.papers.chiang2020.outcome import outcomes
+from patchcert.papers.chiang2020.counting import count_rows
 from patchcert.papers.chiang2020.tables import OURS, find_table
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +51,7 @@ def headings(page):
 
 
 def test_what_the_readme_says_is_proven_is_counted_from_evidence():
-    rows = {row.entry.patch: row for row in outcomes(find_table(OURS).entries, ROOT / "results", None)}
+    rows = {row.entry.patch: row for row in count_rows(find_table(OURS).entries, ROOT / "results")}
     ours = "prove {:.1f} % of the MNIST test images against any 2x2 patch and {:.1f} % against any 5x5 patch"
     paper = "best are {:.1f} % and {:.1f} %"
     text = " ".join((ROOT / "README.md").read_text().split())

@@ -1,21 +1,31 @@
 """`patchcert reproduce TABLE`: the paper's tables, trained and certified here, or recounted from evidence."""
 
+import os
+import signal
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.options import parse_bytes, parse_device
+from patchcert.cli.options import parse_device
 from patchcert.cli.output import print_json, print_table, say
-from patchcert.errors import InvalidInput
+from patchcert.errors import DataError, InvalidInput
 
 if TYPE_CHECKING:
-    from patchcert.papers.chiang2020.counts import Outcome
+    from patchcert.papers.chiang2020.planning import Assignment, Effort
+    from patchcert.papers.chiang2020.runner import Job, State, StopOrder, Workshop
     from patchcert.papers.chiang2020.tables import Entry, PaperTable
+    from patchcert.papers.chiang2020.view import TableView
 
 FORMATS = ("table", "markdown", "csv", "latex", "json")
+FAILED, INTERRUPTED = 1, 130
+TALK_EVERY = 30.0
+STDERR = 2
 
 
 def reproduce(
@@ -41,12 +51,6 @@ def reproduce(
             "--bfloat16", help="As --tf32, and windows kept in bfloat16 on a GPU: for large networks."
         ),
     ] = False,
-    voted_images: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Random Ablation: on so many random test images (MNIST: all, CIFAR-10: 1000)."
-        ),
-    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data.")] = None,
     runs: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/reproduce"),
     results: Annotated[
@@ -55,18 +59,6 @@ def reproduce(
     source: Annotated[
         Path | None, typer.Option("--from", help="Train nothing: recount from this folder of evidence.")
     ] = None,
-    time_limit: Annotated[
-        float | None, typer.Option(min=0, help="Stop in order after so many seconds; call again to go on.")
-    ] = None,
-    pack: Annotated[Path | None, typer.Option(help="Put all evidence into this tar file.")] = None,
-    pack_runs: Annotated[
-        bool, typer.Option("--pack-runs", help="With --pack: also the states of unfinished runs.")
-    ] = False,
-    pack_weights: Annotated[
-        bool, typer.Option("--pack-weights", help="With --pack: also the weights of finished runs.")
-    ] = False,
-    pack_limit: Annotated[str, typer.Option(help="Leave out runs beyond this size.")] = "15MiB",
-    unpack: Annotated[Path | None, typer.Option(help="First bring in what --pack wrote elsewhere.")] = None,
     output: Annotated[str, typer.Option("--format", help=f"{', '.join(FORMATS)}.")] = "table",
     write: Annotated[Path | None, typer.Option(help="Write the tables to this Markdown file.")] = None,
     page: Annotated[
@@ -75,73 +67,65 @@ def reproduce(
 ) -> None:
     """Recompute a table of the paper, and put its numbers beside ours.
 
-    Runs that are done are skipped and those cut short go on, so that the same command can be given again and
-    again. Exits with 1 if a run failed, with 3 if the time limit left runs undone.
+    Finished runs are skipped and interrupted ones resume, so that the same command can be given again and
+    again. Exits with 1 if a run failed.
     """
-    began = time.monotonic()
-    _check_options(output, pack, write, page)
-    packing = {"--pack-runs": pack_runs, "--pack-weights": pack_weights}
-    training = {"--jobs": jobs > 1, "--tf32": tf32, "--bfloat16": bfloat16, "--voted-images": voted_images}
-    if pack is None:
-        _refuse(packing, "says what --pack packs, which is not given")
+    _check_options(output, write, page)
     if source is not None:
-        _refuse(training, "is about training, and --from trains nothing")
-    folder = source or results or runs / "results"
-    if unpack is not None:
-        _unpack(unpack, folder, runs)
-    if source is not None:
+        _refuse({"--jobs": jobs > 1, "--tf32": tf32, "--bfloat16": bfloat16})
         _require_folder(source, "name a folder of evidence, such as the `results` of a checkout")
-    code = 0
+    folder = source or results or runs / "results"
     if table == "collect":
         _collect(runs, folder)
-    elif table == "list":
+        return
+    if table == "list":
         _list(output)
-    else:
-        from patchcert.cli.reproduce_steps import carry_out
-        from patchcert.papers.chiang2020.outcome import outcomes
-        from patchcert.papers.chiang2020.plan import Effort
-        from patchcert.papers.chiang2020.runner import Workshop
-        from patchcert.papers.chiang2020.scales import parse_scale
+        return
+    from patchcert.papers.chiang2020.recipes import parse_scale
 
-        effort = Effort(parse_scale(scale or "paper"), seeds or 1, tf32, bfloat16, voted_images)
-        chosen = _choose(table, rows or [], source is not None)
-        if effort.scale.quick and all(entry.dataset == "imagenet" for _, found in chosen for entry in found):
-            raise InvalidInput(
-                "attacks on ImageNet train nothing and have no quick look",
-                hint="leave out --scale, and name the folder of the images and the network with --data-dir.",
-            )
-        if source is None:
-            deadline = None if time_limit is None else began + time_limit
-            place = str(parse_device(device))
-            shop = Workshop(runs, folder, place, data_dir, jobs, deadline)
-            code = carry_out([entry for _, entries in chosen for entry in entries], effort, shop)
-        fixed = effort.scale if source is None or scale else None
-        found = [(table, outcomes(entries, folder, fixed, seeds)) for table, entries in chosen]
-        if page is not None:
-            _write_page(found, page, folder, effort.scale.quick)
-        if page is None or write is not None:
-            _show(found, output, effort.scale.quick, write, folder)
-    if pack is not None:
-        _pack(pack, folder, runs if pack_runs or pack_weights else None, pack_runs, pack_weights, pack_limit)
+    asked = parse_scale(scale or "paper")
+    chosen = _choose(table, rows or [], source is not None)
+    _refuse_quick_imagenet(asked.quick, chosen)
+    code = 0
+    if source is None:
+        from patchcert.papers.chiang2020.planning import Effort
+        from patchcert.papers.chiang2020.runner import Workshop
+
+        shop = Workshop(runs, folder, str(parse_device(device)), data_dir, jobs)
+        effort = Effort(asked, seeds or 1, tf32, bfloat16)
+        code = carry_out([entry for _, entries in chosen for entry in entries], effort, shop)
+    from patchcert.papers.chiang2020.counting import count_rows
+    from patchcert.papers.chiang2020.view import TableView
+
+    fixed = asked if source is None or scale else None
+    views = [
+        TableView.of(paper, count_rows(entries, folder, fixed, seeds), asked.quick)
+        for paper, entries in chosen
+    ]
+    _show(views, output, write, page, folder)
     if code:
         raise typer.Exit(code)
 
 
-def _refuse(options: Mapping[str, object], reason: str) -> None:
+def _refuse(options: Mapping[str, object]) -> None:
     """An option that would do nothing is a mistake."""
     for option, value in options.items():
         if value:
-            raise InvalidInput(f"{option} {reason}", hint="leave it out")
+            raise InvalidInput(f"{option} is about training, and --from trains nothing", hint="leave it out")
 
 
-def _check_options(output: str, pack: Path | None, write: Path | None, page: Path | None) -> None:
+def _refuse_quick_imagenet(quick: bool, chosen: "Sequence[tuple[PaperTable, tuple[Entry, ...]]]") -> None:
+    if quick and all(entry.dataset == "imagenet" for _, entries in chosen for entry in entries):
+        raise InvalidInput(
+            "attacks on ImageNet train nothing and have no quick look",
+            hint="leave out --scale, and name the folder of the images and the network with --data-dir.",
+        )
+
+
+def _check_options(output: str, write: Path | None, page: Path | None) -> None:
     """Found out before the work, not after it."""
-    from patchcert.papers.chiang2020.pack import compression
-
     if output not in FORMATS:
         raise InvalidInput(f"--format {output} is unknown", hint=f"choose one of {', '.join(FORMATS)}")
-    if pack is not None:
-        compression(pack)
     if write is not None and write.suffix != ".md":
         raise InvalidInput(f"--write {write} is no name of a Markdown file", hint="end it with .md")
     if page is not None and page.suffix != ".html":
@@ -169,37 +153,37 @@ def _choose(name: str, texts: list[str], everything: bool) -> "list[tuple[PaperT
     return [(table, entries) for table, entries in chosen if entries or not texts]
 
 
-def _write_page(
-    found: "list[tuple[PaperTable, tuple[Outcome, ...]]]", path: Path, folder: Path, quick: bool
-) -> None:
-    from patchcert.report.reproduction_page import write_reproduction_page
-
-    write_reproduction_page(found, path, str(folder), quick)
-    say(f"the page is {path.resolve()}")
-
-
 def _show(
-    found: "list[tuple[PaperTable, tuple[Outcome, ...]]]",
-    output: str,
-    quick: bool,
-    write: Path | None,
-    folder: Path,
+    views: "Sequence[TableView]", output: str, write: Path | None, page: Path | None, folder: Path
 ) -> None:
-    from patchcert.papers.chiang2020.results import Results
-    from patchcert.report.reproduction import reproduction_document, reproduction_json, reproduction_table
+    """On the page, in the document, or else on stdout."""
+    if page is not None:
+        from patchcert.papers.chiang2020.page import write_page
 
+        say(f"the page is {write_page(views, page, str(folder)).resolve()}")
     if write is not None:
-        if quick:
-            raise InvalidInput("a quick look is no result, so --write does not write it down")
-        write.parent.mkdir(parents=True, exist_ok=True)
-        write.write_text(reproduction_document(found, Results(folder).all()), encoding="utf-8")
-        say(f"wrote {write}")
-        return
+        _write_document(views, write, folder)
+    elif page is None:
+        _print(views, output)
+
+
+def _write_document(views: "Sequence[TableView]", path: Path, folder: Path) -> None:
+    from patchcert.evidence.results import Results
+    from patchcert.papers.chiang2020.view import document
+
+    if any(view.quick for view in views):
+        raise InvalidInput("a quick look is no result, so --write does not write it down")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(document(views, Results(folder).all()), encoding="utf-8")
+    say(f"wrote {path}")
+
+
+def _print(views: "Sequence[TableView]", output: str) -> None:
     if output == "json":
-        print_json({"tables": [reproduction_json(table, rows, quick) for table, rows in found]})
+        print_json({"tables": [view.to_json() for view in views]})
         return
-    for table, rows in found:
-        made = reproduction_table(table, rows, quick)
+    for view in views:
+        made = view.to_table()
         if output == "table":
             print_table(made.to_rich())
             typer.echo()
@@ -220,7 +204,7 @@ def _list(output: str) -> None:
 
 
 def _collect(runs: Path, results: Path) -> None:
-    from patchcert.papers.chiang2020.collecting import collect_all
+    from patchcert.evidence.results import collect_all
 
     _require_folder(runs, "name the folder that holds the run folders with --runs")
     names = collect_all(runs, results)
@@ -229,18 +213,90 @@ def _collect(runs: Path, results: Path) -> None:
         say(f"{runs} holds no run folder that is finished and certified; give the folder above such folders")
 
 
-def _pack(path: Path, results: Path, runs: Path | None, unfinished: bool, weights: bool, limit: str) -> None:
-    from patchcert.papers.chiang2020.pack import pack
+def carry_out(entries: "Sequence[Entry]", effort: "Effort", shop: "Workshop") -> int:
+    """Train and measure what the rows need and is not there yet; the exit code that says how it went."""
+    from patchcert.papers.chiang2020.planning import plan
+    from patchcert.papers.chiang2020.runner import Runner
 
-    packed = pack(path, results, runs, unfinished, weights, parse_bytes(limit))
-    size = path.stat().st_size / 2**20
-    say(f"packed {packed.results} results and {packed.runs} runs into {path} ({size:.1f} MiB)")
-    for name in packed.left_out:
-        say(f"left out the run {name}: the file would grow beyond --pack-limit {limit}")
+    networks = plan_available_networks(entries, effort, shop)
+    runs = plan(entries, effort, shop.data_dir)
+    also = f" and {len(networks)} attacks on ImageNet" if networks else ""
+    verb = "needs" if len(entries) == 1 else "need"
+    counted = f"{_counted(len(entries), 'row')} {verb} {_counted(len(runs), 'run')}{also}"
+    say(f"{counted} ({effort.scale.words}) on {shop.device}")
+    with stop_on_signals() as stop:
+        states = Runner(shop, Talk(), stop).run((*runs, *networks))
+    ended = Counter(states.values())
+    say(", ".join(f"{count} {state}" for state, count in ended.items()) or "nothing to run")
+    if stop.is_given:
+        say("stopped; give the same command again to resume")
+        return INTERRUPTED
+    return FAILED if ended["failed"] or ended["interrupted"] else 0
 
 
-def _unpack(path: Path, results: Path, runs: Path) -> None:
-    from patchcert.papers.chiang2020.pack import unpack
+def plan_available_networks(
+    entries: "Sequence[Entry]", effort: "Effort", shop: "Workshop"
+) -> "tuple[Assignment, ...]":
+    """What is to be attacked on ImageNet: nothing in a quick look, nor where other rows can do without it."""
+    asked = [entry for entry in entries if entry.dataset == "imagenet" and not effort.scale.quick]
+    if not asked:
+        return ()
+    from patchcert.papers.chiang2020.imagenet import plan_networks
 
-    found = unpack(path, results, runs)
-    say(f"unpacked {found.results} results into {results} and {found.runs} runs into {runs}")
+    try:
+        return plan_networks(asked, effort.seeds, shop.data_dir)
+    except DataError as error:
+        if len(asked) == len(entries):
+            raise
+        say(f"left out the attacks on ImageNet: {error}")
+        return ()
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+class Talk:
+    """A line for whatever happens, and from time to time one on how far everything is."""
+
+    def __init__(self) -> None:
+        self._said_at = time.monotonic()
+
+    def changed(self, assignment: "Assignment", state: "State", note: str) -> None:
+        """Say what became of a run."""
+        say(f"{state}: {assignment.label} [{assignment.name}]{', ' if note else ''}{note}")
+
+    def passed(self, states: "dict[str, State]", running: "Sequence[Job]") -> None:
+        """Say how far the runs are, unless it was said just now."""
+        if time.monotonic() - self._said_at < TALK_EVERY:
+            return
+        self._said_at = time.monotonic()
+        ended = sum(state not in ("waiting", "running") for state in states.values())
+        say(f"{ended} of {len(states)} runs; now {'; '.join(job.words for job in running)}")
+
+
+@contextmanager
+def stop_on_signals() -> "Iterator[StopOrder]":
+    """While this lasts Ctrl-C and a polite kill ask for a clean stop; a second one does not wait.
+
+    A signal may come while a line is being written, and the stream refuses another one then: so what is said
+    goes past the stream.
+    """
+    from patchcert.papers.chiang2020.runner import StopOrder
+
+    order = StopOrder()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if order.is_given:
+            raise KeyboardInterrupt
+        order.is_given = True
+        os.write(STDERR, b"stopping: every run saves its state\n")
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield order
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

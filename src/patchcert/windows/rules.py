@@ -25,6 +25,7 @@ from patchcert.bounds.operations import (
     Reshape,
 )
 from patchcert.bounds.operations.affine import SCALE_ROUNDINGS
+from patchcert.bounds.operations.pooling import equal_weights
 from patchcert.bounds.rounding import lifted, summed_roundings
 from patchcert.windows.affine import convolution_with_relu, multiply, slide
 from patchcert.windows.kernels import differentiable_relu, fused_relu
@@ -79,10 +80,7 @@ def _average_pool(operation: AveragePool, inputs: Inputs, sweep: WindowPass, pos
     geometry = operation.places(area)
     if not isinstance(geometry, Geometry):
         return _global_mean(state, area, sweep)
-    weight = clean.new_full(
-        (area.channels, 1, *geometry.kernel), 1.0 / (geometry.kernel[0] * geometry.kernel[1])
-    )
-    return slide(geometry, weight, area.channels, state, sweep, position)
+    return slide(geometry, equal_weights(geometry, clean), area.channels, state, sweep, position)
 
 
 def _global_mean(state: Windows, area: FeatureMap, sweep: WindowPass) -> Windows:

@@ -1,4 +1,4 @@
-"""Several runs at once on one device, each in its own process; what was cut short goes on."""
+"""Several runs at once on one device, each in its own process; what was interrupted resumes."""
 
 import os
 import subprocess
@@ -11,41 +11,36 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import patchcert
-from patchcert.papers.chiang2020.ablation_evidence import VotedRows
-from patchcert.papers.chiang2020.collecting import collect
-from patchcert.papers.chiang2020.evidence import Rows
-from patchcert.papers.chiang2020.orders import write_orders
-from patchcert.papers.chiang2020.plan import Task
-from patchcert.papers.chiang2020.results import find_result, is_complete
-from patchcert.papers.chiang2020.siblings import Archive
-from patchcert.papers.chiang2020.worker import STOP_FILE, is_missing
+from patchcert.evidence.record import EvidenceFolder, Question
+from patchcert.evidence.results import Result, collect
+from patchcert.files import sha256
+from patchcert.papers.chiang2020.networks import NetworkResult, collect_network
+from patchcert.papers.chiang2020.planning import STOP_FILE, Assignment
 from patchcert.train.run_folder import EVIDENCE, METRICS, SPEC, WEIGHTS, Run
 
 State = Literal["waiting", "running", "done", "already done", "interrupted", "failed"]
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 45.0
 LOG = "log.txt"
+WORKER = (sys.executable, "-m", "patchcert.papers.chiang2020.worker")
 
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """Where runs are carried out and kept. Run folders need not last; results are what counts.
-
-    From the deadline on, a reading of `time.monotonic`, no run is started and those in progress are stopped.
-    """
+    """Where runs are carried out and kept. Run folders need not last; results are what counts."""
 
     runs: Path
-    results: Path | None = None
+    results: Path
     device: str = "cpu"
     data_dir: Path | None = None
     jobs: int = 1
-    deadline: float | None = None
+    worker: tuple[str, ...] = WORKER
 
 
 class Watcher(Protocol):
     """Hears what becomes of runs."""
 
-    def changed(self, task: Task, state: State, note: str) -> None:
+    def changed(self, assignment: Assignment, state: State, note: str) -> None:
         """A run was started, or has come to some end."""
         ...
 
@@ -56,7 +51,7 @@ class Watcher(Protocol):
 
 @dataclass(slots=True)
 class StopOrder:
-    """Set from outside to have everything stop in order."""
+    """Set from outside to have everything stop cleanly."""
 
     is_given: bool = False
 
@@ -65,7 +60,7 @@ class StopOrder:
 class Job:
     """A run in progress."""
 
-    task: Task
+    assignment: Assignment
     folder: Path
     process: subprocess.Popen[bytes]
     started: float = field(default_factory=time.monotonic)
@@ -79,12 +74,11 @@ class Job:
     @property
     def words(self) -> str:
         """How far it is."""
-        total = self.task.spec.schedule.epochs
-        done = self.epochs_done
-        if done < total:
-            return f"{self.task.label} {done}/{total}"
+        label, spec, done = self.assignment.label, self.assignment.spec, self.epochs_done
+        if spec is not None and done < spec.schedule.epochs:
+            return f"{label} {done}/{spec.schedule.epochs}"
         last = _last_line(self.folder).partition(" ")[2]
-        return f"{self.task.label} on evidence{f', {last}' if last.startswith('votes on') else ''}"
+        return f"{label} on evidence{f', {last}' if last and not last.startswith('{') else ''}"
 
     def stop(self) -> None:
         """Ask it to save its state and end."""
@@ -92,21 +86,20 @@ class Job:
 
 
 class Runner:
-    """Carries out tasks, as many at a time as there are jobs; one that fails does not stop the others."""
+    """Carries out assignments, as many at a time as there are jobs; one that fails does not stop the others."""
 
     def __init__(self, shop: Workshop, watcher: Watcher, stop: StopOrder) -> None:
         self.shop, self.watcher, self.stop = shop, watcher, stop
         self.states: dict[str, State] = {}
         self._running: list[Job] = []
 
-    def run(self, tasks: Sequence[Task]) -> dict[str, State]:
-        """What became of each task."""
-        self.states = {task.name: "waiting" for task in tasks}
-        waiting = deque(task for task in tasks if not self._is_done(task))
+    def run(self, assignments: Sequence[Assignment]) -> dict[str, State]:
+        """What became of each assignment."""
+        self.states = {each.name: "waiting" for each in assignments}
+        waiting = deque(each for each in assignments if not self._is_done(each))
         try:
-            while (waiting and not self._must_stop) or self._running:
-                if self._must_stop:
-                    self._end_all()
+            while (waiting and not self.stop.is_given) or self._running:
+                if self.stop.is_given:
                     break
                 while waiting and len(self._running) < self.shop.jobs:
                     self._start(waiting.popleft())
@@ -116,47 +109,27 @@ class Runner:
             self._end_all()
         return self.states
 
-    @property
-    def _must_stop(self) -> bool:
-        deadline = self.shop.deadline
-        return self.stop.is_given or (deadline is not None and time.monotonic() >= deadline)
-
-    def _is_done(self, task: Task) -> bool:
-        if self._is_among_results(task):
-            self._set(task, "already done")
-            return True
-        folder = self.shop.runs / task.name
-        if not (folder / SPEC).is_file():
-            return False
-        run = Run.open(folder)
-        if not run.is_finished or any(is_missing(run, name) for name in task.evidence_names):
-            return False
-        if not self._archive.has_chosen_settings(task, folder / EVIDENCE):
-            return False
-        self._collect(task)
-        self._set(task, "already done")
+    def _is_done(self, assignment: Assignment) -> bool:
+        """Whether results, or else the folder of the run, have every answer; the latter is collected then."""
+        if not is_answered(self.shop.results, assignment):
+            if not self._is_finished(assignment):
+                return False
+            self._collect(assignment)
+        self._set(assignment, "already done")
         return True
 
-    def _is_among_results(self, task: Task) -> bool:
-        """What must be trained again for its attacks is so before settings are chosen: its trials change too."""
-        results = self.shop.results
-        if results is None or not is_complete(results, task):
+    def _is_finished(self, assignment: Assignment) -> bool:
+        folder = self.shop.runs / assignment.name
+        if assignment.spec is None or not (folder / SPEC).is_file() or not Run.open(folder).is_finished:
             return False
-        if task.tunes_only and not (self.shop.runs / task.name / WEIGHTS).is_file():
-            return is_complete(results, replace(task, tunes_only=False))
-        return self._archive.has_chosen_settings(task, results / task.name)
+        kept, weights = EvidenceFolder(folder / EVIDENCE), sha256(folder / WEIGHTS)
+        return all(kept.find(question, weights) is not None for question in assignment.questions)
 
-    @property
-    def _archive(self) -> Archive:
-        return Archive(self.shop.runs, self.shop.results)
-
-    def _start(self, task: Task) -> None:
-        folder = self.shop.runs / task.name
+    def _start(self, assignment: Assignment) -> None:
+        folder = self.shop.runs / assignment.name
         (folder / STOP_FILE).unlink(missing_ok=True)
-        if not (folder / SPEC).is_file():
-            Run.create(folder, task.spec)
-        task = self._with_earlier_threats(task)
-        write_orders(folder, task, self.shop.jobs)
+        assignment = self._to_ask(assignment)
+        assignment.write(folder, self.shop.jobs)
         with (folder / LOG).open("ab") as log:
             process = subprocess.Popen(
                 self._command(folder),
@@ -166,31 +139,26 @@ class Runner:
                 env=_environment(self.shop.jobs),
                 start_new_session=True,
             )
-        self._running.append(Job(task, folder, process))
-        self._set(task, "running")
+        self._running.append(Job(assignment, folder, process))
+        self._set(assignment, "running")
 
     def _command(self, folder: Path) -> list[str]:
-        command = [sys.executable, "-m", "patchcert.papers.chiang2020.worker", str(folder.resolve())]
+        command = [*self.shop.worker, str(folder.resolve())]
         command += ["--device", self.shop.device, "--parent", str(os.getpid())]
-        command += ["--results", str(self.shop.results.resolve())] if self.shop.results else []
         return command + (["--data-dir", str(self.shop.data_dir)] if self.shop.data_dir else [])
 
-    def _with_earlier_threats(self, task: Task) -> Task:
-        """Results of earlier weights are replaced, so that the new ones must answer what those answered.
-
-        Attacks behind a defense are not repeated unasked: their setting is chosen together with other runs.
-        """
-        result = find_result(self.shop.results, task)
-        if result is None or (self.shop.runs / task.name / WEIGHTS).is_file():
-            return task
-        earlier = [rows.threat for rows in result.rows if rows.limit == task.test_images]
-        undefended = [rows.plan for rows in result.attacks if not rows.plan.defense]
-        return replace(
-            task,
-            threats=tuple(dict.fromkeys((*task.threats, *earlier))),
-            attacks=tuple(dict.fromkeys((*task.attacks, *undefended))),
-            votes=tuple(dict.fromkeys((*task.votes, *(rows.plan for rows in result.votes)))),
-        )
+    def _to_ask(self, assignment: Assignment) -> Assignment:
+        """With the questions that are left of a network; of a run that must be trained again, with those that the
+        results have answers to: results of earlier weights are replaced."""
+        path = self.shop.results / assignment.name
+        if assignment.spec is None:
+            left = [each for each in assignment.questions if not _answered(NetworkResult(path), each)]
+            return replace(assignment, questions=tuple(left))
+        has_weights = (self.shop.runs / assignment.name / WEIGHTS).is_file()
+        if has_weights or not (path / SPEC).is_file():
+            return assignment
+        earlier = [each.question for each in Result.open(path).evidence if not each.question.certified_only]
+        return replace(assignment, questions=tuple(dict.fromkeys((*assignment.questions, *earlier))))
 
     def _look(self) -> None:
         for job in [job for job in self._running if job.process.poll() is not None]:
@@ -202,15 +170,15 @@ class Runner:
         (job.folder / STOP_FILE).unlink(missing_ok=True)
         code = job.process.returncode
         if code == 0:
-            note = self._collect(job.task)
-            self._set(job.task, "done", note)
+            self._set(job.assignment, "done", self._collect(job.assignment))
         elif stopped or code == 130:
-            self._set(job.task, "interrupted", f"after {job.epochs_done} epochs")
+            self._set(job.assignment, "interrupted", f"after {job.epochs_done} epochs")
         else:
-            self._set(job.task, "failed", f"exit code {code}, {job.folder / LOG}: {_last_line(job.folder)}")
+            note = f"exit code {code}, {job.folder / LOG}: {_last_line(job.folder)}"
+            self._set(job.assignment, "failed", note)
 
     def _end_all(self) -> None:
-        """Ask all to stop and wait; what does not stop in time is killed, and goes on from its last state."""
+        """Ask all to stop and wait; what does not stop in time is killed, and resumes from its last state."""
         for job in self._running:
             job.stop()
         until = time.monotonic() + GRACE_SECONDS
@@ -223,16 +191,33 @@ class Runner:
                 job.process.wait()
             self._finish(job, stopped=True)
 
-    def _collect(self, task: Task) -> str:
+    def _collect(self, assignment: Assignment) -> str:
         """Bring a finished run's evidence to the results; what it found, in words."""
-        run = Run.open(self.shop.runs / task.name)
-        if self.shop.results is not None:
-            collect(run, task.name, self.shop.results, task.scale)
-        return f"{_found(run)}, trained in {run.training_seconds:.0f} s"
+        folder = self.shop.runs / assignment.name
+        if assignment.spec is None:
+            weights = EvidenceFolder(folder / EVIDENCE).all()[0].weights
+            found = collect_network(folder, self.shop.results, weights).evidence
+            return ", ".join(f"{each.withstood / each.total:.1%} withstood" for each in found)
+        run = Run.open(folder)
+        result = collect(run, self.shop.results)
+        return f"{_found(result)}, trained in {run.training_seconds:.0f} s"
 
-    def _set(self, task: Task, state: State, note: str = "") -> None:
-        self.states[task.name] = state
-        self.watcher.changed(task, state, note)
+    def _set(self, assignment: Assignment, state: State, note: str = "") -> None:
+        self.states[assignment.name] = state
+        self.watcher.changed(assignment, state, note)
+
+
+def is_answered(results: Path, assignment: Assignment) -> bool:
+    """Whether the results have an answer to every question of an assignment."""
+    path = results / assignment.name
+    if assignment.spec is None:
+        return all(_answered(NetworkResult(path), each) for each in assignment.questions)
+    return (path / SPEC).is_file() and Result.open(path).answers(assignment.questions)
+
+
+def _answered(result: NetworkResult, question: Question) -> bool:
+    found = result.find(question)
+    return found is not None and found.question == question
 
 
 def _environment(jobs: int) -> dict[str, str]:
@@ -243,16 +228,12 @@ def _environment(jobs: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1"}
 
 
-def _found(run: Run) -> str:
+def _found(result: Result) -> str:
     """The accuracies of a finished run against the threat that it was trained on, or the first it has."""
-    names = [name for name in run.evidence_names() if name.startswith("certify-")]
-    rows = [Rows.read(run.path / EVIDENCE / f"{name}.npz") for name in names]
-    own = next((each for each in rows if each.threat == run.spec.threat), rows[0] if rows else None)
-    voted = [name for name in run.evidence_names() if name.startswith("votes-")]
-    if own is None and voted:
-        return VotedRows.read(run.path / EVIDENCE / f"{voted[-1]}.npz").words
-    if own is None:
-        return f"{sum(name.startswith('attack-') for name in run.evidence_names())} attacks"
+    proven = [each for each in result.evidence if each.kind == "certify"]
+    if not proven:
+        return f"{len(result.evidence)} attacks"
+    own = next((each for each in proven if each.threat == result.spec.threat), proven[0])
     return f"{own.correct / own.total:.2%} right, {own.certified / own.total:.2%} certified"
 
 

@@ -1,7 +1,7 @@
-"""One run in a process of its own: trained to its end, then certified against every threat asked for.
+"""One run in a process of its own: trained to its end, then every question about it answered.
 
-Started as `python -m patchcert.papers.chiang2020.worker RUN ...`; its output goes to a log. It ends in
-order, with its state saved, when a file named `.stop` appears in the folder or when its parent is gone.
+Started as `python -m patchcert.papers.chiang2020.worker RUN ...`; its output goes to a log. It stops
+cleanly, with its state saved, when a file named `.stop` appears in the folder or when its parent is gone.
 """
 
 import _thread
@@ -14,23 +14,14 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from patchcert.errors import PatchcertError
+from patchcert.papers.chiang2020.planning import STOP_FILE, read_questions
 
-if TYPE_CHECKING:
-    import torch
-
-    from patchcert.data import Dataset
-    from patchcert.papers.chiang2020.orders import Orders
-    from patchcert.papers.chiang2020.rows import AnyThreat
-    from patchcert.papers.chiang2020.siblings import Archive
-    from patchcert.train.run_folder import Run
-
-STOP_FILE = ".stop"
-FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
+MISTAKEN, INTERRUPTED = 2, 130
 LOOK_EVERY = 0.3
-LOG_VOTES_EVERY = 5.0
+LOG_EVERY = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log(f"working on {options.run} on {options.device}")
     try:
         threading.Thread(target=_watch, args=(options.run, options.parent), daemon=True).start()
-        carry_out(options.run, options.device, options.data_dir, options.results)
+        carry_out(options.run, options.device, options.data_dir)
     except KeyboardInterrupt:
         _log("interrupted")
         return INTERRUPTED
@@ -51,96 +42,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def carry_out(folder: Path, device_name: str, data_dir: Path | None, results: Path | None = None) -> None:
-    """Train the run in the folder to its end, and leave evidence for each threat and attack of its task."""
+def carry_out(folder: Path, device_name: str, data_dir: Path | None) -> None:
+    """Train the run in the folder to its end, and leave evidence for each question asked of it."""
     import torch
 
     from patchcert.data import load_dataset
-    from patchcert.papers.chiang2020.ablation_voting import vote_run
-    from patchcert.papers.chiang2020.evidence import evidence_name
-    from patchcert.papers.chiang2020.orders import read_orders
-    from patchcert.papers.chiang2020.siblings import Archive
-    from patchcert.train.run_folder import Run
+    from patchcert.evidence.record import EvidenceFolder
+    from patchcert.files import sha256
+    from patchcert.papers.chiang2020.answering import answer, words_of
+    from patchcert.train.run_folder import EVIDENCE, Run
     from patchcert.train.training import Workplace, train_run
 
-    task = read_orders(folder)
-    device = torch.device(device_name)
+    network, questions = read_questions(folder)
+    device, kept = torch.device(device_name), EvidenceFolder(folder / EVIDENCE)
+    if network:
+        from patchcert.papers.chiang2020.imagenet import answer_corners
+
+        answer_corners(network, questions, kept, device, data_dir, _ProgressLog().tell)
+        return
     spec = Run.open(folder).spec
     run = train_run(spec, folder, Workplace(device, data_dir), resume=True, listener=_EpochLog())
     dataset = load_dataset(spec.data.name, data_dir)
-    for threat in task.threats:
-        if is_missing(run, evidence_name(threat, task.limit)):
-            _certify(run, dataset, threat, task.limit, device)
-    _attack(run, dataset, task, Archive(folder.parent, results), device)
-    for votes in task.votes:
-        if is_missing(run, votes.name):
-            _log(f"{votes.name}: {vote_run(run, dataset, votes, device, _VoteLog()).words}")
-
-
-def _attack(
-    run: "Run", dataset: "Dataset", task: "Orders", archive: "Archive", device: "torch.device"
-) -> None:
-    """Attacks on the model alone, then the trials of defenses' settings, last the attacks behind a defense."""
-    from patchcert.papers.chiang2020.attacking import attack_run
-    from patchcert.papers.chiang2020.tuning import try_settings
-
-    for plan in task.attacks:
-        if not plan.defense and is_missing(run, plan.name):
-            _log(f"{plan.name}: {attack_run(run, dataset, plan, device):.2%} withstood")
-    for tuning in task.tunings:
-        if archive.trials(run.path.name, tuning) is None:
-            _log(f"{tuning.name}: {try_settings(run, dataset, tuning, device)} settings tried")
-    for plan in task.attacks:
-        if plan.defense and not task.tunes_only:
-            choice = archive.choice(task.siblings, plan)
-            if is_missing(run, plan.name) or run.evidence_meta(plan.name)["defense"] != choice.setting:
-                withstood = attack_run(run, dataset, plan, device, choice)
-                _log(f"{plan.name}: {withstood:.2%} withstood behind {choice.setting}")
-
-
-def is_missing(run: "Run", name: str) -> bool:
-    """Whether the run's present weights have no evidence of that name."""
-    from patchcert.files import sha256
-
-    if name not in run.evidence_names():
-        return True
-    return run.evidence_meta(name).get("weights_sha256") != sha256(run.weights)
-
-
-def _certify(
-    run: "Run", dataset: "Dataset", threat: "AnyThreat", limit: int | None, device: "torch.device"
-) -> None:
-    """Verdicts, and margins where the threat is the one that was trained against: without them it is faster."""
-    from patchcert.certificates.intervals import IntervalCertifier
-    from patchcert.evidence.proving import Proving
-    from patchcert.files import sha256
-    from patchcert.papers.chiang2020.evidence import certificate_columns, certify_command, evidence_name
-    from patchcert.train.environment import describe_machine
-    from patchcert.train.run_folder import EVIDENCE
-
-    images = dataset.test.take(limit or len(dataset.test)).to(device)
-    name, is_other = evidence_name(threat, limit), threat != run.spec.threat
-    claim = {
-        "kind": "certify",
-        "command": certify_command(run.path.name, threat, limit),
-        "weights_sha256": sha256(run.weights),
-        "data": {"name": dataset.name, "split": "test", "limit": limit, "sha256": dict(dataset.checksums)},
-        "threat": threat.to_dict(),
-        **describe_machine(device),
-    }
-    model, certifier = run.model(device), IntervalCertifier(verdicts_only=is_other)
-    proving = Proving.towards(run.path / EVIDENCE / f"{name}.npz", certifier, model, claim)
-    proof = proving.certify(model, images.floats(), images.labels, threat)
-    found = proof.certificates
-    settings = {
-        "dtype": "float32",
-        "memory_budget": None,
-        "verdicts_only": bool(found.margins.isnan().all()),
-    }
-    circumstances = {"settings": settings, "seconds": round(proof.seconds, 3)}
-    run.write_evidence(name, certificate_columns(found), claim | circumstances)
-    proving.discard()
-    _log(f"{threat}: {found.clean_accuracy:.2%} right, {found.certified_accuracy:.2%} certified")
+    for question in questions:
+        if kept.find(question, sha256(run.weights)) is None:
+            _log(words_of(answer(question, run, dataset, device, _ProgressLog())))
 
 
 class _EpochLog:
@@ -154,17 +79,23 @@ class _EpochLog:
         _log(json.dumps(dict(row)))
 
 
-class _VoteLog:
-    """A line of the log every few seconds while votes are counted."""
+class _ProgressLog:
+    """A line of the log every few seconds while images are certified or attacked."""
 
     def __init__(self) -> None:
-        self._said_at = time.monotonic()
+        self._said, self._said_at = "", time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         """Say how many images are done, unless it was said just now."""
-        if time.monotonic() - self._said_at >= LOG_VOTES_EVERY or done == total:
+        if time.monotonic() - self._said_at >= LOG_EVERY or done == total:
             self._said_at = time.monotonic()
-            _log(f"votes on {done:,} of {total:,} images")
+            _log(f"{done:,} of {total:,} images")
+
+    def tell(self, words: str) -> None:
+        """Say what begins."""
+        if words != self._said:
+            self._said = words
+            _log(words)
 
 
 def _watch(folder: Path, parent: int) -> None:
@@ -179,7 +110,6 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("run", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--results", type=Path)
     parser.add_argument("--parent", type=int, default=os.getppid())
     return parser.parse_args(arguments)
 

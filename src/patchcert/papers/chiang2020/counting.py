@@ -1,0 +1,334 @@
+"""Rows of tables counted from evidence: nothing here reads an accuracy that was written down before."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isnan
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Literal
+
+import numpy as np
+
+from patchcert.certificates import AnyThreat
+from patchcert.evidence.record import Evidence
+from patchcert.evidence.results import Result, Results
+from patchcert.papers.chiang2020.networks import initially_correct, network_results
+from patchcert.papers.chiang2020.recipes import PAPER_SCALE, Recipe, Scale, recipe
+from patchcert.papers.chiang2020.tables import Entry
+from patchcert.train.spec import Spec
+
+Status = Literal["measured", "partly run", "not run"]
+ATTACKED_SEEDS = 1
+"""How many seeds of rows under attack are considered unless a number is given: not all were attacked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How many images of how many."""
+
+    successes: int
+    total: int
+
+    @property
+    def percent(self) -> float:
+        """The share in per cent."""
+        return 100 * self.successes / self.total
+
+
+@dataclass(frozen=True, slots=True)
+class CountedRun:
+    """One run: how many images are right, proven against each threat, and right under attack.
+
+    `initially_correct` counts those right under attack among the images that the model gets right without a
+    defense, `certified_of_attacked` those proven among the attacked images, where there is no defense. A `network`
+    that was not trained here has no spec. The `training_loss` is that of the last epoch.
+    """
+
+    fingerprint: str
+    spec: Spec | None
+    clean: Count
+    certified: tuple[tuple[AnyThreat, Count], ...]
+    seconds: float
+    device: str
+    attacked: Count | None = None
+    certified_of_attacked: Count | None = None
+    defense: str = ""
+    drawn_images: int | None = None
+    initially_correct: Count | None = None
+    network: str = ""
+    attack_seed: int = 0
+    training_loss: float | None = None
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return self.network if self.spec is None else self.spec.model.name
+
+    @property
+    def seed(self) -> int:
+        """The seed of the training or, without one, of the attack."""
+        return self.attack_seed if self.spec is None else self.spec.seed
+
+    @property
+    def roundings(self) -> tuple[str, ...]:
+        """What training steps rounded to fewer digits, in words."""
+        return () if self.spec is None else self.spec.optimiser.roundings
+
+    @property
+    def worst(self) -> Count | None:
+        """What is proven against the threat that leaves the fewest images proven."""
+        return min((count for _, count in self.certified), key=lambda count: count.percent, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedRow:
+    """What there is for a row: the runs that count, one of each model, and seeds of them that were passed over.
+
+    Attacks on a network that was not trained here all count, one for each seed of the attack. The note says what
+    is missing, or what sets a measured row apart.
+    """
+
+    entry: Entry
+    status: Status
+    runs: tuple[CountedRun, ...] = ()
+    passed_over: tuple[CountedRun, ...] = ()
+    scale: float = 1.0
+    note: str = ""
+
+    def seeds_of(self, run: CountedRun) -> tuple[CountedRun, ...]:
+        """A run that counts among the other seeds of its model, in their order."""
+        others = [other for other in self.passed_over if other.model == run.model]
+        return tuple(sorted((run, *others), key=lambda each: each.seed))
+
+    @property
+    def by_first_seed(self) -> "CountedRow":
+        """The row if the first seed of each model counted, whatever its loss."""
+        return replace(self, runs=tuple(self.seeds_of(run)[0] for run in self.runs), passed_over=())
+
+    @property
+    def clean(self) -> float | None:
+        """Mean clean accuracy in per cent."""
+        return self._share(lambda run: run.clean)
+
+    @property
+    def certified(self) -> float | None:
+        """Mean certified accuracy in per cent, each run against its worst threat."""
+        return self._share(lambda run: run.worst)
+
+    @property
+    def empirical(self) -> float | None:
+        """Mean accuracy under attack in per cent."""
+        return self._share(lambda run: run.attacked)
+
+    @property
+    def certified_of_attacked(self) -> float | None:
+        """Mean certified accuracy on the images that were attacked, in per cent."""
+        return self._share(lambda run: run.certified_of_attacked)
+
+    @property
+    def empirical_of_correct(self) -> float | None:
+        """The same among the images that are right without attack and defense, in per cent."""
+        return self._share(lambda run: run.initially_correct)
+
+    @property
+    def network(self) -> str:
+        """The network that stands for the paper's, where it was not trained here."""
+        return ", ".join(dict.fromkeys(run.network for run in self.runs if run.network))
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation of one model's certified accuracy over all its seeds, in points."""
+        if len(self.runs) != 1:
+            return None
+        found = [run.worst for run in self.seeds_of(self.runs[0])]
+        values = [worst.percent for worst in found if worst is not None]
+        return stdev(values) if len(values) > 1 else None
+
+    @property
+    def difference(self) -> float | None:
+        """Our certified accuracy minus the paper's in points; where it has none, that under attack."""
+        if self.entry.certified is not None:
+            ours, paper = self.certified, self.entry.certified
+        else:
+            ours, paper = self.empirical, self.entry.empirical
+        return None if ours is None or paper is None else ours - paper
+
+    @property
+    def seconds(self) -> float | None:
+        """Mean training time of a run that counts; None where nothing was trained."""
+        return _mean(None if run.spec is None else run.seconds for run in self.runs)
+
+    @property
+    def hardware(self) -> str:
+        """The devices that trained what counts, and what their steps rounded to fewer digits."""
+        return "; ".join(dict.fromkeys(", ".join((run.device, *run.roundings)) for run in self.runs))
+
+    @property
+    def drawn_images(self) -> int | None:
+        """On how many random test images the votes of the row were counted, where not on all."""
+        drawn = [run.drawn_images for run in self.runs if run.drawn_images is not None]
+        return min(drawn, default=None)
+
+    @property
+    def attacked_images(self) -> int | None:
+        """On how many random test images our own models were attacked, where they were."""
+        found = [run.attacked.total for run in self.runs if run.spec is not None and run.attacked is not None]
+        return min(found, default=None)
+
+    @property
+    def is_counted_on_attacked(self) -> bool:
+        """Whether clean accuracy too is that of the attacked images alone."""
+        return all(run.attacked is not None and run.clean.total == run.attacked.total for run in self.runs)
+
+    def _share(self, count: Callable[[CountedRun], Count | None]) -> float | None:
+        """The mean of one number over the runs that count, where all have it."""
+        return _mean(None if (found := count(run)) is None else found.percent for run in self.runs)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    listed = list(values)
+    numbers = [value for value in listed if value is not None]
+    return fmean(numbers) if listed and len(numbers) == len(listed) else None
+
+
+def certified_gaps(rows: Sequence[CountedRow]) -> tuple[float, ...]:
+    """Our certified accuracies less the paper's, in points, of the rows that were run with the full schedule."""
+    whole = [row for row in rows if row.status == "measured" and row.scale == 1.0]
+    proven = [row for row in whole if row.entry.certified is not None]
+    return tuple(gap for row in proven if (gap := row.difference) is not None)
+
+
+def count_rows(
+    entries: Sequence[Entry], folder: Path, scale: Scale | None = None, seeds: int | None = None
+) -> tuple[CountedRow, ...]:
+    """The rows from a folder of results. Without a scale each row takes the fullest schedule there is."""
+    results = Results(folder)
+    return tuple(_row(entry, results, scale, seeds) for entry in entries)
+
+
+def _row(entry: Entry, results: Results, scale: Scale | None, seeds: int | None) -> CountedRow:
+    is_quick = scale is not None and scale.quick
+    made = recipe(entry, scale if scale is not None and is_quick else PAPER_SCALE)
+    if made.network:
+        return CountedRow(entry, "not run") if is_quick else _network_row(entry, results.folder, made, seeds)
+    found = [_found(spec, results, made) for spec in made.specs]
+    factors = set.intersection(*(set(by_factor) for by_factor in found))
+    if scale is not None and not is_quick:
+        factors &= {scale.factor}
+    if factors:
+        factor = max(factors, key=lambda factor: (factor == 1.0, factor))
+        limit = seeds or (None if made.attack is None else ATTACKED_SEEDS)
+        return _best_seeds(entry, [by_factor[factor] for by_factor in found], factor, limit)
+    some = sum(bool(by_factor) for by_factor in found)
+    if some:
+        return CountedRow(entry, "partly run", note=f"{some} of {len(found)} runs")
+    return CountedRow(entry, "not run")
+
+
+def _best_seeds(
+    entry: Entry, models: Sequence[Mapping[int, CountedRun]], factor: float, limit: int | None
+) -> CountedRow:
+    """Of each model the first seeds' run whose mean training loss in the last epoch is least.
+
+    No test image has a part in it: docs/decisions/0006-which-seed-counts.md.
+    """
+    tried = [[by_seed[seed] for seed in sorted(by_seed)[:limit]] for by_seed in models]
+    runs = tuple(min(seeds, key=_loss) for seeds in tried)
+    contested = [run for seeds in tried if len(seeds) > 1 for run in seeds]
+    unknown = next((run for run in contested if run.training_loss is None), None)
+    if unknown is not None:
+        note = f"no training loss of {unknown.model} with seed {unknown.seed} on record"
+        return CountedRow(entry, "partly run", note=note)
+    passed_over = tuple(run for run in contested if run not in runs)
+    return CountedRow(entry, "measured", runs, passed_over, factor)
+
+
+def _loss(run: CountedRun) -> float:
+    """Infinite where it is not on record, or is no number."""
+    loss = run.training_loss
+    return inf if loss is None or isnan(loss) else loss
+
+
+def _found(spec: Spec, results: Results, asked: Recipe) -> dict[float, dict[int, CountedRun]]:
+    """By scale and seed, the runs that answer every question; those with exact steps before TF32."""
+    found: dict[float, dict[int, CountedRun]] = {}
+    for result in sorted(results.of(spec), key=lambda result: result.spec.optimiser.roundings):
+        factor = float(result.summary["scale"])
+        is_same = result.spec.schedule == (spec if factor == 1.0 else spec.scaled(factor)).schedule
+        if is_same and result.answers(asked.questions):
+            found.setdefault(factor, {}).setdefault(result.spec.seed, _count(result, asked))
+    return found
+
+
+def _count(result: Result, asked: Recipe) -> CountedRun:
+    """Clean accuracy is counted on all certified images, else on the attacked ones, behind their defense."""
+    proofs = [each for question in asked.proofs if (each := result.find(question)) is not None]
+    attacked = result.find(asked.attack) if asked.attack is not None else None
+    basis = proofs[0] if proofs else attacked
+    assert basis is not None
+    summary: Any = result.summary
+    return CountedRun(
+        fingerprint=result.path.name,
+        spec=result.spec,
+        clean=Count(basis.correct, basis.total),
+        certified=tuple(_proven(proof, asked.against or proof.threat) for proof in proofs),
+        seconds=float(summary["training_seconds"]),
+        device=_device(summary),
+        attacked=None if attacked is None else Count(attacked.withstood, attacked.total),
+        certified_of_attacked=None if attacked is None else _certified_of(attacked, proofs),
+        defense="" if attacked is None else attacked.meta["classifier"].get("defense", ""),
+        drawn_images=basis.selection.drawn if asked.against is not None else None,
+        training_loss=result.training_loss,
+    )
+
+
+def _device(summary: Mapping[str, Any]) -> str:
+    """The device, and that several runs were given to it at once: their training times then include waiting."""
+    jobs = summary.get("jobs", 1)
+    return f"{summary['device']}, {jobs} runs at once" if jobs > 1 else str(summary["device"])
+
+
+def _proven(proof: Evidence, threat: AnyThreat) -> tuple[AnyThreat, Count]:
+    certified = proof.certified_against(threat)
+    assert certified is not None
+    return threat, Count(int(np.count_nonzero(certified)), proof.total)
+
+
+def _certified_of(attacked: Evidence, proofs: Sequence[Evidence]) -> Count | None:
+    """How many of the attacked images are proven, where certificates are about the very model that was attacked."""
+    if not attacked.is_undefended:
+        return None
+    for proof in proofs:
+        if proof.threat == attacked.threat and proof.selection.is_whole_test_set:
+            return Count(int(proof.columns["certified"][attacked.columns["index"]].sum()), attacked.total)
+    return None
+
+
+def _network_row(entry: Entry, folder: Path, asked: Recipe, seeds: int | None) -> CountedRow:
+    """The row of a network that was not trained here: the mean over all seeds of its attack."""
+    assert asked.attack is not None
+    found: dict[int, CountedRun] = {}
+    for result in network_results(folder, asked.network):
+        evidence = result.find(asked.attack)
+        if evidence is not None:
+            found.setdefault(evidence.selection.seed, _count_network(result.path.name, evidence))
+    runs = tuple(found[seed] for seed in sorted(found)[:seeds])
+    return CountedRow(entry, "measured", runs) if runs else CountedRow(entry, "not run")
+
+
+def _count_network(name: str, evidence: Evidence) -> CountedRun:
+    kept, right = initially_correct(evidence)
+    return CountedRun(
+        fingerprint=name,
+        spec=None,
+        clean=Count(evidence.correct, evidence.total),
+        certified=(),
+        seconds=float(evidence.meta["seconds"]),
+        device=evidence.meta["device"],
+        attacked=Count(evidence.withstood, evidence.total),
+        defense=evidence.meta["classifier"]["defense"],
+        drawn_images=evidence.total,
+        initially_correct=Count(kept, right) if right else None,
+        network=evidence.meta["network"],
+        attack_seed=evidence.selection.seed,
+    )

@@ -1,0 +1,367 @@
+"""One self-contained HTML page of tables: the paper's numbers and ours, to sort, filter and recompute."""
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import patchcert
+from patchcert.errors import InvalidInput
+from patchcert.files import atomic_write
+from patchcert.papers.chiang2020.counting import Count, CountedRow, CountedRun
+from patchcert.papers.chiang2020.tables import Entry
+from patchcert.papers.chiang2020.view import (
+    ABSENT,
+    QUANTITIES,
+    QUICK_LABEL,
+    Quantity,
+    RowView,
+    TableView,
+    data_name,
+)
+from patchcert.report.charts import DotGroup, Measured, dot_group
+from patchcert.report.page import page_environment
+from patchcert.report.statistics import Proportion, mean_interval
+
+TITLE = "Tables of the paper, and ours"
+ON_PAGE = (
+    *("data", "threat", "training", "model", "paper clean", "clean", "paper under attack", "under attack"),
+    *("paper certified", "certified", "difference"),
+)
+_MINUS = "\N{MINUS SIGN}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number at the top of the page."""
+
+    label: str
+    value: str
+    meaning: str
+    style: str
+
+
+@dataclass(frozen=True)
+class PageCell:
+    """A text and the value that it is sorted by; a cell without one is sorted last."""
+
+    text: str
+    sort: float | str | None = None
+    small: tuple[str, ...] = ()
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """One run behind a row."""
+
+    fingerprint: str
+    words: str
+    counts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PageRow:
+    """One row of a table with its cells by column, and what is behind it."""
+
+    anchor: str
+    label: str
+    data: str
+    threat: str
+    status: str
+    cells: tuple[PageCell, ...]
+    runs: tuple[RunFacts, ...]
+    command: str
+    also: int
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table: its words, its charts, its rows."""
+
+    name: str
+    title: str
+    source: str
+    caption: str
+    notes: tuple[str, ...]
+    columns: tuple[tuple[str, bool], ...]
+    rows: tuple[PageRow, ...]
+    charts: tuple["Chart", ...]
+    measured: int
+    full: int
+    gaps: tuple[float, ...]
+    commands: tuple[tuple[str, str], ...]
+
+    @property
+    def above(self) -> int:
+        """How many rows are not below the paper."""
+        return sum(gap >= 0 for gap in self.gaps)
+
+
+def write_page(views: Sequence[TableView], path: Path, source: str) -> Path:
+    """The page of the tables, written whole or not at all; `source` is the folder of their evidence."""
+    if not views:
+        raise InvalidInput("a page needs at least one table, got none", hint="name a table")
+    with atomic_write(path) as stream:
+        stream.write(render([page_table(view, source) for view in views], views[0].quick).encode())
+    return path
+
+
+def render(tables: Sequence[PageTable], quick: bool = False) -> str:
+    """The page as text; the same tables give the same text."""
+    environment = page_environment("patchcert.papers.chiang2020")
+    return environment.get_template("tables.html.j2").render(
+        title=tables[0].title if len(tables) == 1 else TITLE,
+        version=patchcert.__version__,
+        tables=tables,
+        figures=_figures(tables),
+        quick=QUICK_LABEL if quick else "",
+    )
+
+
+def _figures(tables: Sequence[PageTable]) -> tuple[Figure, ...]:
+    rows, measured = sum(len(table.rows) for table in tables), sum(table.measured for table in tables)
+    gaps = [gap for table in tables for gap in table.gaps]
+    apart = f"{_signed(min(gaps), 1)} to {_signed(max(gaps), 1)}" if gaps else "not measured"
+    share = f"{sum(table.above for table in tables)} of {len(gaps)}" if gaps else "not measured"
+    return (
+        Figure("Rows run", f"{measured} of {rows}", "rows of tables; some tables share runs", "plain"),
+        Figure(
+            "At or above the paper",
+            share,
+            "rows with the full schedule where the paper has a certified accuracy",
+            "accent",
+        ),
+        Figure("Differences", apart, "lowest and highest, in points: ours less that of the paper", "soft"),
+    )
+
+
+def page_table(view: TableView, source: str) -> PageTable:
+    """What the page shows of a table; `source` is the folder of evidence that its numbers were counted from."""
+    paper = view.paper
+    shown = [each for each in QUANTITIES if each.name in ON_PAGE and _is_shown(each, view)]
+    anchors = [f"{paper.name}-{position}" for position in range(1, len(view.rows) + 1)]
+    recount = f"patchcert reproduce {paper.name} --from {shlex.quote(source)}"
+    return PageTable(
+        name=paper.name,
+        title=paper.title,
+        source=f"Section {paper.section} of the paper" if paper.section else "",
+        caption=paper.caption,
+        notes=paper.notes,
+        columns=(*((each.name.capitalize(), each.numeric) for each in shown), ("Training time", True)),
+        rows=tuple(_row(view, *each, shown) for each in zip(anchors, view.rows, strict=True)),
+        charts=charts(view, anchors),
+        measured=view.measured,
+        full=0 if view.quick else view.full,
+        gaps=() if view.quick else view.gaps,
+        commands=(
+            ("Recount from evidence, without training", recount),
+            ("Train, certify and attack again", f"patchcert reproduce {paper.name} --data-dir DATA"),
+        ),
+    )
+
+
+def _is_shown(quantity: Quantity, view: TableView) -> bool:
+    """Certified accuracies are left out where neither the paper nor we have any."""
+    has_proofs = any(
+        row.entry.certified is not None or row.counted.certified is not None for row in view.rows
+    )
+    return quantity.shown(view) and (has_proofs or "certified" not in quantity.name)
+
+
+def _row(view: TableView, anchor: str, row: RowView, shown: Sequence[Quantity]) -> PageRow:
+    entry, counted, digits = row.entry, row.counted, view.digits
+    command = ["patchcert", "reproduce", view.paper.name, "--rows", entry.label, *_effort(row)]
+    runs = (
+        *(_facts(run) for run in counted.runs),
+        *(_facts(run, "passed over: another seed has less") for run in counted.passed_over),
+    )
+    return PageRow(
+        anchor=anchor,
+        label=entry.label,
+        data=data_name(entry.dataset),
+        threat=entry.threat_words,
+        status=counted.status,
+        cells=(*(_cell(each, row, digits) for each in shown), _time(row)),
+        runs=runs,
+        command=shlex.join([*command, "--data-dir", "DATA"]),
+        also=sum(other != entry for other in view.paper.matching([entry.label])),
+    )
+
+
+def _cell(quantity: Quantity, row: RowView, digits: int) -> PageCell:
+    """A number of ours has its interval beneath it, or says why there is none."""
+    value = quantity.value(row)
+    if not quantity.numeric:
+        return PageCell(str(value), str(value))
+    if quantity.signed:
+        return _difference(row.counted.difference, digits)
+    if quantity.count is None:
+        return PageCell(ABSENT) if not isinstance(value, float) else PageCell(f"{value:.{digits}f}", value)
+    if row.missing:
+        return PageCell(row.counted.status, None, _lines(row.counted.note), "missing")
+    share = share_of(row.counted, quantity.count)
+    beneath = _beneath(quantity.name, row, digits)
+    if share is None:
+        return PageCell(ABSENT, small=beneath)
+    interval = f"{share.low:.{digits}f} to {share.high:.{digits}f}"
+    return PageCell(f"{share.value:.{digits}f}", share.value, (interval, *beneath), "ours")
+
+
+def _beneath(name: str, row: RowView, digits: int) -> tuple[str, ...]:
+    """Shares of some images alone, and which of several seeds counts and how they differ."""
+    counted = row.counted
+    if name == "under attack":
+        share = counted.empirical_of_correct
+        return () if share is None else (f"{share:.{digits}f} of those right at first",)
+    if name == "certified":
+        share = counted.certified_of_attacked
+        apart = "" if counted.spread is None else f", deviation {counted.spread:.2f}"
+        seeds = f"seeds: {row.seeds}{apart}" if counted.passed_over else ""
+        return _lines("" if share is None else f"{share:.{digits}f} of those attacked", seeds)
+    return ()
+
+
+def _difference(points: float | None, digits: int) -> PageCell:
+    if points is None:
+        return PageCell(ABSENT)
+    return PageCell(_signed(points, digits), points, (), "gain" if points >= 0 else "loss")
+
+
+def _signed(points: float, digits: int) -> str:
+    return f"{points:+.{digits}f}".replace("-", _MINUS)
+
+
+def _time(row: RowView) -> PageCell:
+    counted, hours = row.counted, row.entry.hours
+    paper = "" if hours is None else f"paper {hours:g} h"
+    if counted.seconds is None:
+        return PageCell(ABSENT, None, _lines(paper))
+    shortened = "" if row.schedule == "full" else f"schedule {row.schedule}"
+    return PageCell(duration(counted.seconds), counted.seconds, _lines(shortened, counted.hardware, paper))
+
+
+def _lines(*texts: str) -> tuple[str, ...]:
+    return tuple(text for text in texts if text)
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _effort(row: RowView) -> list[str]:
+    """The options with which the runs behind a row were made; none for one that was not run."""
+    counted, seeds = row.counted, row.number_of_seeds
+    scale = "quick" if row.quick else "" if counted.scale == 1.0 else f"{counted.scale:g}"
+    rounded = {words for run in (*counted.runs, *counted.passed_over) for words in run.roundings}
+    rounding = "--bfloat16" if "bfloat16 windows" in rounded else "--tf32" if "TF32" in rounded else ""
+    return [
+        *(["--scale", scale] if scale else []),
+        *(["--seeds", str(seeds)] if seeds > 1 else []),
+        *filter(None, [rounding]),
+    ]
+
+
+def _facts(run: CountedRun, remark: str = "") -> RunFacts:
+    counts = [f"{run.clean.successes:,} of {run.clean.total:,} images right"]
+    counts += [
+        f"{count.successes:,} of {count.total:,} proven against {threat}" for threat, count in run.certified
+    ]
+    if run.attacked is not None:
+        behind = f" behind {run.defense}" if run.defense else ""
+        counts.append(f"{run.attacked.successes:,} of {run.attacked.total:,} right under attack{behind}")
+    loss = "" if run.training_loss is None else f"training loss {run.training_loss:.4f}"
+    words = (f"{run.model}, seed {run.seed}", f"{duration(run.seconds)} on {run.device}", loss, remark)
+    return RunFacts(run.fingerprint, ", ".join(_lines(*words)), tuple(counts))
+
+
+@dataclass(frozen=True)
+class Chart:
+    """All rows of a table that have one quantity, grouped by images and threat."""
+
+    title: str
+    groups: tuple[DotGroup, ...]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some of our numbers cannot be compared with the paper's."""
+        return any(row.note for group in self.groups for row in group.rows)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A mean over runs and its interval, in per cent."""
+
+    value: float
+    low: float
+    high: float
+
+
+def share_of(row: CountedRow, count: Callable[[CountedRun], Count | None]) -> Share | None:
+    """The mean of one number over the runs of a row that count; None unless all have it."""
+    counts = [count(run) for run in row.runs]
+    found = [Proportion(each.successes, each.total) for each in counts if each is not None]
+    if not found or len(found) < len(counts):
+        return None
+    low, high = mean_interval(found)
+    return Share(100 * fmean(share.value for share in found), 100 * low, 100 * high)
+
+
+def charts(view: TableView, anchors: Sequence[str]) -> tuple[Chart, ...]:
+    """A chart of what is proven and one of what withstood an attack, each where the table is about it."""
+    label, drawn = _labels(view.rows), []
+    for title, name in (("Certified accuracy", "certified"), ("Accuracy under attack", "under attack")):
+        ours, paper = (_quantity(each) for each in (name, f"paper {name}"))
+        assert ours.count is not None
+        groups: dict[str, list[Measured]] = {}
+        for anchor, row in zip(anchors, view.rows, strict=True):
+            stated, share = paper.value(row), share_of(row.counted, ours.count)
+            if stated is not None or share is not None:
+                point = _measured(
+                    label(row), stated if isinstance(stated, float) else None, share, anchor, row
+                )
+                groups.setdefault(_group(row.entry), []).append(point)
+        if groups:
+            joined = _joined(groups)
+            drawn.append(Chart(title, tuple(dot_group(*group, view.digits) for group in joined.items())))
+    return tuple(drawn)
+
+
+def _quantity(name: str) -> Quantity:
+    return next(quantity for quantity in QUANTITIES if quantity.name == name)
+
+
+def _joined(groups: Mapping[str, Sequence[Measured]]) -> Mapping[str, Sequence[Measured]]:
+    """Groups of one row each become one group, whose rows say which they were."""
+    if max(map(len, groups.values())) > 1:
+        return groups
+    return {"": [replace(row, label=f"{name}: {row.label}") for name, (row,) in groups.items()]}
+
+
+def _measured(label: str, paper: float | None, ours: Share | None, anchor: str, row: RowView) -> Measured:
+    counted = row.counted
+    if ours is None:
+        note = "not measured" if counted.status == "measured" else counted.status
+        return Measured(label, paper, None, anchor=anchor, note=note)
+    note = counted.note if counted.scale == 1.0 else f"schedule {replace(row, quick=False).schedule}"
+    return Measured(label, paper, ours.value, ours.low, ours.high, anchor, note)
+
+
+def _group(entry: Entry) -> str:
+    threat = f"{entry.patch} and shapes of as many pixels" if entry.shape else entry.threat_words
+    return f"{data_name(entry.dataset)}, {threat}"
+
+
+def _labels(rows: Sequence[RowView]) -> Callable[[RowView], str]:
+    """A row's label without the words that all rows of the table share."""
+    parts: tuple[Callable[[RowView], str], ...] = (
+        lambda row: row.entry.shape,
+        lambda row: row.training,
+        lambda row: row.entry.model_words,
+    )
+    differing = [part for part in parts if len(set(map(part, rows))) > 1] or [parts[1]]
+    return lambda row: ", ".join(filter(None, (part(row) for part in differing)))

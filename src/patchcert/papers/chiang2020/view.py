@@ -1,0 +1,422 @@
+"""The paper's tables beside ours, in one view for every format; what was not run says so."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from patchcert.evidence.record import Evidence
+from patchcert.evidence.results import Result
+from patchcert.papers.chiang2020.counting import Count, CountedRow, CountedRun, certified_gaps
+from patchcert.papers.chiang2020.tables import DATA_NAMES, Entry, PaperTable
+from patchcert.report.tables import Cell, Column, Table
+
+ABSENT = "-"
+QUICK_LABEL = "QUICK LOOK, NOT A RESULT (small images, networks and schedules stand in for the paper's)"
+
+HEADING = """# Results
+
+Every number of ours is counted from the rows of evidence in [`results/`](../results), one per test image, by
+
+```bash
+patchcert reproduce all --from results --write docs/results.md
+```
+
+and a test holds this page to them. The last epoch counts; of several seeds that with the least training loss
+([why](decisions/0006-which-seed-counts.md)). Neither an epoch nor a seed is chosen on test images; which rows have
+several seeds may be, and notes say what else was decided after a look at them. Certificates cover every placement,
+and all test images unless a row says how many. Accuracies are in per cent, differences in points.
+[How to reproduce them](guides/reproduce.md).
+"""
+
+SEEDS = """Of the seeds that were run for a row the one whose mean training loss in the last epoch is least counts,
+for a mean of models the best seed of each; no test image has a part in that choice. The rows All Patch, Random(10)
+and Guided(10) of mlp, cnn2 and cnn4 on CIFAR-10 have three seeds each. Elsewhere more seeds are run only for rows whose
+first one failed or fell below the paper, on the test images too. Read a number with several seeds as the best of that
+many tries ([why](decisions/0006-which-seed-counts.md)); `--seeds 1` counts the first alone. Here are all of them; runs
+that rows share stand here once.
+"""
+
+CHALLENGED = """Certified test images, drawn at random, were attacked with all we have, as by `patchcert attack
+--certified-only`: every placement by both losses, then 20 restarts of 150 steps at the weakest; for sparse changes both
+losses, and every placement of the largest square. None may break.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """A counted row in words."""
+
+    counted: CountedRow
+    quick: bool = False
+
+    @property
+    def entry(self) -> Entry:
+        """What the paper has."""
+        return self.counted.entry
+
+    @property
+    def data(self) -> str:
+        """The data set, and what stands in for it in a quick look."""
+        return data_name(self.entry.dataset) + (" (by mnist-mini)" if self.quick else "")
+
+    @property
+    def training(self) -> str:
+        """How the row's models were trained, or the defense in front of them."""
+        entry = self.entry
+        attack = f", {entry.attack} attack" if entry.attack else ""
+        return entry.preset or (f"{entry.defense}{attack}" if entry.defense else entry.strategy)
+
+    @property
+    def model(self) -> str:
+        """The paper's model, and ours where it is another."""
+        words, network = self.entry.model_words, self.counted.network
+        return f"{words} (ours: {network})" if network else words
+
+    @property
+    def missing(self) -> str:
+        """Why there is no number of ours, where there is none."""
+        status, note = self.counted.status, self.counted.note
+        if status == "measured":
+            return ""
+        return f"{status} ({note})" if note else status
+
+    @property
+    def schedule(self) -> str:
+        """Whether the schedule was that of the paper, whether only some test images were asked, and the row's note."""
+        counted = self.counted
+        if not counted.runs:
+            return ABSENT
+        if self.quick:
+            return "quick"
+        words = ["full" if counted.scale == 1.0 else f"scaled by {counted.scale:g}"]
+        if counted.drawn_images is not None:
+            words.append(f"{counted.drawn_images:,} random test images")
+        if counted.attacked_images is not None:
+            where = "all" if counted.is_counted_on_attacked else "attack"
+            words.append(f"{where} on {counted.attacked_images:,} random test images")
+        return "; ".join([*words, *filter(None, [counted.note])])
+
+    @property
+    def seeds(self) -> str:
+        """How many seeds there are and that one of them counts, with the models' names where they differ in it."""
+        counted = self.counted
+        if not counted.runs:
+            return ABSENT
+        if not counted.passed_over:
+            return str(self.number_of_seeds)
+        counts = {run.model: len(counted.seeds_of(run)) for run in counted.runs}
+        if len(set(counts.values())) == 1:
+            return f"1 of {self.number_of_seeds}"
+        alike = {count: [model for model in counts if counts[model] == count] for count in counts.values()}
+        return "; ".join(
+            f"1 of {count} for {', '.join(models)}" for count, models in alike.items() if count > 1
+        )
+
+    @property
+    def number_of_seeds(self) -> int:
+        """The most seeds that any model of the row was run with, or its network attacked with."""
+        counts = Counter(run.model for run in (*self.counted.runs, *self.counted.passed_over))
+        return max(counts.values(), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """All that is known, down to the counts of every run."""
+        counted, entry = self.counted, self.entry
+        return {
+            "row": entry.label,
+            "status": counted.status,
+            "note": counted.note,
+            "paper": {name: getattr(entry, name) for name in ("clean", "empirical", "certified", "hours")},
+            "clean": counted.clean,
+            "empirical": counted.empirical,
+            "empirical_of_initially_correct": counted.empirical_of_correct,
+            "certified": counted.certified,
+            "certified_of_attacked": counted.certified_of_attacked,
+            "difference": counted.difference,
+            "spread": counted.spread,
+            "seconds": counted.seconds,
+            "scale": counted.scale if counted.runs else None,
+            "seeds": self.number_of_seeds,
+            "runs": [_run_to_json(run) for run in counted.runs],
+            "passed_over": [_run_to_json(run) for run in counted.passed_over],
+        }
+
+
+def _run_to_json(run: CountedRun) -> dict[str, Any]:
+    attacked, right = run.attacked, run.initially_correct
+    return {
+        "fingerprint": run.fingerprint,
+        "model": run.model,
+        "seed": run.seed,
+        "training_loss": run.training_loss,
+        "images": run.clean.total,
+        "correct": run.clean.successes,
+        "certified": [
+            {"threat": threat.to_dict(), "certified": count.successes} for threat, count in run.certified
+        ],
+        "attacked": attacked and attacked.total,
+        "withstood": attacked and attacked.successes,
+        "certified_of_attacked": run.certified_of_attacked and run.certified_of_attacked.successes,
+        "initially_correct": right and right.total,
+        "withstood_of_them": right and right.successes,
+        "defense": run.defense,
+        "seconds": run.seconds,
+        "device": run.device,
+    }
+
+
+Shown = Callable[["TableView"], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A column: what it shows of a row, in which tables, and the counts that it is the mean of, where it is one.
+
+    Per cent have the decimals of the paper's table unless others are given.
+    """
+
+    name: str
+    value: Callable[[RowView], Cell]
+    numeric: bool = True
+    decimals: int | None = None
+    signed: bool = False
+    shown: Shown = lambda view: True
+    count: Callable[[CountedRun], Count | None] | None = None
+
+    def column(self, digits: int) -> Column:
+        """How its cells are written."""
+        return Column(
+            self.name, digits if self.decimals is None else self.decimals, self.signed, self.numeric
+        )
+
+    def cell(self, row: RowView) -> Cell:
+        """What it says of a row."""
+        value = self.value(row)
+        return ABSENT if value is None else value
+
+
+def _has_attacks(view: "TableView") -> bool:
+    return any(row.entry.empirical is not None for row in view.rows)
+
+
+def _any(value: Callable[[CountedRow], float | None]) -> Shown:
+    return lambda view: any(value(row.counted) is not None for row in view.rows)
+
+
+def _float(value: float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+QUANTITIES = (
+    Quantity("data", lambda row: row.data, numeric=False),
+    Quantity("threat", lambda row: row.entry.threat_words, numeric=False),
+    Quantity("training", lambda row: row.training, numeric=False),
+    Quantity("model", lambda row: row.model, numeric=False),
+    Quantity("paper clean", lambda row: _float(row.entry.clean)),
+    Quantity("clean", lambda row: row.counted.clean, count=lambda run: run.clean),
+    Quantity("paper under attack", lambda row: _float(row.entry.empirical), shown=_has_attacks),
+    Quantity(
+        "under attack",
+        lambda row: row.missing or row.counted.empirical,
+        shown=_has_attacks,
+        count=lambda run: run.attacked,
+    ),
+    Quantity(
+        "under attack, of those right at first",
+        lambda row: row.counted.empirical_of_correct,
+        shown=_any(lambda row: row.empirical_of_correct),
+    ),
+    Quantity("paper certified", lambda row: _float(row.entry.certified)),
+    Quantity("certified", lambda row: row.missing or row.counted.certified, count=lambda run: run.worst),
+    Quantity(
+        "certified of those attacked",
+        lambda row: row.counted.certified_of_attacked,
+        shown=_any(lambda row: row.certified_of_attacked),
+    ),
+    Quantity("difference", lambda row: row.counted.difference, signed=True),
+    Quantity(
+        "spread over seeds", lambda row: row.counted.spread, decimals=2, shown=_any(lambda row: row.spread)
+    ),
+    Quantity("seeds", lambda row: row.seeds, decimals=1),
+    Quantity("paper hours", lambda row: _float(row.entry.hours), decimals=1),
+    Quantity("training seconds", lambda row: _float(row.counted.seconds), decimals=0),
+    Quantity("hardware", lambda row: row.counted.hardware or ABSENT, numeric=False),
+    Quantity("schedule", lambda row: row.schedule, numeric=False),
+)
+
+
+@dataclass(frozen=True)
+class TableView:
+    """A table of the paper with its counted rows."""
+
+    paper: PaperTable
+    rows: tuple[RowView, ...]
+    quick: bool = False
+
+    @classmethod
+    def of(cls, paper: PaperTable, rows: Sequence[CountedRow], quick: bool = False) -> "TableView":
+        """The view of counted rows."""
+        return cls(paper, tuple(RowView(row, quick) for row in rows), quick)
+
+    @property
+    def counted(self) -> tuple[CountedRow, ...]:
+        """The rows as they were counted."""
+        return tuple(row.counted for row in self.rows)
+
+    @property
+    def digits(self) -> int:
+        """The decimals that the paper gives in most cells of the table."""
+        found = [value for entry in self.paper.entries for value in (entry.clean, entry.certified)]
+        values = [value for value in found if value is not None]
+        fine = sum(round(value, 1) != value for value in values)
+        return 2 if 2 * fine > len(values) else 1
+
+    @property
+    def measured(self) -> int:
+        """How many rows were run."""
+        return sum(row.status == "measured" for row in self.counted)
+
+    @property
+    def full(self) -> int:
+        """How many rows were run with the paper's schedule."""
+        return sum(row.status == "measured" and row.scale == 1.0 for row in self.counted)
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        """Our certified accuracies less the paper's, where they can be compared."""
+        return certified_gaps(self.counted)
+
+    def to_table(self) -> Table:
+        """One row for each row of the paper's table, with its numbers and ours."""
+        section = f" (section {self.paper.section} of the paper)" if self.paper.section else ""
+        title = f"{QUICK_LABEL}: {self.paper.title}" if self.quick else f"{self.paper.title}{section}"
+        shown = [quantity for quantity in QUANTITIES if quantity.shown(self)]
+        columns = tuple(quantity.column(self.digits) for quantity in shown)
+        return Table(title, columns, tuple(tuple(each.cell(row) for each in shown) for row in self.rows))
+
+    def to_json(self) -> Mapping[str, Any]:
+        """All that is known, down to the counts of every run."""
+        rows = [row.to_json() for row in self.rows]
+        return {"table": self.paper.name, "title": self.paper.title, "quick": self.quick, "rows": rows}
+
+    def to_section(self) -> str:
+        """The table as a section of a Markdown document."""
+        source = f"Section {self.paper.section} of the paper. " if self.paper.section else ""
+        notes = "".join(f"- {note}\n" for note in self.paper.notes)
+        head = f"## {self.paper.title}\n\n{source}{self.paper.caption}\n"
+        return "\n".join(filter(None, [head, notes, _grid(self.to_table())]))
+
+
+def document(views: Sequence[TableView], results: Sequence[Result] = ()) -> str:
+    """A Markdown page of all tables, of several seeds and of all challenged proofs, the same for the same evidence."""
+    parts = [HEADING, overview_table(views).to_markdown(), *(view.to_section() for view in views)]
+    for table, words in ((seeds_table(views), SEEDS), (challenged_table(results), CHALLENGED)):
+        if table.rows:
+            parts.append("\n".join([f"## {table.title}\n\n{words}", _grid(table)]))
+    return "\n".join(parts)
+
+
+def _grid(table: Table) -> str:
+    """The table without its title."""
+    return table.to_markdown().partition("\n\n")[2]
+
+
+def overview_table(views: Sequence[TableView]) -> Table:
+    """How much of each table was run, and how it compares with the paper."""
+    columns = (
+        Column("table", numeric=False),
+        Column("rows"),
+        Column("run"),
+        Column("with the full schedule"),
+        Column("certified at or above the paper"),
+        Column("by the first seed alone"),
+        *(Column(f"{which} difference", 2, signed=True) for which in ("lowest", "median", "highest")),
+    )
+    return Table("What was run", columns, tuple(_overview_row(view) for view in views))
+
+
+def _overview_row(view: TableView) -> tuple[Cell, ...]:
+    gaps = view.gaps
+    return (
+        view.paper.name,
+        len(view.rows),
+        view.measured,
+        view.full,
+        _not_below(gaps),
+        _not_below(certified_gaps([row.by_first_seed for row in view.counted])),
+        *((min(gaps), median(gaps), max(gaps)) if gaps else (ABSENT,) * 3),
+    )
+
+
+def _not_below(gaps: Sequence[float]) -> str:
+    return f"{sum(gap >= 0 for gap in gaps)} of {len(gaps)}" if gaps else ABSENT
+
+
+def seeds_table(views: Sequence[TableView]) -> Table:
+    """Every seed of every model that was run with several, each only once however many rows share it."""
+    columns = (
+        *(Column(name, numeric=False) for name in ("data", "threat", "training", "model")),
+        *(Column("seed"), Column("training loss", decimals=4)),
+        *(Column(name, decimals=2) for name in ("clean", "certified")),
+        Column("counts", numeric=False),
+    )
+    several: dict[Hashable, tuple[RowView, CountedRun]] = {}
+    rows = [row for view in views for row in view.rows]
+    for row, run in ((each, run) for each in rows for run in each.counted.runs):
+        seeds = [each.fingerprint for each in row.counted.seeds_of(run)]
+        if len(seeds) > 1:
+            threats = tuple(threat for threat, _ in run.certified)
+            several.setdefault((run.fingerprint, *seeds, threats, run.defense), (row, run))
+    found = several.values()
+    shown = (_seed_row(row, run, each) for row, run in found for each in row.counted.seeds_of(run))
+    return Table("Seeds", columns, tuple(shown))
+
+
+def _seed_row(row: RowView, best: CountedRun, run: CountedRun) -> tuple[Cell, ...]:
+    entry, scale = row.entry, row.counted.scale
+    return (
+        data_name(entry.dataset),
+        entry.threat_words,
+        row.training if scale == 1.0 else f"{row.training}, scaled by {scale:g}",
+        run.model if entry.model == "average" else entry.model_words,
+        str(run.seed),
+        ABSENT if run.training_loss is None else run.training_loss,
+        run.clean.percent,
+        ABSENT if run.worst is None else run.worst.percent,
+        "yes" if run == best else "no",
+    )
+
+
+def challenged_table(results: Sequence[Result]) -> Table:
+    """Every attack on certified images alone that is among the results, and how many proofs it refuted."""
+    names = ("data", "threat", "training", "model", "hardware of the attack")
+    columns = [Column(name, numeric=False) for name in names]
+    columns[4:4] = [Column(name) for name in ("certified images", "gradient steps", "broken")]
+    rows = tuple(
+        _challenged_row(result, model, evidence)
+        for result in results
+        for model, found in (("", result.evidence), (", trimmed", result.trimmed))
+        for evidence in found
+        if evidence.question.certified_only
+    )
+    return Table("Challenged proofs", tuple(columns), rows)
+
+
+def _challenged_row(result: Result, trimmed: str, evidence: Evidence) -> tuple[Cell, ...]:
+    spec = result.spec
+    return (
+        data_name(spec.data.name),
+        str(evidence.threat),
+        f"{spec.strategy.kind}, {spec.schedule.epochs} epochs",
+        f"{spec.model.name}{trimmed}",
+        evidence.total,
+        int(evidence.columns["steps"].sum()),
+        evidence.total - evidence.withstood,
+        str(evidence.meta.get("device", ABSENT)),
+    )
+
+
+def data_name(name: str) -> str:
+    """A data set as it is usually written."""
+    return DATA_NAMES.get(name, name)

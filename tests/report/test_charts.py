@@ -1,0 +1,156 @@
+"""The geometry of charts: every number lies at its place, and the words say the same."""
+
+import itertools
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patchcert.report.charts import (
+    Measured,
+    Point,
+    Series,
+    dot_group,
+    line_chart,
+    nice_axis,
+    path,
+    percent_axis,
+    spread,
+    training_curves,
+    whole_axis,
+)
+
+SHARES = st.floats(0, 100, allow_subnormal=False)
+
+
+@given(st.floats(-1e4, 1e4), st.floats(1e-3, 1e4))
+def test_a_nice_axis_covers_its_range_with_even_round_ticks(low, span):
+    axis = nice_axis("x", low, low + span)
+    assert axis.low <= low + 1e-6 * span
+    assert axis.high >= low + span * (1 - 1e-6)
+    assert 2 <= len(axis.ticks) <= 8
+    step = axis.ticks[1] - axis.ticks[0]
+    mantissa = step / 10 ** math.floor(math.log10(step) + 1e-6)
+    assert min(abs(mantissa - nice) for nice in (1, 2, 5, 10)) < 1e-3
+
+
+def test_an_empty_range_still_gives_an_axis():
+    axis = nice_axis("x", 0.0, 0.0)
+    assert axis.high > axis.low
+
+
+@given(st.integers(0, 50), st.integers(0, 5000))
+def test_a_whole_axis_has_few_whole_ticks_inside_its_range(low, span):
+    axis = whole_axis("epoch", low, low + span)
+    assert all(tick == int(tick) and low <= tick <= low + span for tick in axis.ticks)
+    assert 1 <= len(axis.ticks) <= 10
+
+
+def test_ticks_carry_as_many_decimals_as_their_step():
+    assert [nice_axis("", 0, 1).show(value) for value in (0.0, 0.2)] == ["0.0", "0.2"]
+    assert percent_axis(63).show(70.0) == "70%"
+    assert percent_axis(63).low == 60
+
+
+def test_higher_values_are_drawn_higher_and_later_ones_further_right():
+    chart = line_chart(
+        "t", whole_axis("epoch", 0, 2), nice_axis("", 0, 1), [Series("a", (Point(0, 0.0), Point(2, 1.0)))]
+    )
+    (x0, y0), (x1, y1) = [
+        tuple(map(float, place)) for place in re.findall(r"[ML]([\d.]+) ([\d.]+)", chart.lines[0].path)
+    ]
+    assert (x0, y0) == (chart.left, chart.bottom)
+    assert (x1, y1) == (chart.right, chart.top)
+
+
+def test_a_value_that_is_not_finite_leaves_a_gap():
+    assert path([(0, 0), (1, math.nan), (2, 2), (3, 3)]) == "M0.0 0.0 M2.0 2.0 L3.0 3.0"
+
+
+@given(st.lists(st.floats(0, 200), max_size=8))
+def test_labels_keep_their_distance_and_stay_inside(wanted):
+    placed = sorted(spread(wanted, 15, 0, 200))
+    assert all(b - a >= 15 - 1e-9 for a, b in itertools.pairwise(placed))
+    assert all(-1e-9 <= place <= 200 + 1e-9 for place in placed)
+
+
+def test_intervals_become_whiskers_with_words():
+    series = Series("certified", (Point(2, 50.0, 40.0, 60.0),), markers=True)
+    mark = line_chart("t", whole_axis("side", 1, 5), percent_axis(), [series]).lines[0].marks[0]
+    assert mark.low is not None
+    assert mark.high is not None
+    assert mark.high < mark.y < mark.low
+    assert mark.text == "50.0% (40.0 to 60.0%)"
+
+
+def test_a_chart_says_in_words_where_its_lines_end():
+    series = [Series("clean", (Point(0, 10.0), Point(1, 95.5)))]
+    chart = line_chart("Accuracy", whole_axis("epoch", 0, 1), percent_axis(), series)
+    assert chart.summary == "Accuracy against epoch: clean ends at 95.5%."
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_short_trainings_have_an_axis(epochs):
+    assert whole_axis("epoch", 0, epochs - 1).high > 0
+
+
+def test_a_single_check_is_a_dot():
+    (accuracy,) = training_curves([{"epoch": 0}, {"epoch": 1, "clean_accuracy": 0.5}])
+    assert [len(line.marks) for line in accuracy.lines] == [1]
+
+
+@st.composite
+def measured_rows(draw):
+    rows = []
+    for number in range(draw(st.integers(1, 5))):
+        low, ours, high = sorted(draw(st.tuples(SHARES, SHARES, SHARES)))
+        rows.append(Measured(f"row {number}", draw(SHARES), ours, low, high))
+    return rows
+
+
+@given(measured_rows())
+def test_everything_lies_on_the_axis_in_order(rows):
+    group = dot_group("any", rows)
+    for row, drawn in zip(rows, group.rows, strict=True):
+        assert drawn.paper is not None
+        assert -1e-6 <= drawn.low <= drawn.ours <= drawn.high <= 100 + 1e-6
+        assert (row.paper < row.ours) == (drawn.paper < drawn.ours)
+    places = [tick.at for tick in group.ticks]
+    assert places[0] == 0
+    assert places[-1] == pytest.approx(100)
+    assert all(before < after for before, after in itertools.pairwise(places))
+    values = [float(tick.text.rstrip("%")) for tick in group.ticks]
+    assert 0 <= values[0] < values[-1] <= 100
+
+
+def test_places_are_those_of_the_ticks():
+    group = dot_group(
+        "any", [Measured("a", 20.0, 40.0, 39.0, 41.0), Measured("b", 60.0, None, note="not run")]
+    )
+    places = {tick.text: tick.at for tick in group.ticks}
+    assert group.rows[0].paper == pytest.approx(places["20%"])
+    assert group.rows[0].ours == pytest.approx(places["40%"])
+    assert group.rows[1].paper == pytest.approx(places["60%"])
+
+
+def test_small_differences_look_small():
+    group = dot_group("any", [Measured("a", 61.97, 62.07)])
+    assert abs(group.rows[0].ours - group.rows[0].paper) <= 1
+
+
+@pytest.mark.parametrize(
+    ("row", "summary"),
+    [
+        (Measured("a", 61.97, 62.07, 61.1, 63.0), "a: paper 62.0%, ours 62.1% (61.1 to 63.0%)"),
+        (Measured("a", None, 50.0), "a: the paper has no number, ours 50.0%"),
+        (Measured("a", 50.0, None, note="not run"), "a: paper 50.0%, ours not run"),
+        (
+            Measured("a", 50.0, 40.0, note="schedule scaled by 0.1"),
+            "a: paper 50.0%, ours 40.0%, schedule scaled by 0.1",
+        ),
+    ],
+)
+def test_words_say_what_is_drawn(row, summary):
+    assert dot_group("any", [row]).rows[0].summary == summary
