@@ -28,7 +28,6 @@ from patchcert.models import ModelSpec, build, save  # noqa: E402
 from patchcert.train.run_folder import EVIDENCE, Run  # noqa: E402
 from patchcert.train.spec import read_spec  # noqa: E402
 
-
 CHECKSUMS = {"file": "0" * 64}
 INTERVALS = {"name": "IntervalBounds", "dtype": "float32"}
 

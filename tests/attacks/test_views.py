@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from patchcert.attacks import AttackedModel, AttackJob, FastCopy, PatchAttack, SparseAttack
 from patchcert.attacks.views import ImageView, put, stamp_cells, without_batch_norms
+from patchcert.certificates import IntervalBounds, RandomAblation
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.threats import Patch, SparsePixels, shapes
 
@@ -225,3 +226,29 @@ def test_values_are_put_where_the_patch_lies_and_nowhere_else():
         2,
         198,
     )
+
+
+def test_a_classifier_with_a_proof_is_attacked_as_its_model_is():
+    model, job = Brightness().eval(), dark_job(Patch(7))
+    attack = PatchAttack(steps=40, restarts=1, check_every=5, batch_size=8)
+    by_logits = attack.run(model, job.images, job.labels, job.threat, seeded(0))
+    by_predictions = attack.run(IntervalBounds(model), job.images, job.labels, job.threat, seeded(0))
+    assert by_predictions.succeeded.all()
+    assert torch.equal(by_predictions.adversarial, by_logits.adversarial)
+    assert torch.equal(by_predictions.predictions, by_logits.predictions)
+
+
+def test_a_classifier_that_votes_is_judged_by_its_votes():
+    class Votes(nn.Module):
+        """Says 1 where the retained pixels, coded by their value and its complement, are bright on average."""
+
+        def forward(self, ablated: Tensor) -> Tensor:
+            bright, dark = ablated.sum(dim=(2, 3)).unbind(dim=1)
+            return torch.stack([dark, bright], dim=1)
+
+    job = dark_job(Patch(7))
+    classifier = RandomAblation(Votes().eval(), retained=9, selection_samples=60, estimation_samples=60)
+    assert (classifier.predict(job.images) == 0).all()
+    result = PatchAttack(steps=20, restarts=1).run(classifier, job.images, job.labels, job.threat, seeded(0))
+    assert result.succeeded.all()
+    assert (classifier.predict(result.adversarial) != 0).all()

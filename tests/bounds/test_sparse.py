@@ -38,9 +38,8 @@ def seeded(seed):
 def first_layer_box(model, images, pixels, bound, epsilon=1.0, rounding=NEAREST):
     network = trace(model)
     layer = FirstLayer.of(network.steps)
-    name = network.steps[layer.position].name
     with torch.no_grad():
-        clean = network.bounds(Interval.point(images), until=name, rounding=rounding)
+        clean = network.intervals(Interval.point(images), rounding)[layer.position + 1]
         return sparse_first_layer(layer, clean, images, pixels, bound, epsilon, rounding)
 
 

@@ -1,35 +1,13 @@
-"""Interval bounds keep every promise of the public suite."""
+"""Every kind of proof keeps the promises of the public suite."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from patchcert.certificates import certify
+from patchcert.certificates import IntervalBounds, RandomAblation
 from patchcert.testing import check_certifier
-
-
-class IntervalBounds:
-    def __init__(self, model, **settings):
-        self.model, self.settings = model, settings
-
-    def predict(self, images):
-        with torch.no_grad():
-            return self.model(images).argmax(dim=1)
-
-    def certify(self, images, labels, threat):
-        found = certify(self.model, images, labels, threat, **self.settings)
-        bare = bool(found.margins.isnan().all()) and self.settings.get("verdicts_only")
-        return SimpleNamespace(
-            certified=found.certified,
-            predictions=found.predictions,
-            margins=None if bare else found.margins,
-            worst_placement=None if bare else found.worst_placement,
-            placements=None,
-            guarantee=SimpleNamespace(promise="recovery", confidence=1.0),
-        )
-
 
 VARIANTS = (
     partial(IntervalBounds, memory_budget=1),
@@ -51,6 +29,28 @@ def test_the_float64_audit_conforms():
 
 def test_verdicts_alone_conform():
     check_certifier(partial(IntervalBounds, verdicts_only=True), sparse=True)
+
+
+class SeesRetainedPixels(nn.Module):
+    """A model of images as one of ablated images: those pixels that are gone are black."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.train(model.training)
+
+    def forward(self, encoded):
+        return self.model(encoded[:, : encoded.shape[1] // 2])
+
+
+def ablation_of(model):
+    return RandomAblation(
+        SeesRetainedPixels(model), retained=2, selection_samples=20, estimation_samples=60, batch_size=2000
+    )
+
+
+def test_random_ablation_conforms():
+    check_certifier(ablation_of, logits_decide=False)
 
 
 @pytest.mark.gpu

@@ -3,17 +3,20 @@ import json
 import numpy as np
 import pytest
 import torch
-from patchcert.cli.attack_choice import AttackChoice
-from patchcert.cli.attack_steps import draw_images, parse_settings
 from safetensors.torch import save_file
 from torch import nn
 
 import patchcert as pc
 from patchcert.attacks import AdaptiveAttack, TransferAttack, smoothing_grid, tune_defense
+from patchcert.certificates import Certificates
 from patchcert.cli.app import run
+from patchcert.cli.attack import AttackOptions
+from patchcert.cli.options import parse_settings
 from patchcert.data import load_dataset
-from patchcert.defenses import Defended, LocalGradientSmoothing
+from patchcert.defenses import Defended, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
+from patchcert.evidence import Certification, EvidenceFolder, Selection, Subject
+from patchcert.evidence.measuring import certificate_columns
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
 from patchcert.train.run_folder import Run
@@ -60,13 +63,29 @@ def run_folder(tmp_path, trained_file):
     return created
 
 
+def evidence(folder):
+    return EvidenceFolder(folder.evidence_folder).all()
+
+
+def lie(folder):
+    """Evidence that every image which the run's model gets right is proven, without margins that would tell."""
+    dataset = load_dataset("mnist-mini")
+    bounds = pc.IntervalBounds(folder.model(), verdicts_only=True)
+    subject = Subject(bounds, sha256(folder.weights), dataset, Selection("mnist-mini"), torch.device("cpu"))
+    labels, predictions = dataset.test.labels, bounds.predict(dataset.test.floats())
+    claim = Certificates(predictions == labels, predictions, labels)
+    work = Certification(subject, pc.Patch(5)).into(EvidenceFolder(folder.evidence_folder))
+    columns = certificate_columns(claim, subject.positions())
+    subject.evidence(work.question, columns, {}).write(work.file)
+
+
 def test_the_summary_and_the_rows_are_what_the_library_says(capsys, trained_file, tmp_path):
     out = tmp_path / "evidence.npz"
     assert (
         attack(trained_file, "--data", "mnist-mini", "--patch", 3, *QUICK, "--out", out, "--save-images") == 0
     )
     summary = answer(capsys)
-    index = draw_images(1000, 25, None, seed=0)
+    index = Selection("mnist-mini", drawn=25).positions(1000)
     images = load_dataset("mnist-mini").test[index]
     model = load(trained_file)[0]
     choice = pc.PatchAttack(steps=4, step_size=0.05, restarts=2)
@@ -82,7 +101,7 @@ def test_the_summary_and_the_rows_are_what_the_library_says(capsys, trained_file
     assert low < summary["attacked_accuracy"] < high
     assert summary["weights_sha256"] == sha256(trained_file)
     assert summary["kind"] == "attack"
-    assert summary["settings"]["restarts"] == 2
+    assert summary["attack"]["restarts"] == 2
     with np.load(out, allow_pickle=False) as rows:
         assert np.array_equal(rows["index"], index)
         assert np.array_equal(rows["label"], images.labels)
@@ -103,14 +122,14 @@ def test_a_run_knows_its_data_and_threat_and_keeps_its_evidence(capsys, run_fold
     assert attack(run_folder.path, *QUICK) == 0
     summary = answer(capsys)
     assert summary["threat"] == pc.Patch(2).to_dict()
-    (name,) = run_folder.evidence_names()
-    assert summary["evidence"] == str(run_folder.path / "evidence" / f"{name}.npz")
-    assert run_folder.evidence_meta(name)["kind"] == "attack"
-    assert "adversarial" not in run_folder.evidence(name)
+    (found,) = evidence(run_folder)
+    assert summary["evidence"] == str(found.path)
+    assert found.kind == "attack"
+    assert "adversarial" not in found.columns
     assert attack(run_folder.path, *QUICK, "--search", "sweep") == 0
     assert attack(run_folder.path, *QUICK, "--defense", "dw", "--setting", "saliency_kind=gradient") == 0
-    kinds = [run_folder.evidence_meta(name)["kind"] for name in run_folder.evidence_names()]
-    assert sorted(kinds) == ["attack", "attack", "attack-defended"]
+    assert [found.is_undefended for found in evidence(run_folder)].count(True) == 2
+    assert len(evidence(run_folder)) == 3
 
 
 def test_another_question_keeps_the_evidence_of_the_first(run_folder):
@@ -128,8 +147,7 @@ def test_another_question_keeps_the_evidence_of_the_first(run_folder):
         assert attack(run_folder.path, *QUICK, *options) == 0
     for options in (["--limit", "3"], ["--limit", "3", "--seed", "1"]):
         assert attack(run_folder.path, "--steps", "4", "--restarts", "2", *options) == 0
-    made = [name for name in run_folder.evidence_names() if name.startswith("attack")]
-    assert len(made) == len(questions) + 2
+    assert len(evidence(run_folder)) == len(questions) + 2
 
 
 def test_the_first_images_can_be_asked_for(capsys, trained_file, tmp_path):
@@ -138,7 +156,7 @@ def test_the_first_images_can_be_asked_for(capsys, trained_file, tmp_path):
         attack(trained_file, "--data", "mnist-mini", "--sparse", 2, *QUICK[:4], "--limit", 6, "--out", out)
         == 0
     )
-    assert answer(capsys)["settings"]["kind"] == "SparseAttack"
+    assert answer(capsys)["attack"]["kind"] == "SparseAttack"
     with np.load(out, allow_pickle=False) as rows:
         assert rows["index"].tolist() == list(range(6))
         assert (rows["top"] == -1).all()
@@ -150,14 +168,17 @@ def test_defended_models_are_attacked_with_and_without_knowing_the_defense(capsy
     options += ["--adaptive"] if adaptive else []
     assert attack(trained_file, "--data", "mnist-mini", "--patch", 4, *QUICK, *options) == 0
     summary = answer(capsys)
-    assert summary["defense"] == "LocalGradientSmoothing(window=4, overlap=1, threshold=0.1, smoothing=2.3)"
+    assert (
+        summary["classifier"]["defense"]
+        == "LocalGradientSmoothing(window=4, overlap=1, threshold=0.1, smoothing=2.3)"
+    )
     model = Defended(LocalGradientSmoothing(4, 1, 0.1, 2.3), load(trained_file)[0])
-    images = load_dataset("mnist-mini").test[draw_images(1000, 25, None, 0)]
+    images = load_dataset("mnist-mini").test[Selection("mnist-mini", drawn=25).positions(1000)]
     inner = pc.PatchAttack(steps=4, restarts=2)
     whole = AdaptiveAttack(inner) if adaptive else TransferAttack(inner)
     expected = whole.run(model, images.floats(), images.labels, pc.Patch(4), torch.Generator().manual_seed(0))
     assert summary["attacked_accuracy"] == expected.accuracy
-    assert summary["settings"]["kind"] == type(whole).__name__
+    assert summary["attack"]["kind"] == type(whole).__name__
 
 
 def test_settings_are_tuned_on_training_images(capsys, trained_file):
@@ -186,16 +207,7 @@ def test_certified_images_withstand_everything(capsys, run_folder):
 
 
 def test_a_false_proof_is_shouted_about(capsys, run_folder):
-    images = load_dataset("mnist-mini").test
-    claim = {
-        "kind": "certify",
-        "weights_sha256": sha256(run_folder.weights),
-        "threat": pc.Patch(5).to_dict(),
-        "data": {"name": "mnist-mini", "split": "test"},
-    }
-    model = run_folder.model()
-    right = model(images.floats()).argmax(dim=1) == images.labels
-    run_folder.write_evidence("certify-lie", {"label": images.labels, "verdict": right}, claim)
+    lie(run_folder)
     options = ["--steps", "5", "--restarts", "1", "--images", "8", "--patch", "5", "--certified-only"]
     assert attack(run_folder.path, *options) == 1
     printed = capsys.readouterr()
@@ -222,15 +234,7 @@ def test_several_targets_are_summed_up_and_each_keeps_its_own_evidence(
 
 
 def test_one_false_proof_among_several_targets_is_enough(capsys, run_folder, trained_file):
-    images = load_dataset("mnist-mini").test
-    right = run_folder.model()(images.floats()).argmax(dim=1) == images.labels
-    claim = {
-        "kind": "certify",
-        "weights_sha256": sha256(run_folder.weights),
-        "threat": pc.Patch(5).to_dict(),
-        "data": {"name": "mnist-mini", "split": "test"},
-    }
-    run_folder.write_evidence("certify-lie", {"label": images.labels, "verdict": right}, claim)
+    lie(run_folder)
     options = ["--steps", "5", "--restarts", "1", "--images", "8", "--patch", "5", "--certified-only"]
     assert attack(run_folder.path, trained_file, "--data", "mnist-mini", *options) == 1
     printed = capsys.readouterr()
@@ -240,7 +244,7 @@ def test_one_false_proof_among_several_targets_is_enough(capsys, run_folder, tra
 
 def test_several_targets_are_opened_before_any_is_attacked(capsys, run_folder, tmp_path):
     assert attack(run_folder.path, tmp_path / "missing", *QUICK) == 2
-    assert run_folder.evidence_names() == ()
+    assert evidence(run_folder) == ()
     assert attack(run_folder.path, run_folder.path, *QUICK, "--out", tmp_path / "rows.npz") == 2
     assert "names one file for 2 targets" in " ".join(capsys.readouterr().err.split())
 
@@ -300,31 +304,38 @@ def test_imagenet_targets_name_what_is_missing(capsys, tmp_path):
     assert "does not hold a resnet50" in capsys.readouterr().err
 
 
-def test_images_are_drawn_by_the_seed_alone():
-    first, again, other = (
-        draw_images(1000, 400, None, 1),
-        draw_images(1000, 400, None, 1),
-        draw_images(1000, 400, None, 2),
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert len(first.unique()) == 400
-    assert draw_images(10, 400, None, 0).tolist() == list(range(10))
-
-
 def test_settings_are_read_as_the_defense_takes_them():
-    parsed = parse_settings("dw", ["window=7", "quantile=0.9", "saliency_kind=gradient", "fill=0.1,0.2,0.3"])
+    parsed = parse_settings(
+        "dw", DigitalWatermarking, ["window=7", "quantile=0.9", "saliency_kind=gradient", "fill=0.1,0.2,0.3"]
+    )
     assert parsed == {"window": 7, "quantile": 0.9, "saliency_kind": "gradient", "fill": (0.1, 0.2, 0.3)}
-    assert parse_settings("dw", ["fill=ring"]) == {"fill": "ring"}
+    assert parse_settings("dw", DigitalWatermarking, ["fill=ring"]) == {"fill": "ring"}
     with pytest.raises(InvalidInput, match="dw has no setting 'model'"):
-        parse_settings("dw", ["model=x"])
+        parse_settings("dw", DigitalWatermarking, ["model=x"])
 
 
 def test_defaults_depend_on_threat_and_images():
-    choice = AttackChoice(150, None, None, None, None, "none", (), False, None, 0.02, False, None)
-    cpu = torch.device("cpu")
-    patch, sparse = choice.build(pc.Patch(5), False, cpu), choice.build(pc.SparsePixels(4), False, cpu)
-    corners = choice.build(pc.Patch(42, placements="corners"), True, cpu)
+    asked = AttackOptions(
+        steps=150,
+        step_size=None,
+        restarts=None,
+        loss=None,
+        search=None,
+        method=None,
+        defense="none",
+        settings=(),
+        adaptive=False,
+        tune=None,
+        largest_drop=0.02,
+        certified_only=False,
+        batch_size=None,
+        seed=0,
+        save_images=False,
+        device=torch.device("cpu"),
+        out=None,
+    )
+    patch, sparse = asked.build(pc.Patch(5), False), asked.build(pc.SparsePixels(4), False)
+    corners = asked.build(pc.Patch(42, placements="corners"), True)
     assert patch == pc.PatchAttack(batch_size=512)
     assert sparse == pc.SparseAttack(steps=150, batch_size=512)
     assert corners.describe()["restarts"] == 4

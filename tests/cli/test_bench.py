@@ -4,17 +4,14 @@ import json
 
 import pytest
 
-from patchcert.bench import cases
-from patchcert.bench.cases import Case
+from patchcert.bench import Case
 from patchcert.cli.app import run
 
 
 @pytest.fixture
 def tiny_cases(monkeypatch):
-    monkeypatch.setattr(
-        "patchcert.bench.CASES", (Case("mlp", "tiny", 2, 1, 8), Case("cnn2", "tiny", 3, 3, 8))
-    )
-    monkeypatch.setattr(cases, "SIZES", ())
+    cases = (Case("mlp", "tiny", 2, 1, 8), Case("cnn2", "tiny", 3, 3, 8))
+    monkeypatch.setattr("patchcert.bench.CASES", cases)
 
 
 def test_measurements_are_json_that_can_be_shown_again(tiny_cases, tmp_path, capsys):

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import patchcert as pc
-from patchcert.certificates import intervals as certificates
+from patchcert.certificates import IntervalBounds
 from patchcert.cli.app import run
 from patchcert.data import load_dataset
-from patchcert.evidence import proving
+from patchcert.evidence import Evidence, EvidenceFolder, measuring
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
 from patchcert.train.run_folder import Run
@@ -45,37 +45,37 @@ def test_the_summary_is_what_the_library_says(capsys, model_file, tmp_path):
 def test_evidence_names_the_weights_that_were_read_even_if_the_file_is_replaced(
     capsys, model_file, monkeypatch
 ):
-    expected, honest = sha256(model_file), certificates.IntervalCertifier.certify
+    expected, honest = sha256(model_file), IntervalBounds.certify
 
     def replacing(*arguments):
         model_file.write_bytes(b"newer weights")
         return honest(*arguments)
 
-    monkeypatch.setattr(certificates.IntervalCertifier, "certify", replacing)
+    monkeypatch.setattr(IntervalBounds, "certify", replacing)
     assert certify(model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 3) == 0
     assert model_file.read_bytes() == b"newer weights"
     assert answer(capsys)["weights_sha256"] == expected
 
 
-def test_an_interrupted_command_goes_on_when_it_is_given_again(capsys, model_file, tmp_path, monkeypatch):
+def test_an_interrupted_command_resumes_when_it_is_given_again(capsys, model_file, tmp_path, monkeypatch):
     asked = (model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 20, "--out")
     assert certify(*asked, tmp_path / "whole.npz") == 0
-    monkeypatch.setattr(proving, "FIRST_BLOCK", 8)
+    monkeypatch.setattr(measuring, "FIRST_BLOCK", 8)
     with monkeypatch.context() as patched:
-        patched.setattr(proving._Blocks, "after", interrupt)
+        patched.setattr(measuring, "_next_size", interrupt)
         assert certify(*asked, tmp_path / "parts.npz") == 130
-    assert "8 of 20 images are kept: the same command goes on from there" in capsys.readouterr().err
+    assert "8 of 20 images are kept: the same command resumes from there" in capsys.readouterr().err
     assert not (tmp_path / "parts.npz").exists()
     assert certify(*asked, tmp_path / "parts.npz") == 0
     captured = capsys.readouterr()
-    assert "going on after 8 images" in captured.err
+    assert "resuming after 8 images" in captured.err
     whole, parts = (np.load(tmp_path / f"{name}.npz") for name in ("whole", "parts"))
     assert all(np.array_equal(whole[name], parts[name]) for name in whole.files if name != "meta")
     assert {file.name for file in tmp_path.glob("*.npz*")} == {"whole.npz", "parts.npz"}
 
 
 def test_an_interruption_without_a_file_says_that_nothing_is_kept(capsys, model_file, monkeypatch):
-    monkeypatch.setattr(proving._Blocks, "after", interrupt)
+    monkeypatch.setattr(measuring, "_next_size", interrupt)
     assert certify(model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 20) == 130
     assert "nothing is kept: that needs --out" in capsys.readouterr().err
 
@@ -89,15 +89,17 @@ def test_evidence_has_one_row_per_image(capsys, model_file, tmp_path):
     assert certify(model_file, "--data", "mnist-mini", "--patch", 3, "--limit", 12, "--out", out) == 0
     images = load_dataset("mnist-mini").test.take(12)
     expected = pc.certify(load(model_file)[0], images.floats(), images.labels, pc.Patch(3))
-    with np.load(out, allow_pickle=False) as rows:
-        assert json.loads(str(rows["meta"]))["threat"] == pc.Patch(3).to_dict()
-        assert np.array_equal(rows["label"], images.labels)
-        assert np.array_equal(rows["prediction"], expected.predictions)
-        assert np.array_equal(rows["verdict"], expected.certified)
-        assert np.array_equal(rows["worst_top"], expected.worst_placement[:, 0])
-        assert np.array_equal(rows["worst_left"], expected.worst_placement[:, 1])
-        others = expected.margins.scatter(1, images.labels[:, None], torch.inf)
-        assert np.array_equal(rows["margin"], others.amin(dim=1))
+    found = Evidence.read(out)
+    rows = found.columns
+    assert found.threat == pc.Patch(3)
+    assert rows["index"].tolist() == list(range(12))
+    assert np.array_equal(rows["label"], images.labels)
+    assert np.array_equal(rows["prediction"], expected.predictions)
+    assert np.array_equal(rows["certified"], expected.certified)
+    assert np.array_equal(rows["worst_top"], expected.worst_placement[:, 0])
+    assert np.array_equal(rows["worst_left"], expected.worst_placement[:, 1])
+    others = expected.margins.scatter(1, images.labels[:, None], torch.inf)
+    assert np.array_equal(rows["margin"], others.amin(dim=1))
 
 
 def test_an_easy_model_is_certified(capsys, tmp_path):
@@ -133,7 +135,11 @@ def test_the_other_settings_are_passed_on(capsys, model_file):
     ]
     assert certify(model_file, "--data", "mnist-mini", "--patch", "2", "--limit", 5, *settings) == 0
     summary = answer(capsys)
-    assert summary["settings"] == {"dtype": "float64", "memory_budget": 50_000_000}
+    assert summary["classifier"] == {
+        "name": "IntervalBounds",
+        "dtype": "float64",
+        "memory_budget": 50_000_000,
+    }
     assert summary["data"]["split"] == "train"
     assert summary["evidence"] is None
 
@@ -209,10 +215,34 @@ def test_a_run_knows_its_data_and_threat_and_keeps_its_evidence(capsys, run_fold
     summary = answer(capsys)
     assert summary["threat"] == pc.Patch(3).to_dict()
     assert summary["data"]["name"] == "mnist-mini"
-    (name,) = run_folder.evidence_names()
-    assert summary["evidence"] == str(run_folder.path / "evidence" / f"{name}.npz")
-    assert len(run_folder.evidence(name)["verdict"]) == 8
-    assert run_folder.evidence_meta(name)["threat"] == pc.Patch(3).to_dict()
+    (found,) = EvidenceFolder(run_folder.evidence_folder).all()
+    assert summary["evidence"] == str(found.path)
+    assert found.total == 8
+    assert found.threat == pc.Patch(3)
+
+
+def test_a_method_and_its_settings_can_be_chosen(capsys, tmp_path):
+    spec = ModelSpec("cnn2_ablation", 1, 28, 28, hidden=4)
+    save(build(spec, torch.Generator().manual_seed(0)), spec, tmp_path / "votes.safetensors")
+    settings = ["retained=60", "selection_samples=5", "estimation_samples=20", "batch_size=25"]
+    words = [word for setting in settings for word in ("--setting", setting)]
+    asked = (tmp_path / "votes.safetensors", "--data", "mnist-mini", "--sparse", 1, "--limit", 3)
+    assert certify(*asked, "--method", "ablation", *words) == 0
+    summary = answer(capsys)
+    assert summary["classifier"]["name"] == "RandomAblation"
+    assert summary["classifier"]["retained"] == 60
+    assert summary["guarantee"] == {"promise": "recovery", "confidence": 0.95}
+    for options, message in (
+        (["--method", "magic"], "--method magic is unknown"),
+        (
+            ["--method", "ablation", "--dtype", "float64"],
+            "--dtype is a setting of interval bounds, not of ablation",
+        ),
+        (["--method", "ablation", "--setting", "size=3"], "ablation has no setting 'size'"),
+        (["--setting", "retained=3"], "interval has no setting 'retained'"),
+    ):
+        assert certify(*asked, *options) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_different_questions_to_a_run_are_kept_apart(run_folder, tmp_path):
@@ -231,7 +261,7 @@ def test_different_questions_to_a_run_are_kept_apart(run_folder, tmp_path):
     ]
     for question in questions * 2:
         assert certify(run_folder.path, "--limit", 2, *question) == 0
-    assert len(run_folder.evidence_names()) == len(questions)
+    assert len(EvidenceFolder(run_folder.evidence_folder).files()) == len(questions)
 
 
 def test_an_unfinished_run_is_refused(capsys, run_folder):

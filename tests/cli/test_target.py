@@ -1,10 +1,10 @@
-"""What commands work on: images come at the model's size, and labels that mean something else are public_name of."""
+"""What commands work on: images come at the model's size, and labels that mean something else are spoken of."""
 
 import pytest
 import torch
 from PIL import Image
 
-from patchcert.cli.target import Target, choose_images, open_data, open_target
+from patchcert.cli.target import Target, open_data, open_target, select_images
 from patchcert.errors import InvalidInput
 from patchcert.models import ModelSpec, build
 
@@ -19,7 +19,9 @@ def make_folder(path, classes):
 def warning(capsys, target, data):
     """What is said on stderr when images of the data are chosen for the target."""
     dataset = open_data(target, data, None)
-    assert len(choose_images(target, dataset, "test", 2)) == min(2, len(dataset.test))
+    assert len(select_images(target, dataset, "test", 2).positions(len(dataset.test))) == min(
+        2, len(dataset.test)
+    )
     return capsys.readouterr().err
 
 
@@ -63,7 +65,7 @@ def test_a_file_that_names_no_data_is_compared_by_the_number_of_classes(tmp_path
     shown = warning(capsys, target, make_folder(tmp_path / "two", "ab"))
     assert "mine.safetensors is a model for 3 classes; " in shown
     with pytest.raises(InvalidInput, match="images of 3 classes, but those of mnist-mini are 1x28x28 of 10"):
-        choose_images(target, open_data(target, "mnist-mini", None), "test", 1)
+        select_images(target, open_data(target, "mnist-mini", None), "test", 1)
 
 
 def test_a_models_own_data_are_not_spoken_of(capsys):

@@ -4,9 +4,9 @@ import json
 import sys
 
 import pytest
-from patchcert.cli.training_view import Figures, Several, TensorBoard, training_view
 
 from patchcert.cli.app import run
+from patchcert.cli.train import Figures, Several, TensorBoard, training_view
 from patchcert.train.loop import Position
 from patchcert.train.run_folder import Run
 

@@ -3,10 +3,10 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 
 from patchcert.cli.app import run
+from patchcert.evidence import EvidenceFolder
 from patchcert.files import sha256
 from patchcert.train.run_folder import Run
 from patchcert.train.spec import read_spec
@@ -82,8 +82,9 @@ def test_added_models_are_listed_and_shown(capsys, zoo, folder):
     assert listed["bytes"] == zoo.size()
     assert run(["zoo", "show", NAME]) == 0
     shown = answer(capsys)
-    rows = Run.open(folder).evidence("certify-patch-2x2-square-everywhere")
-    assert shown["proof"]["certified"] == np.count_nonzero(rows["verdict"])
+    found = EvidenceFolder(folder / "evidence").all()
+    assert [shown["proof"]["certified"]] == [each.certified for each in found if each.kind == "certify"]
+    assert shown["proof"]["classifier"] == {"name": "IntervalBounds", "dtype": "float32"}
     low, high = shown["proof"]["certified_interval"]
     assert low < shown["proof"]["certified_accuracy"] == added["certified_accuracy"] < high
     (attack,) = shown["attacks"]

@@ -1,5 +1,6 @@
-"""Evidence is small, named by its question, and checked when it is read."""
+"""One name for each question, one format for each answer, and no answer that contradicts itself."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,56 +10,176 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import patchcert as pc
 from patchcert.certificates import Certificates
 from patchcert.errors import RunError
-from patchcert.evidence import Evidence, EvidenceFolder, Question, Selection
+from patchcert.evidence import Certification, Evidence, EvidenceFolder, Question, Selection, refuted
 from patchcert.evidence.measuring import certificate_columns
-from patchcert.threats import Patch, SparsePixels, shapes
 
 RESULTS = Path(__file__).parents[2] / "results"
 INTERVALS = {"name": "IntervalBounds", "dtype": "float32"}
-ATTACK = {"kind": "PatchAttack", "restarts": 80, "batch_size": 512, "seed": 0}
 
-threats = st.one_of(
-    st.builds(Patch, st.tuples(st.integers(1, 9), st.integers(1, 9))),
-    st.builds(lambda pixels: Patch(shapes.diamond(pixels)), st.sampled_from([4, 9, 13, 25])),
-    st.builds(lambda corner: Patch(2, placements=[corner]), st.tuples(st.integers(0, 9), st.integers(0, 9))),
-    st.builds(SparsePixels, st.integers(1, 9), st.sampled_from(["tight", "per-pixel"])),
-)
-selections = st.builds(
-    Selection,
-    st.sampled_from(["mnist", "cifar10"]),
-    st.sampled_from(["test", "train"]),
-    st.none() | st.integers(1, 9),
-    st.none(),
-)
-questions = st.one_of(
-    st.builds(
-        Question, st.just("certify"), threats, selections, st.sampled_from([INTERVALS, {"name": "X", "a": 1}])
-    ),
-    st.builds(
+
+def stamps():
+    rows = st.lists(st.lists(st.booleans(), min_size=2, max_size=2), min_size=2, max_size=2)
+    return rows.filter(lambda grid: any(map(any, grid))).map(lambda grid: pc.Patch(torch.tensor(grid)))
+
+
+def threats():
+    corners = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=3, unique=True)
+    maps = st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=3, max_size=3)
+    return st.one_of(
+        st.integers(1, 3).map(pc.Patch),
+        stamps(),
+        corners.map(lambda listed: pc.Patch(2, placements=listed)),
+        maps.filter(lambda grid: any(map(any, grid))).map(
+            lambda grid: pc.Patch(2, placements=torch.tensor(grid))
+        ),
+        st.builds(pc.SparsePixels, st.integers(1, 3), st.sampled_from(["tight", "per-pixel", "per-value"])),
+    )
+
+
+def questions():
+    selections = st.builds(
+        Selection,
+        data=st.sampled_from(["mnist", "mnist-mini"]),
+        split=st.sampled_from(["test", "train"]),
+        limit=st.none() | st.integers(1, 2),
+        drawn=st.none() | st.integers(1, 2),
+        seed=st.integers(0, 1),
+    )
+    classifiers = st.sampled_from(
+        [INTERVALS, {**INTERVALS, "dtype": "float64"}, {"name": "RandomAblation", "retained": 45}]
+    )
+    certified = st.builds(Question, st.just("certify"), threats(), selections, classifiers)
+    attacked = st.builds(
         Question,
         st.just("attack"),
-        threats,
+        threats(),
         selections,
-        st.sampled_from([{"name": "Model"}, {"name": "Defended", "defense": "D(1)"}]),
-        st.sampled_from([ATTACK, ATTACK | {"restarts": 8}]),
+        st.sampled_from(
+            [{"name": "Model"}, {"name": "Defended", "defense": "A"}, {"name": "Defended", "defense": "B"}]
+        ),
+        st.sampled_from(
+            [{"kind": "PatchAttack", "steps": 1, "seed": 0}, {"kind": "PatchAttack", "steps": 1, "seed": 1}]
+        ),
         st.booleans(),
-    ),
-)
+    )
+    return certified | attacked
 
 
-@given(questions, questions)
-def test_two_questions_have_one_name_exactly_if_they_are_one(first, second):
-    assert (first == second) == (first.name == second.name) == (first.to_dict() == second.to_dict())
-    assert Question.from_dict(first.to_dict()) == first
+@given(st.lists(questions(), min_size=2, max_size=6))
+def test_two_questions_have_one_name_exactly_if_they_are_the_same(asked):
+    for first in asked:
+        for second in asked:
+            assert (first.name == second.name) == (first == second)
 
 
-def test_names_do_not_depend_on_batches_or_on_what_else_is_told_of_an_image():
-    asked = Question("attack", Patch(5), Selection("mnist"), {"name": "Model"}, ATTACK)
-    assert replace(asked, attack=ATTACK | {"batch_size": 16384}).name == asked.name
-    proof = Question("certify", Patch(5), Selection("mnist"), INTERVALS)
-    assert replace(proof, classifier=INTERVALS | {"verdicts_only": True}).name == proof.name
+@given(questions())
+def test_a_question_is_read_back_as_it_was_asked(question):
+    again = Question.from_dict(json.loads(json.dumps(question.to_dict())))
+    assert again == question
+    assert again.threat == question.threat
+    assert hash(again) == hash(question)
+
+
+def test_two_maps_of_one_patch_and_sparse_threats_have_names_of_their_own():
+    """These once shared a name, or had two."""
+    first, second = torch.zeros(27, 27, dtype=torch.bool), torch.zeros(27, 27, dtype=torch.bool)
+    first[0, 0] = second[0, 1] = True
+    asked = [
+        Question("certify", threat, Selection("mnist"), INTERVALS)
+        for threat in (pc.Patch(2, placements=first), pc.Patch(2, placements=second), pc.SparsePixels(4))
+    ]
+    assert len({question.name for question in asked}) == 3
+    diamond = Question("certify", pc.Patch(pc.shapes.diamond(25)), Selection("mnist"), INTERVALS)
+    assert diamond.name.startswith("certify-patch-diamond-of-25-pixels-everywhere-")
+
+
+def test_batch_sizes_and_what_else_is_said_of_an_image_are_no_part_of_the_question():
+    series = {"kind": "AttackSeries", "attacks": [{"kind": "PatchAttack", "batch_size": 1}], "batch_size": 2}
+    other = {"kind": "AttackSeries", "attacks": [{"kind": "PatchAttack", "batch_size": 512}], "batch_size": 9}
+    asked = [
+        Question("attack", pc.Patch(2), Selection("mnist"), {"name": "Model"}, each)
+        for each in (series, other)
+    ]
+    assert asked[0] == asked[1]
+    assert asked[0].name == asked[1].name
+    proof = Question("certify", pc.Patch(5), Selection("mnist"), INTERVALS)
+    assert replace(proof, classifier={**INTERVALS, "verdicts_only": True}).name == proof.name
+
+
+def test_images_are_drawn_by_the_seed_alone():
+    first, again, other = (Selection("mnist", drawn=400, seed=seed).positions(1000) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert len(first.unique()) == 400
+    assert Selection("mnist", drawn=400).positions(10).tolist() == list(range(10))
+    assert Selection("mnist", limit=3).positions(10).tolist() == [0, 1, 2]
+
+
+@pytest.fixture
+def evidence(subject):
+    found = Certification(subject, pc.Patch(3)).run()
+    assert 0 < found.certified < found.total == found.correct
+    return found
+
+
+def changed(evidence, **columns):
+    return Evidence({**evidence.columns, **columns}, evidence.meta)
+
+
+def test_evidence_is_read_back_as_it_was_written(evidence, tmp_path):
+    evidence.write(tmp_path / "rows.npz")
+    again = Evidence.read(tmp_path / "rows.npz")
+    assert again.meta == evidence.meta
+    assert all(np.array_equal(again.columns[name], evidence.columns[name]) for name in evidence.columns)
+    assert again.question == evidence.question
+    assert again.meta["version"] == 2
+
+
+def test_contradictions_are_refused(evidence):
+    rows = evidence.columns
+    flipped = ~rows["certified"]
+    with pytest.raises(RunError, match=r"contradicts itself: row \d+ is certified with a margin of -"):
+        changed(evidence, certified=flipped).check()
+    wrong = np.where(rows["certified"], (rows["label"] + 1) % 4, rows["prediction"])
+    with pytest.raises(RunError, match="is certified, but predicted wrongly"):
+        changed(evidence, prediction=wrong.astype(np.int8)).check()
+    with pytest.raises(RunError, match="does not name every image once, in order"):
+        changed(evidence, index=rows["index"][::-1].copy()).check()
+    with pytest.raises(RunError, match="has columns of"):
+        changed(evidence, margin=rows["margin"][:-1]).check()
+    with pytest.raises(RunError, match="lacks the column 'label'"):
+        Evidence({name: rows[name] for name in rows if name != "label"}, evidence.meta).check()
+    for meta, message in (
+        ({**evidence.meta, "version": 1}, "is evidence of version 1; expected version 2"),
+        ({**evidence.meta, "threat": {"kind": "laser"}}, "does not say what it is evidence of"),
+        (
+            {key: evidence.meta[key] for key in evidence.meta if key != "weights_sha256"},
+            "does not name its weights",
+        ),
+    ):
+        with pytest.raises(RunError, match=message):
+            Evidence(rows, meta).check()
+
+
+def test_an_attack_that_says_otherwise_than_its_labels_is_refused(evidence):
+    columns = {name: evidence.columns[name] for name in ("index", "label", "prediction")}
+    columns |= {"prediction_after": columns["label"], "succeeded": np.ones(20, bool)}
+    columns |= {name: np.zeros(20, np.int64) for name in ("top", "left", "steps")}
+    meta = {**evidence.meta, "kind": "attack", "attack": {"kind": "PatchAttack"}}
+    with pytest.raises(RunError, match="row 0 says otherwise of the attack than its label"):
+        Evidence(columns, meta).check()
+
+
+def test_rows_of_published_test_images_are_all_there(tmp_path):
+    """A part of them, the proven ones say, must not pass for all."""
+    whole = Evidence.read(next((RESULTS / "02fe3563fc47b749").glob("certify-*.npz")))
+    proven = np.flatnonzero(whole.columns["certified"])[:50]
+    part = {name: values[proven] for name, values in whole.columns.items()}
+    with pytest.raises(RunError, match="has 50 rows; expected those of the 10000 test images"):
+        Evidence(part, whole.meta).write(tmp_path / "certify.npz")
 
 
 def test_evidence_of_ten_thousand_images_is_small(tmp_path, generator):
@@ -74,51 +195,6 @@ def test_evidence_of_ten_thousand_images_is_small(tmp_path, generator):
     assert (tmp_path / "rows.npz").stat().st_size < 120_000
 
 
-@pytest.fixture
-def file(finished, mlp):
-    """Certificates of 100 images, of which the first 94 are right and the first 62 proven."""
-    run = finished.run(mlp, {Patch(5): (94, 62)})
-    (found,) = EvidenceFolder(run.path / "evidence").files()
-    return found
-
-
-def change(file, **columns):
-    with np.load(file) as stored:
-        arrays = dict(stored) | columns
-    np.savez_compressed(file, **{name: array for name, array in arrays.items() if array is not None})
-
-
-def column(file, name):
-    with np.load(file) as stored:
-        return stored[name].copy()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("prediction", 7), ("margin", -1.0), ("margin", 0.0), ("margin", np.nan)]
-)
-def test_rows_that_contradict_themselves_are_refused(file, name, value):
-    changed = column(file, name)
-    changed[3] = value
-    change(file, **{name: changed})
-    with pytest.raises(RunError, match="contradicts itself: row 3 is certified"):
-        Evidence.read(file)
-
-
-@pytest.mark.parametrize("value", [0, -1])
-def test_every_image_is_named_once(file, value):
-    changed = column(file, "index")
-    changed[1] = value
-    change(file, index=changed)
-    with pytest.raises(RunError, match="does not name every image once, in order"):
-        Evidence.read(file)
-
-
-def test_a_damaged_file_is_refused_by_name(file):
-    file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(RunError, match=r"everywhere-\w+.npz is no readable file of evidence"):
-        Evidence.read(file)
-
-
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
@@ -128,36 +204,62 @@ def test_a_damaged_file_is_refused_by_name(file):
         ('{"version": 2}', "does not say what"),
     ],
 )
-def test_evidence_that_does_not_say_what_it_is_of_is_refused(file, meta, message):
-    change(file, meta=np.array(meta))
+def test_evidence_that_does_not_say_what_it_is_of_is_refused(evidence, tmp_path, meta, message):
+    np.savez_compressed(tmp_path / "rows.npz", meta=np.array(meta), **evidence.columns)
     with pytest.raises(RunError, match=message):
-        Evidence.read(file)
+        Evidence.read(tmp_path / "rows.npz")
 
 
-def test_evidence_without_a_column_is_refused(file):
-    change(file, prediction=None)
-    with pytest.raises(RunError, match="lacks the column 'prediction'"):
-        Evidence.read(file)
+@pytest.mark.parametrize("margin", [np.array(1.0), np.ones((20, 2)), np.array(["a"] * 20)])
+def test_a_column_that_is_not_one_number_per_image_is_refused(evidence, margin):
+    with pytest.raises(RunError, match="'margin' must hold one number for each image"):
+        changed(evidence, margin=margin).check()
 
 
-def test_verdicts_without_margins_are_counted(file):
-    change(file, margin=None)
-    assert (Evidence.read(file).correct, Evidence.read(file).certified) == (94, 62)
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "rows.npz").write_bytes(b"PK cut short")
+    with pytest.raises(RunError, match=r"rows\.npz is no readable file of evidence"):
+        Evidence.read(tmp_path / "rows.npz")
 
 
-def test_rows_of_published_test_images_are_all_there(tmp_path):
-    """A part of them, the proven ones say, must not pass for all."""
-    whole = Evidence.read(next((RESULTS / "02fe3563fc47b749").glob("certify-*.npz")))
-    proven = np.flatnonzero(whole.columns["certified"])[:50]
-    part = {name: values[proven] for name, values in whole.columns.items()}
-    with pytest.raises(RunError, match="has 50 rows; expected those of the 10000 test images"):
-        Evidence(part, whole.meta).write(tmp_path / "certify.npz")
+def attacked(evidence, broken):
+    columns = {name: evidence.columns[name] for name in ("index", "label", "prediction")}
+    after = np.where(broken, (columns["label"] + 1) % 4, columns["label"])
+    columns |= {"prediction_after": after, "succeeded": broken}
+    columns |= {name: np.zeros(20, np.int64) for name in ("top", "left", "steps")}
+    meta = {
+        **evidence.meta,
+        "kind": "attack",
+        "attack": {"kind": "PatchAttack"},
+        "classifier": {"name": "Model"},
+    }
+    return Evidence(columns, meta)
 
 
-def test_an_attack_succeeds_where_the_answer_is_wrong(finished, mlp, attack_rows):
-    run = finished.run(mlp, {})
-    question = Question("attack", Patch(5), Selection("mnist", drawn=5), {"name": "Model"}, ATTACK)
-    file = finished.write(run, question, attack_rows(range(5), withstood=3))
-    change(file, succeeded=np.zeros(5, bool))
-    with pytest.raises(RunError, match="row 3 says otherwise of the attack than its label"):
-        Evidence.read(file)
+def test_a_broken_proof_is_refuted_unless_it_is_about_something_else(evidence):
+    everything = attacked(evidence, np.ones(20, bool))
+    assert refuted(evidence, everything).tolist() == np.flatnonzero(evidence.columns["certified"]).tolist()
+    assert not refuted(evidence, attacked(evidence, ~evidence.columns["certified"])).size
+    for change in (
+        {"weights_sha256": "0" * 64},
+        {"threat": pc.Patch(2).to_dict()},
+        {"data": {**evidence.meta["data"], "split": "train"}},
+        {"classifier": {"name": "Defended", "defense": "A"}},
+    ):
+        assert not refuted(evidence, Evidence(everything.columns, {**everything.meta, **change})).size
+
+
+def test_a_folder_knows_which_images_are_proven(subject, tmp_path):
+    folder = EvidenceFolder(tmp_path)
+    found = Certification(subject, pc.Patch(1)).into(folder).run()
+    positions = torch.tensor([3, 7, 19])
+    proven = folder.proven(pc.Patch(1), subject.selection, subject.weights, positions)
+    assert proven.tolist() == found.columns["certified"][positions].tolist()
+    assert folder.proven(pc.Patch(2), subject.selection, subject.weights, positions) is None
+    assert folder.proven(pc.Patch(1), subject.selection, "0" * 64, positions) is None
+    assert (
+        folder.proven(pc.Patch(1), replace(subject.selection, split="train"), subject.weights, positions)
+        is None
+    )
+    assert folder.proven(pc.Patch(1), subject.selection, subject.weights, torch.tensor([25])) is None
+    assert folder.files() == (folder.file(found.question),)

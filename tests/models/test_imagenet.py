@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +9,14 @@ from safetensors.torch import save_file
 from patchcert.errors import ModelError
 from patchcert.models.imagenet import CaffeInput, SameConv2d, load_imagenet
 
-ROOT = Path(__file__).parents[2]
 
-
-def local_imagenet() -> Path:
-    for place in (os.environ.get("PATCHCERT_DATA"), ROOT / ".." / "data", ROOT / ".." / "shared" / "data"):
-        if place and (Path(place) / "imagenet" / "resnet50.safetensors").is_file():
-            return Path(place) / "imagenet"
-    pytest.skip("no ImageNet weights and images here; set PATCHCERT_DATA to the folder that holds imagenet/")
+@pytest.fixture
+def imagenet(real_data):
+    if not (real_data / "imagenet" / "resnet50.safetensors").is_file():
+        pytest.skip(
+            "no ImageNet weights and images here; set PATCHCERT_DATA to the folder that holds imagenet/"
+        )
+    return real_data / "imagenet"
 
 
 def centre_crops(folder: Path, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,8 +30,7 @@ def centre_crops(folder: Path, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(crops).float() / 255, torch.tensor([int(row[1]) for row in rows])
 
 
-def right_answers(name: str, count: int) -> int:
-    folder = local_imagenet()
+def right_answers(name: str, folder: Path, count: int) -> int:
     images, labels = centre_crops(folder, count)
     model = load_imagenet(name, folder)
     assert not model.training
@@ -43,14 +41,14 @@ def right_answers(name: str, count: int) -> int:
 
 
 @pytest.mark.parametrize("name", ["resnet50", "efficientnet_lite2"])
-def test_networks_recognise_most_of_a_few_real_images(name):
-    assert right_answers(name, 20) > 10
+def test_networks_recognise_most_of_a_few_real_images(name, imagenet):
+    assert right_answers(name, imagenet, 20) > 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "right"), [("resnet50", 316), ("efficientnet_lite2", 312)])
-def test_networks_reach_their_known_accuracy(name, right):
-    assert right_answers(name, 400) == pytest.approx(right, abs=1)
+def test_networks_reach_their_known_accuracy(name, right, imagenet):
+    assert right_answers(name, imagenet, 400) == pytest.approx(right, abs=1)
 
 
 def test_input_of_the_caffe_network_is_blue_first_and_centred():

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from patchcert.report.html import write_page
+from patchcert.report.page import write_report
 
 
 @pytest.fixture
 def page(run, tmp_path) -> Path:
-    return write_page([run], tmp_path / "page.html").path
+    return write_report([run], tmp_path / "page.html").path
 
 
 def test_the_table_sorts_and_filters(page, evaluate):
@@ -43,6 +43,18 @@ def test_the_table_sorts_and_filters(page, evaluate):
     assert sorted(answer["wrong"]) == ["36", "37", "38", "39"]
     assert sorted(answer["broken"]) == ["36", "38"]
     assert answer["count"] == "2 of 40 images"
+
+
+def test_columns_are_those_of_the_certificates(voted_run, tmp_path, evaluate):
+    page = write_report([voted_run], tmp_path / "voted.html").path
+    cells = evaluate(
+        page,
+        """
+        const row = document.querySelector("table.rows tbody tr:last-child");
+        return [...row.cells].map(cell => cell.textContent);
+        """,
+    )
+    assert cells == ["39", "class 9", "abstained", "abstained", "-1", "991", "not attacked"]
 
 
 @pytest.mark.parametrize("width", [390, 1200])

@@ -1,14 +1,23 @@
-"""Images as data addresses."""
+"""Images as data addresses, and which of them a page shows."""
 
 import base64
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from patchcert.errors import InvalidInput
-from patchcert.report.pictures import NOWHERE, PROVEN, UNPROVEN, data_address, margin_colours, sprite
+from patchcert.report.pictures import (
+    NOWHERE,
+    PROVEN,
+    UNPROVEN,
+    data_address,
+    margin_colours,
+    sprite,
+    telling_rows,
+)
 
 
 def decode(address: str) -> np.ndarray:
@@ -48,3 +57,16 @@ def test_a_scale_without_extent_is_refused():
 def test_what_is_no_picture_is_refused(bad):
     with pytest.raises(InvalidInput, match="a picture"):
         data_address(bad)
+
+
+@pytest.mark.parametrize(("count", "proven"), [(4, 2), (8, 5), (40, 5)])
+@pytest.mark.parametrize("has_margins", [True, False])
+def test_half_of_the_telling_rows_are_certified_where_there_are_enough(
+    run, changed, count, proven, has_margins
+):
+    rows = {name: column[:8] for name, column in run.certificates[0].columns.items()}
+    few = replace(run.certificates[0], columns=rows | {"certified": rows["index"] < 5})
+    few = few if has_margins else changed(few, margin=None)
+    chosen = telling_rows(few, count)
+    assert len(set(chosen.tolist())) == len(chosen) == min(count, 8)
+    assert few.columns["certified"][chosen].sum() == proven

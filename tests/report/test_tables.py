@@ -1,28 +1,30 @@
-"""One table in four formats."""
+"""One table in all its formats."""
 
 import csv
 import io
+import json
 
 import pytest
 from rich.console import Console
 
 from patchcert.errors import InvalidInput
 from patchcert.report.statistics import Proportion
-from patchcert.report.tables import NOT_MEASURED, Column, Comparison, Table, comparison_table, with_interval
+from patchcert.report.tables import NOT_MEASURED, Column, Table, with_interval
 
 
 @pytest.fixture
 def table() -> Table:
-    rows = [
-        Comparison(("MNIST", "2x2"), "certified", 91.5, Proportion(92, 100)),
-        Comparison(("MNIST", "5x5"), "certified", 62.0, None),
-        Comparison(("CIFAR_10 | 50%", "[bold]2x2[/bold]"), "clean", None, Proportion(1, 4)),
-    ]
-    return comparison_table("Table 2 & more", ("data", "patch"), rows)
+    names = [Column(name, numeric=False) for name in ("data", "patch", "quantity")]
+    numbers = [Column("paper (%)"), Column("ours"), Column("difference (points)", signed=True)]
+    rows = (
+        ("MNIST", "2x2", "certified", 91.5, Proportion(92, 100), 0.5),
+        ("MNIST", "5x5", "certified", 62.0, None, None),
+        ("CIFAR_10 | 50%", "[bold]2x2[/bold]", "clean", None, Proportion(1, 4), None),
+    )
+    return Table("Table 2 & more", (*names, *numbers), rows)
 
 
-def test_the_difference_is_counted_in_points_and_missing_where_either_is(table):
-    assert [row[-1] for row in table.rows] == [pytest.approx(0.5), None, None]
+def test_gains_have_a_sign_and_missing_numbers_say_so(table):
     assert table.shown()[0][-1] == "+0.5"
     assert table.shown()[1][-2:] == [NOT_MEASURED, NOT_MEASURED]
 
@@ -62,6 +64,19 @@ def test_latex_escapes_its_special_characters(table):
     assert r"CIFAR\_10 | 50\%" in text
     assert r"\begin{tabular}{lllrrr}" in text
     assert text.count(r"\\") == 1 + len(table.rows)
+
+
+def test_html_escapes_text_and_marks_numbers(table):
+    text = table.to_html()
+    assert "<caption>Table 2 &amp; more</caption>" in text
+    assert '<th>data</th><th>patch</th><th>quantity</th><th class="numeric">paper (%)</th>' in text
+    assert text.count("<tr>") == text.count("</tr>") == 1 + len(table.rows)
+
+
+def test_json_has_names_full_precision_and_null_where_nothing_is_known(table):
+    first, second, _ = json.loads(json.dumps(table.to_json()))
+    assert first["ours"] == Proportion(92, 100).to_dict()
+    assert (second["paper (%)"], second["ours"]) == (62.0, None)
 
 
 def test_whole_numbers_and_plain_floats_are_written_by_their_column():

@@ -109,7 +109,7 @@ def test_no_dense_convolution_loses_small_terms(channels, outputs, count):
     model = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), nn.Linear(outputs, 2))
     white = Interval.point(torch.ones(count, channels, 3, 3))
     with torch.no_grad(), precise_arithmetic():
-        bounds = trace(model).bounds(white, until="0", rounding=Rounding.outward(torch.float32))
+        bounds = trace(model).intervals(white, Rounding.outward(torch.float32))[1]
         exact = layer.weight.double().sum(dim=(1, 2, 3)) + layer.bias.double()
     assert (bounds.lower.double().flatten(1) <= exact).all()
     assert (exact <= bounds.upper.double().flatten(1)).all()
@@ -136,11 +136,12 @@ def cancelling(layer, last):
 def test_single_points_stay_inside_although_their_large_terms_cancel(shape, layers):
     """The radius is zero and the result small, so nothing but the terms themselves can pay for their sum."""
     model = copy.deepcopy(nn.Sequential(*layers)).eval()
-    first, name = (model[0], "0") if isinstance(model[0], nn.Conv2d) else (model[1], "1")
+    position = 0 if isinstance(model[0], nn.Conv2d) else 1
+    first = model[position]
     cancelling(first, last=False)
     with torch.no_grad(), precise_arithmetic():
         white = Interval.point(torch.ones(40, *shape))
-        bounds = trace(model).bounds(white, until=name, rounding=Rounding.outward(torch.float32))
+        bounds = trace(model).intervals(white, Rounding.outward(torch.float32))[position + 1]
     exact = first.weight.detach().double().flatten(1).sum(dim=1)
     assert (bounds.lower.double().flatten(1) <= exact).all()
     assert (exact <= bounds.upper.double().flatten(1)).all()

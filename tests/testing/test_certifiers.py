@@ -1,12 +1,12 @@
 import copy
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from patchcert.bounds import Interval
+from patchcert.certificates import Certificates, Classifier, Guarantee
 from patchcert.testing import CERTIFIER_CHECKS, ConformanceError, check_certifier
 from patchcert.testing.brute_force import supports
 from patchcert.testing.networks import ResidualBlock
@@ -15,19 +15,10 @@ from patchcert.threats import Patch
 MONOTONE = (nn.ReLU, nn.LeakyReLU, nn.Sigmoid, nn.MaxPool2d, nn.AvgPool2d, nn.Flatten, nn.Identity)
 
 
-@dataclass(frozen=True)
-class Result:
-    certified: Tensor
-    predictions: Tensor
-    margins: Tensor | None = None
-    worst_placement: Tensor | None = None
-    placements: Tensor | None = None
-    guarantee: SimpleNamespace = field(
-        default_factory=lambda: SimpleNamespace(promise="recovery", confidence=1.0)
-    )
+DETECTION = Guarantee("detection")
 
 
-class Reference:
+class Reference(Classifier):
     """Slow and obvious: a dense box per placement in double precision, the last layer merged."""
 
     def __init__(self, model):
@@ -46,9 +37,17 @@ class Reference:
         weakest = margins.amin(dim=2).argmin(dim=1)
         worst = self.corners(threat, images)[weakest]
         each = [self.decide(margins[:, place], labels) for place in range(margins.shape[1])]
-        return Result(
-            self.decide(least, labels), self.predict(images), least, worst, torch.stack(each, dim=1)
+        return Certificates(
+            self.decide(least, labels),
+            self.predict(images),
+            labels,
+            placements=torch.stack(each, dim=1),
+            margins=least,
+            worst_placement=worst,
         )
+
+    def describe(self):
+        return {"name": type(self).__name__}
 
     def placement_margins(self, model, images, labels, threat):
         *hidden, last = self.layers(model)
@@ -208,7 +207,7 @@ class ReturnsNumbersForVerdicts(Reference):
 class AcceptsPatchesThatDoNotFit(Reference):
     def certify(self, images, labels, threat):
         if threat.height > images.shape[2] or threat.width > images.shape[3]:
-            return Result(torch.ones(len(images), dtype=torch.bool), labels)
+            return Certificates(torch.ones(len(images), dtype=torch.bool), labels, labels)
         return super().certify(images, labels, threat)
 
 
@@ -266,8 +265,7 @@ class Cautious(Reference):
     def certify(self, images, labels, threat):
         result = super().certify(images, labels, threat)
         predictions = self.predict(images)
-        guarantee = SimpleNamespace(promise="detection", confidence=1.0)
-        return Result(result.certified & (predictions == labels), predictions, guarantee=guarantee)
+        return Certificates(result.certified & (predictions == labels), predictions, labels, DETECTION)
 
 
 BROKEN = {
@@ -347,7 +345,7 @@ def test_an_abstention_breaks_a_certificate_unless_it_promises_detection_only():
 
         def certify(self, images, labels, threat):
             result = super().certify(images, labels, threat)
-            return replace(result, guarantee=SimpleNamespace(promise="recovery", confidence=1.0))
+            return replace(result, guarantee=Guarantee("recovery"))
 
     with pytest.raises(ConformanceError, match="members change the prediction, one of them from . to -1"):
         check_certifier(ClaimsRecovery)

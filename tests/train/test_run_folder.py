@@ -1,12 +1,8 @@
 """Run folders say what they hold, refuse what does not belong, and keep evidence as plain arrays."""
 
-import json
-
-import numpy as np
 import pytest
-import torch
 
-from patchcert.errors import InvalidInput, RunError
+from patchcert.errors import RunError
 from patchcert.train.run_folder import Run, exclusive, prepare_run
 from patchcert.train.spec import read_spec
 
@@ -109,25 +105,3 @@ def test_metrics_are_truncated_to_the_epoch_and_a_torn_line_is_dropped(tmp_path)
     assert [row["epoch"] for row in run.metrics()] == [0, 1]
     run.append_metrics({"epoch": 2, "seconds": 1.0})
     assert [row["epoch"] for row in run.metrics()] == [0, 1, 2]
-
-
-def test_evidence_comes_back_as_it_was_stored(tmp_path):
-    run = Run.create(tmp_path, SPEC)
-    meta = {"threat": SPEC.threat.to_dict(), "seconds": 1.5}
-    arrays = {"label": torch.arange(3), "verdict": [True, False, True], "margin": np.array([0.1, 0.2, 0.3])}
-    run.write_evidence("certify-5x5", arrays, meta)
-    stored = run.evidence("certify-5x5")
-    assert stored["label"].tolist() == [0, 1, 2]
-    assert stored["verdict"].dtype == bool
-    assert json.loads(str(stored["meta"])) == meta == run.evidence_meta("certify-5x5")
-    assert run.evidence_names() == ("certify-5x5",)
-
-
-def test_evidence_that_is_missing_badly_named_or_no_numbers_is_refused(tmp_path):
-    run = Run.create(tmp_path, SPEC)
-    with pytest.raises(RunError, match="has no evidence named 'attack'; it has: none"):
-        run.evidence("attack")
-    with pytest.raises(InvalidInput, match=r"evidence cannot be named '\.\./x'"):
-        run.write_evidence("../x", {})
-    with pytest.raises(InvalidInput, match="column 'label' holds objects"):
-        run.write_evidence("x", {"label": np.array([{}, None], dtype=object)})

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from patchcert.certificates import certify
+from patchcert.certificates import IntervalBounds
 from patchcert.data import load_dataset
+from patchcert.evidence import Certification, Evidence, EvidenceFolder, Selection, Subject
 from patchcert.files import sha256
-from patchcert.papers.chiang2020.evidence import certificate_columns, evidence_name
 from patchcert.train.run_folder import Run
 from patchcert.train.spec import read_spec
 from patchcert.train.training import Workplace, train_run
@@ -31,24 +31,37 @@ CHANGES = (
 
 def certify_run(run: Run) -> Run:
     """Leave evidence of all test images in the run's folder."""
-    dataset = load_dataset("mnist-mini")
-    found = certify(run.model(), dataset.test.floats(), dataset.test.labels, run.spec.threat)
-    meta = {
-        "kind": "certify",
-        "weights_sha256": sha256(run.weights),
-        "data": {"name": "mnist-mini", "split": "test", "limit": None, "sha256": dict(dataset.checksums)},
-        "threat": run.spec.threat.to_dict(),
-        "settings": {"dtype": "float32", "memory_budget": None},
-        "device": "cpu",
-    }
-    run.write_evidence(evidence_name(run.spec.threat, None), certificate_columns(found), meta)
+    subject = Subject(
+        IntervalBounds(run.model()),
+        sha256(run.weights),
+        load_dataset("mnist-mini"),
+        Selection("mnist-mini"),
+        torch.device("cpu"),
+    )
+    proof = Certification(subject, run.spec.threat, command="patchcert certify run")
+    proof.run().write(evidence_of(run).file(proof.question))
     return run
+
+
+def evidence_of(run: Run) -> EvidenceFolder:
+    return EvidenceFolder(run.path / "evidence")
 
 
 @pytest.fixture
 def certified():
     """What leaves evidence in a run's folder."""
     return certify_run
+
+
+@pytest.fixture
+def proof_of():
+    """What reads the one proof in a run's folder."""
+
+    def read(run: Run) -> Evidence:
+        (found,) = [each for each in evidence_of(run).all() if each.kind == "certify"]
+        return found
+
+    return read
 
 
 @pytest.fixture(scope="session")

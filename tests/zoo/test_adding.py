@@ -11,19 +11,15 @@ import torch
 import patchcert as pc
 from patchcert.data import load_dataset
 from patchcert.errors import RunError
+from patchcert.evidence import EvidenceFolder, Question
+from patchcert.evidence.results import TRIMMED, Circumstances
 from patchcert.files import sha256
-from patchcert.papers.chiang2020.attack_plan import AttackPlan
-from patchcert.papers.chiang2020.collecting import collect
-from patchcert.papers.chiang2020.results import TRIMMED
 from patchcert.train.run_folder import Run, trim_run
 from patchcert.train.spec import read_spec
 from patchcert.zoo import Zoo
-from patchcert.zoo.adding import add_run, make_card
-from patchcert.zoo.copying import copy_to_run
-from patchcert.zoo.naming import entry_name
+from patchcert.zoo.adding import add_run, copy_to_run, entry_name, make_card
 
 NAME = "mnist-mini-2x2-mlp"
-CERTIFY = "certify-patch-2x2-square-everywhere"
 
 
 @pytest.fixture
@@ -32,36 +28,54 @@ def run(trained, tmp_path):
     return Run.open(shutil.copytree(trained, tmp_path / "copy"))
 
 
-def attack_meta(run, **more):
-    meta = run.evidence_meta(CERTIFY)
-    return {**meta, "kind": "attack", "device": "cpu", **more}
+@pytest.fixture
+def proven(run, proof_of):
+    """The proof of the copy."""
+    return proof_of(run)
 
 
-def write_attack(run, name, index, succeeded, **more):
-    rows = run.evidence(CERTIFY)
-    label = rows["label"][index]
-    after = np.where(succeeded, (label + 1) % 10, label)
-    zeros = np.zeros(len(index), np.int64)
-    columns = {
-        "index": index,
-        "label": label,
-        "prediction": rows["prediction"][index],
-        "prediction_after": after,
-        "succeeded": succeeded,
-        "top": zeros,
-        "left": zeros,
-    }
-    run.write_evidence(name, columns, attack_meta(run, **more))
+@pytest.fixture
+def write_attack(run, proven):
+    """Leaves evidence of an attack in the folder of the copy; attacks of other seeds are other attacks."""
+
+    def write(index, succeeded, seed=0, threat=None, certified_only=False, classifier=None, **facts):
+        label = proven.columns["label"][index]
+        nothing = np.zeros(len(index), np.int64)
+        columns = {
+            "index": index,
+            "label": label,
+            "prediction": proven.columns["prediction"][index],
+            "prediction_after": np.where(succeeded, (label + 1) % 10, label),
+            "succeeded": succeeded,
+            "top": nothing,
+            "left": nothing,
+            "steps": nothing,
+        }
+        question = Question(
+            "attack",
+            threat or proven.threat,
+            replace(proven.selection, drawn=None if certified_only else len(index)),
+            classifier or {"name": "Model"},
+            {"name": "PatchAttack", "restarts": 3, "seed": seed},
+            certified_only,
+        )
+        data = {**proven.meta["data"], **question.to_dict()["data"], "sha256": {}}
+        meta = {**proven.meta, **question.to_dict(), "data": data, **facts}
+        file = EvidenceFolder(run.path / "evidence").file(question)
+        return replace(proven, columns=columns, meta=meta).write(file)
+
+    return write
 
 
-def test_every_number_of_a_card_is_that_of_the_run(run):
-    card, rows = make_card(run), run.evidence(CERTIFY)
+def test_every_number_of_a_card_is_that_of_the_run(run, proven):
+    card, rows = make_card(run), proven.columns
     assert card.name == NAME
     assert card.proof.images == 1000
     assert card.proof.right == np.count_nonzero(rows["label"] == rows["prediction"])
-    assert card.proof.certified == np.count_nonzero(rows["verdict"])
-    assert np.array_equal(card.proof.certified_marks, rows["verdict"])
-    assert card.proof.evidence == sha256(run.path / "evidence" / f"{CERTIFY}.npz")
+    assert card.proof.certified == np.count_nonzero(rows["certified"])
+    assert np.array_equal(card.proof.certified_marks, rows["certified"])
+    assert card.proof.classifier == {"name": "IntervalBounds", "dtype": "float32"}
+    assert card.proof.evidence == sha256(proven.path)
     assert card.weights_sha256 == sha256(run.weights)
     assert card.data_sha256 == run.environment()["data"]["checksums"]
     assert card.parameters == 28 * 28 * 16 + 16 + 16 * 10 + 10
@@ -71,6 +85,19 @@ def test_every_number_of_a_card_is_that_of_the_run(run):
     assert "the weights of the last of 3 epochs" in card.note
     assert "as it ended" in card.note
     assert card.command == f"patchcert certify zoo:{NAME}"
+
+
+def test_a_card_may_be_of_any_kind_of_proof(run, proven):
+    """Such as one by votes, whose classifier abstains from some images."""
+    prediction = np.where(proven.columns["certified"], proven.columns["prediction"], -1)
+    columns = {name: proven.columns[name] for name in ("index", "label", "certified")}
+    kind = {"name": "Votes", "error_rate": 0.05}
+    replace(
+        proven, columns={**columns, "prediction": prediction}, meta={**proven.meta, "classifier": kind}
+    ).write(proven.path)
+    proof = make_card(run).proof
+    assert proof.classifier == kind
+    assert proof.right == proof.certified == np.count_nonzero(columns["certified"])
 
 
 def test_the_specification_of_a_card_asks_for_the_same_weights(run, tmp_path):
@@ -85,75 +112,68 @@ def test_weights_chosen_on_held_out_images_are_said_to_be_so(run):
     assert "best on 100 held-out training images" in make_card(chosen).note
 
 
-def test_attacks_are_counted_and_their_commands_name_the_zoo(run):
-    verdict = run.evidence(CERTIFY)["verdict"]
+def test_attacks_are_counted_and_their_commands_name_the_zoo(run, proven, write_attack):
+    verdict = proven.columns["certified"]
     index = np.arange(40)
     given = "patchcert attack /there/run --restarts 3 --data-dir /there --device cuda --out=x.npz --seed 1"
-    write_attack(run, "attack-a", index, ~verdict[index], command=given, settings={"restarts": 3})
-    plan = AttackPlan("2x2", images=40, restarts=2, steps=5)
-    write_attack(run, "attack-b", index, ~verdict[index], plan=plan.to_dict())
-    proven = np.flatnonzero(verdict)[:7]
-    write_attack(run, "attack-c", proven, np.zeros(7, bool), certified_only=True)
-    write_attack(run, "attack-d", index, np.ones(40, bool), threat=pc.Patch(3).to_dict())
-    first, second, third = make_card(run).attacks
+    write_attack(index, ~verdict[index], seed=1, command=given)
+    few = np.flatnonzero(verdict)[:7]
+    write_attack(few, np.zeros(7, bool), certified_only=True)
+    write_attack(index, np.ones(40, bool), threat=pc.Patch(3))
+    write_attack(index, np.ones(40, bool), classifier={"name": "Defended", "defense": "any"})
+    first, second = sorted(make_card(run).attacks, key=lambda attack: attack.certified_only)
     assert (first.images, first.withstood) == (40, np.count_nonzero(verdict[:40]))
     assert first.command == f"patchcert attack zoo:{NAME} --restarts 3 --seed 1"
-    assert first.settings == {"restarts": 3}
-    planned = "--images 40 --restarts 2 --steps 5 --seed 0 --search sweep"
-    assert second.command == f"patchcert attack zoo:{NAME} {planned}"
-    assert first.certified == second.certified == np.count_nonzero(verdict[:40])
-    assert (third.images, third.withstood, third.certified, third.certified_only) == (7, 7, 7, True)
+    assert first.settings == {"name": "PatchAttack", "restarts": 3, "seed": 1}
+    assert first.certified == np.count_nonzero(verdict[:40])
+    assert (second.images, second.withstood, second.certified, second.certified_only) == (7, 7, 7, True)
 
 
-def test_a_run_whose_proofs_were_broken_is_refused(run):
-    proven = np.flatnonzero(run.evidence(CERTIFY)["verdict"])[:1]
-    write_attack(run, "attack-a", proven, np.ones(1, bool))
-    with pytest.raises(RunError, match=f"image {proven[0]} is certified, but the attack changed"):
+def test_a_run_whose_proofs_were_broken_is_refused(run, proven, write_attack):
+    broken = np.flatnonzero(proven.columns["certified"])[:1]
+    write_attack(broken, np.ones(1, bool))
+    with pytest.raises(RunError, match=f"image {broken[0]} is certified, but the attack changed"):
         make_card(run)
 
 
-def test_evidence_that_was_collected_too_counts_once(run, tmp_path):
-    proven = np.flatnonzero(run.evidence(CERTIFY)["verdict"])[:5]
-    write_attack(run, "attack-a", proven, np.zeros(5, bool), certified_only=True)
-    collect(run, make_card(run).training.run, tmp_path)
-    assert len(list(tmp_path.glob("*/challenge-*.npz"))) == 1
-    assert make_card(run, tmp_path) == make_card(run)
+@pytest.fixture
+def collected(run, tmp_path):
+    """The folder where results of the copy are collected."""
+    return tmp_path / "results" / run.spec.fingerprint(run.environment()["data"]["checksums"])
 
 
-def test_evidence_may_lie_in_the_folder_of_results(run, tmp_path):
-    name = run.spec.fingerprint(run.environment()["data"]["checksums"])
-    collect(run, name, tmp_path / "results")
+def test_evidence_that_was_collected_too_counts_once(run, proven, write_attack, collected):
+    few = np.flatnonzero(proven.columns["certified"])[:5]
+    write_attack(few, np.zeros(5, bool), certified_only=True, seconds=1.0)
+    shutil.copytree(run.path / "evidence", collected)
+    assert make_card(run, collected.parent) == make_card(run)
+    write_attack(few, np.zeros(5, bool), certified_only=True, seconds=2.0)
+    assert len(make_card(run, collected.parent).attacks) == 1
+
+
+def test_evidence_may_lie_in_the_folder_of_results(run, collected):
     expected = make_card(run)
-    shutil.rmtree(run.path / "evidence")
+    shutil.move(run.path / "evidence", collected)
     with pytest.raises(RunError, match="no certificates of all test images against Patch") as caught:
         make_card(run)
     assert "--results" in caught.value.hint
-    assert make_card(run, tmp_path / "results") == expected
+    assert make_card(run, collected.parent) == expected
 
 
-def test_an_attack_that_was_collected_and_repeated_counts_once(run, tmp_path):
-    index = np.arange(10)
-    broken = ~run.evidence(CERTIFY)["verdict"][index]
-    write_attack(run, "attack-a", index, broken, seconds=1.0)
-    collect(run, run.spec.fingerprint(run.environment()["data"]["checksums"]), tmp_path / "results")
-    write_attack(run, "attack-a", index, broken, seconds=2.0)
-    assert len(make_card(run, tmp_path / "results").attacks) == 1
-
-
-def test_how_many_runs_shared_the_device_is_read_from_collected_results(run, tmp_path):
-    name = make_card(run).training.run
-    collect(run, name, tmp_path)
-    summary = tmp_path / name / "summary.json"
-    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"jobs": 15}))
+def test_how_many_runs_shared_the_device_is_read_from_collected_results(run, collected):
+    collected.mkdir(parents=True)
+    assert make_card(run, collected.parent).training.runs_at_once == 1
+    (collected / "summary.json").write_text(json.dumps({"jobs": 15}))
     assert make_card(run).training.runs_at_once == 1
-    assert make_card(run, tmp_path).training.runs_at_once == 15
+    Circumstances(jobs=4).write(run.path)
+    assert make_card(run).training.runs_at_once == 4
+    assert make_card(run, collected.parent).training.runs_at_once == 15
 
 
-def test_certificates_of_a_few_images_do_not_count(run):
-    rows = run.evidence(CERTIFY)
-    meta = json.loads(str(rows.pop("meta")))
-    meta["data"]["limit"] = 10
-    run.write_evidence(CERTIFY, {key: column[:10] for key, column in rows.items()}, meta)
+def test_certificates_of_a_few_images_do_not_count(run, proven):
+    columns = {key: column[:10] for key, column in proven.columns.items()}
+    meta = {**proven.meta, "data": {**proven.meta["data"], "limit": 10}}
+    replace(proven, columns=columns, meta=meta).write(proven.path)
     with pytest.raises(RunError, match="no certificates of all test images"):
         make_card(run)
 
@@ -178,19 +198,18 @@ def test_the_run_with_more_certified_images_stays(trained, another, tmp_path):
     assert zoo.card(NAME).weights_sha256 == sha256(worse.weights) == sha256(zoo.weights(NAME))
 
 
-def test_new_evidence_of_the_same_weights_updates_the_card(zoo, run):
+def test_new_evidence_of_the_same_weights_updates_the_card(zoo, run, proven, write_attack):
     index = np.arange(5)
-    write_attack(run, "attack-a", index, ~run.evidence(CERTIFY)["verdict"][index])
+    write_attack(index, ~proven.columns["certified"][index])
     assert add_run(zoo, run).status == "updated"
     assert len(zoo.card(NAME).attacks) == 1
 
 
-def test_runs_on_other_images_are_not_compared(zoo, another):
+def test_runs_on_other_images_are_not_compared(zoo, another, proof_of):
     run = another(0.5)
-    rows = run.evidence(CERTIFY)
-    meta = json.loads(str(rows.pop("meta")))
-    meta["data"]["sha256"] = {"file": "0" * 64}
-    run.write_evidence(CERTIFY, rows, meta)
+    rows = proof_of(run)
+    data = {**rows.meta["data"], "sha256": {"file": "0" * 64}}
+    replace(rows, meta={**rows.meta, "data": data}).write(rows.path)
     added = add_run(zoo, run)
     assert (added.status, "cannot be compared" in added.reason) == ("kept", True)
 
@@ -223,12 +242,12 @@ def test_a_model_can_be_copied_to_a_run_folder(zoo, run, tmp_path):
     made = copy_to_run(zoo, NAME, tmp_path / "new")
     assert made.spec == run.spec
     assert sha256(made.weights) == sha256(run.weights)
-    assert made.evidence_names() == ()
+    assert EvidenceFolder(made.path / "evidence").files() == ()
     with pytest.raises(RunError, match="is not empty"):
         copy_to_run(zoo, NAME, tmp_path / "new")
 
 
-def test_the_card_of_a_trimmed_model_says_how_it_was_made(run, certified, tmp_path):
+def test_the_card_of_a_trimmed_model_says_how_it_was_made(run, certified, collected, tmp_path):
     images = load_dataset("mnist-mini").train.take(600).floats()
     trimmed = certified(trim_run(run, tmp_path / "trimmed", images, half=True))
     card = make_card(trimmed)
@@ -239,7 +258,6 @@ def test_the_card_of_a_trimmed_model_says_how_it_was_made(run, certified, tmp_pa
     assert card.training.run == make_card(run).training.run
     assert card.weights_sha256 == sha256(trimmed.weights) != sha256(run.weights)
     zoo = Zoo(tmp_path / "zoo")
-    collected = tmp_path / "results" / card.training.run
     shutil.copytree(run.path / "evidence", collected)
     assert add_run(zoo, trimmed, collected.parent).card == card
     shutil.move(trimmed.path / "evidence", collected / TRIMMED)
@@ -252,7 +270,7 @@ def test_a_trimmed_run_keeps_the_history_but_no_evidence(run, tmp_path):
     trimmed = trim_run(run, tmp_path / "trimmed", images, half=False)
     assert (trimmed.spec, trimmed.metrics()) == (run.spec, run.metrics())
     assert trimmed.environment() == run.environment()
-    assert trimmed.evidence_names() == ()
+    assert EvidenceFolder(trimmed.path / "evidence").files() == ()
     for folder in (tmp_path / "trimmed", run.path / "new" / ".."):
         with pytest.raises(RunError, match="is not empty"):
             trim_run(run, folder, images, half=False)

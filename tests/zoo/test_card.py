@@ -10,7 +10,9 @@ from hypothesis.extra import numpy as arrays
 
 from patchcert.errors import ModelError
 from patchcert.zoo import Card
-from patchcert.zoo.card import AttackCount, Proof, pack_marks, unpack_marks
+from patchcert.zoo.card import AttackCount, ProofCount, pack_marks, unpack_marks
+
+CLASSIFIER = {"name": "IntervalBounds", "dtype": "float32"}
 
 
 @given(arrays.arrays(bool, st.integers(0, 70)))
@@ -29,6 +31,14 @@ def test_a_card_reads_back_from_json(zoo):
     assert Card.from_dict(json.loads(json.dumps(card.to_dict()))) == card
 
 
+def test_a_card_that_names_a_dtype_alone_is_of_interval_bounds(zoo):
+    card = zoo.card(zoo.names()[0])
+    plain = card.to_dict()
+    assert plain["proof"].pop("classifier") == CLASSIFIER
+    plain["proof"]["dtype"] = "float32"
+    assert Card.from_dict(plain) == card
+
+
 @pytest.mark.parametrize(
     ("right", "certified", "message"),
     [
@@ -39,12 +49,13 @@ def test_a_card_reads_back_from_json(zoo):
 def test_counts_that_are_not_those_of_the_marks_are_refused(right, certified, message):
     marks = pack_marks(np.array([True, True, False, False]))
     with pytest.raises(ModelError, match=message):
-        Proof(4, right, certified, "float32", "cpu", "", marks, marks)
+        ProofCount(4, right, certified, CLASSIFIER, "cpu", "", marks, marks)
 
 
 def test_a_certified_image_must_be_right():
+    right, certified = (pack_marks(np.array(marks)) for marks in ([True, False], [False, True]))
     with pytest.raises(ModelError, match="certified that it does not mark as right"):
-        Proof.count(np.array([True, False]), np.array([False, True]), "float32", "cpu", "")
+        ProofCount(2, 1, 1, CLASSIFIER, "cpu", "", right, certified)
 
 
 @pytest.mark.parametrize("part", [None, "proof", "training"])

@@ -47,7 +47,7 @@ def test_damaged_and_missing_weights_are_refused(zoo):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ModelError, match="has not the SHA-256 sum that its card states"):
+    with pytest.raises(ModelError, match="does not have the SHA-256 sum that its card states"):
         zoo.load(NAME)
     file.unlink()
     with pytest.raises(ModelError, match="is missing"):

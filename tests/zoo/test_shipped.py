@@ -6,17 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import patchcert as pc
+from patchcert.certificates import IntervalBounds
 from patchcert.data import load_dataset
 from patchcert.errors import DataError
-from patchcert.papers.chiang2020.evidence import Rows
-from patchcert.papers.chiang2020.results import TRIMMED
-from patchcert.report.evidence import read_files
+from patchcert.evidence import Certification, Evidence, EvidenceFolder, Selection, Subject
+from patchcert.evidence.results import TRIMMED
+from patchcert.files import sha256
 from patchcert.train.spec import read_spec
-from patchcert.zoo import shelf
-from patchcert.zoo.naming import entry_name
-from patchcert.zoo.recheck import differences
+from patchcert.zoo import Card, shelf
+from patchcert.zoo.adding import entry_name
+from patchcert.zoo.recheck import differences, why_not_comparable
 
 RESULTS = Path(__file__).parents[2] / "results"
 DECISION = RESULTS.parent / "docs" / "decisions" / "0009-the-zoo-has-trimmed-models.md"
@@ -53,27 +55,39 @@ def test_a_card_is_of_its_weights_and_its_specification(name, tmp_path):
     assert spec.fingerprint(card.data_sha256) == card.training.run
 
 
+def evidence_of(card: Card, trimmed: bool) -> list[Evidence]:
+    """What the results have of the model against the threat of its card, as it was trained or trimmed."""
+    folder = EvidenceFolder(RESULTS / card.training.run / (TRIMMED if trimmed else ""))
+    return [each for each in folder.all() if each.threat == card.threat and each.is_undefended]
+
+
+def proof_of(card: Card, trimmed: bool) -> Evidence:
+    """The proof of all test images."""
+    found = [each for each in evidence_of(card, trimmed) if each.kind == "certify"]
+    (whole,) = [each for each in found if each.selection.is_whole_test_set]
+    return whole
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_card_says_what_the_results_say(name):
     """Image by image: evidence of every model is kept beside the code."""
     card = pc.zoo.card(name)
-    folder = RESULTS / card.training.run / (TRIMMED if card.model.widths else "")
-    found = [Rows.read(file) for file in sorted(folder.glob("certify-*.npz"))]
-    found = [rows for rows in found if rows.meta["weights_sha256"] == card.weights_sha256]
-    (rows,) = [rows.columns for rows in found if rows.threat == card.threat and rows.limit is None]
-    assert np.array_equal(card.proof.certified_marks, rows["verdict"])
-    assert np.array_equal(card.proof.right_marks, rows["label"] == rows["prediction"])
+    proof = proof_of(card, trimmed=bool(card.model.widths))
+    assert (proof.weights, sha256(proof.path)) == (card.weights_sha256, card.proof.evidence)
+    assert why_not_comparable(card, proof) == ""
+    assert differences(card, proof) == ()
+    assert proof.total == card.proof.images
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_attacks_on_a_card_are_counted_from_the_results(name):
     card = pc.zoo.card(name)
-    folder = RESULTS / card.training.run / (TRIMMED if card.model.widths else "")
     counted = []
-    for attack in read_files(sorted(folder.glob("*.npz")), card.weights_sha256).attacks:
-        if attack.threat == card.threat:
-            certified = card.proof.certified_marks[attack.index].sum()
-            counted.append((len(attack.index), (~attack.succeeded).sum(), certified, attack.certified_only))
+    for attack in evidence_of(card, trimmed=bool(card.model.widths)):
+        if attack.kind == "attack" and attack.weights == card.weights_sha256:
+            certified = card.proof.certified_marks[attack.columns["index"]].sum()
+            is_chosen = attack.question.certified_only
+            counted.append((attack.total, attack.withstood, certified, is_chosen))
     on_card = [(each.images, each.withstood, each.certified, each.certified_only) for each in card.attacks]
     assert on_card
     assert not Counter(on_card) - Counter(counted)
@@ -87,8 +101,7 @@ def test_the_decision_on_trimmed_models_counts_what_cards_and_results_say():
     assert set(stated) == {name for name in NAMES if pc.zoo.card(name).model.widths}
     for name, counts in stated.items():
         card = pc.zoo.card(name)
-        whole = [Rows.read(file) for file in sorted((RESULTS / card.training.run).glob("certify-*.npz"))]
-        (verdicts,) = [rows.columns["verdict"] for rows in whole if rows.threat == card.threat]
+        verdicts = proof_of(card, trimmed=False).columns["certified"]
         differ = np.count_nonzero(verdicts != card.proof.certified_marks)
         assert counts.replace(",", "").split("|") == [
             f" {count} " for count in (verdicts.sum(), card.proof.certified, differ)
@@ -103,8 +116,8 @@ def test_a_model_proves_again_what_its_card_says(real_data):
             dataset = load_dataset(card.data, real_data)
         except DataError:
             continue
-        images = dataset.test.take(IMAGES)
-        found = pc.certify(pc.load(name), images.floats(), images.labels, card.threat)
-        assert differences(card, found, dataset.checksums) == ()
+        classifier, selection = IntervalBounds(pc.load(name)), Selection(card.data, limit=IMAGES)
+        subject = Subject(classifier, card.weights_sha256, dataset, selection, torch.device("cpu"))
+        assert differences(card, Certification(subject, card.threat).run()) == ()
         return
     pytest.skip("no model of the zoo is for data that are here")

@@ -1,8 +1,9 @@
-"""How fast bounds and attacks are here: each against the plain way in one run, bounds also against the floor."""
+"""How fast bounds and attacks are on this machine, against the plain way of the same run and, for bounds, the floor."""
 
-from patchcert.bench.cases import CASES as CASES
-from patchcert.bench.cases import Case as Case
+from patchcert.bench.measure import CASES as CASES
+from patchcert.bench.measure import SIZES as SIZES
 from patchcert.bench.measure import AttackRates as AttackRates
+from patchcert.bench.measure import Case as Case
 from patchcert.bench.measure import Machine as Machine
 from patchcert.bench.measure import Measurement as Measurement
 from patchcert.bench.measure import run_case as run_case

@@ -1,4 +1,4 @@
-"""One case measured: dense bounds, the engine's sweep, certification, a whole training step, and the attack."""
+"""The cases, and what is measured of each: dense bounds, the sweep, certification, a training step, and the attack."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -9,13 +9,14 @@ import torch
 from torch import Generator, Tensor, nn
 
 from patchcert.attacks import AttackResult, PatchAttack, default_batch_size, reference_patch_attack
-from patchcert.bench.cases import DATA_SETS, Case
 from patchcert.bench.floor import Ceilings, Work, seconds, synchronise
 from patchcert.bounds import Network, precise_arithmetic, trace
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.certificates import certify
 from patchcert.data import Split, load_dataset
-from patchcert.models import ModelSpec
+from patchcert.models import ModelSpec, build
+from patchcert.tensors import Images, Labels
+from patchcert.threats import Patch
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, Spec
 from patchcert.train.step import CapturedStep, Plan, Trainee, TrainingStep
 from patchcert.train.strategies import AllPlacements
@@ -25,6 +26,51 @@ from patchcert.windows import PlacementSweep, clean_pass, default_budget, dense_
 Call = Callable[[], object]
 
 ATTACK_STEPS, FEWEST_ATTACK_STEPS = 150, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One network, image size and patch; weights and images are random, which does not change the work."""
+
+    model: str
+    data: str
+    patch: int
+    channels: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.data} {self.patch}x{self.patch}"
+
+    @property
+    def threat(self) -> Patch:
+        return Patch(self.patch)
+
+    def build(self, device: torch.device) -> nn.Module:
+        """The network with fresh weights."""
+        mean, std = (0.5,) * self.channels, (0.2,) * self.channels
+        spec = ModelSpec(self.model, self.channels, self.size, self.size, mean=mean, std=std)
+        return build(spec, Generator().manual_seed(0)).to(device)
+
+    def images(self, count: int, device: torch.device) -> tuple[Images, Labels]:
+        """Random images and labels."""
+        generator = Generator().manual_seed(1)
+        images = torch.rand(count, self.channels, self.size, self.size, generator=generator)
+        return images.to(device), torch.randint(10, (count,), generator=generator).to(device)
+
+
+CASES = (
+    Case("mlp", "mnist", 5, 1, 28),
+    Case("cnn2", "mnist", 5, 1, 28),
+    Case("cnn4", "cifar10", 5, 3, 32),
+    Case("cnn5w", "cifar10", 5, 3, 32),
+)
+
+DATA_SETS = ("mnist", "cifar10")
+"""The data of cases that have real images."""
+
+SIZES = tuple(Case("cnn4", f"{size}px", 5, 3, size) for size in (32, 64, 96))
+"""The same network on larger images, for how the cost grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +95,7 @@ class Machine:
 class AttackRates:
     """Image-steps per second, a forward and a backward pass of one image each, of the same steps done both ways.
 
-    No image is let go early, which with random weights would measure luck. The plain loop does one of the
+    No image is dropped early, which with random weights would measure luck. The plain loop does one of the
     restarts, each of which costs it the same.
     """
 
@@ -108,7 +154,7 @@ class Measurement:
 
 
 def run_case(case: Case, machine: Machine) -> Measurement:
-    """All figures of one case, measured after one another on the same machine."""
+    """All figures of one case, measured one after another on the same machine."""
     model = case.build(machine.device)
     network = trace(model)
     images, labels = case.images(machine.batch, machine.device)
@@ -163,7 +209,7 @@ def _sweeps(sweep: PlacementSweep, images: Tensor, labels: Tensor, machine: Mach
 
 
 def _certifications(model: nn.Module, case: Case, images: Split, machine: Machine) -> tuple[float, float]:
-    """Whole calls of `certify`, sound and from the model on: with all margins, and for verdicts only."""
+    """Whole calls of `certify`, tracing included: with all margins, and for verdicts only."""
     pixels, labels = images.floats(), images.labels
 
     def micro(verdicts_only: bool) -> float:

@@ -169,54 +169,35 @@ def bare_name(target: Target) -> str:
 
 
 def _advice(target: Target) -> str:
-    special = _HINTS.get(bare_name(target).lower().removesuffix("_"))
-    if special is not None:
-        return special
+    name = bare_name(target).lower().removesuffix("_")
+    for names, hint in _HINTS.items():
+        if name in names.split():
+            return hint
     if Kind.of(target) is Kind.LAYER:
         return "replace the layer, or register a sound rule for it with patchcert.bounds.layer_rule"
     key = repr(target) if isinstance(target, str) else public_name(target)
     return f"use a layer that has bounds, or register a sound rule with patchcert.bounds.function_rule({key})"
 
 
-def _hints(*pairs: tuple[str, str]) -> dict[str, str]:
-    return {name: hint for names, hint in pairs for name in names.split()}
-
-
-_HINTS = _hints(
-    (
-        "softmax log_softmax logsoftmax",
-        "where it comes last leave it out and return the logits: it does not change their order",
-    ),
-    (
-        "mul imul multiply div truediv itruediv divide true_divide sub isub subtract neg negative rsub",
-        "images are centred and scaled by patchcert.Normalize(mean, std), results of layers by nn.BatchNorm2d in eval "
-        "mode or by the weights of the next layer; products and differences of two results have no bounds",
-    ),
-    (
-        "amax max adaptive_max_pool2d adaptivemaxpool2d",
-        "the largest value of a whole map is nn.MaxPool2d with a kernel as large as the map, and nn.Flatten",
-    ),
-    ("clamp clip", "nn.Hardtanh(low, high) is the same; with the limit min=0 alone it is nn.ReLU"),
-    (
-        "pad zeropad2d constantpad2d",
-        "zeros around a map are the padding of the nn.Conv2d that follows: give them as its `padding`",
-    ),
-    (
-        "squeeze unsqueeze",
-        "drop dimensions with nn.Flatten or x.flatten(1), shape them with x.view(x.size(0), ...)",
-    ),
-    (
-        "cat concat concatenate",
-        "a convolution or linear layer of joined results is the sum of one such layer for each of them",
-    ),
-    (
-        "getitem chunk split narrow select",
-        "channels are picked by a 1x1 nn.Conv2d with weights 0 and 1; of shapes only the batch size, x.shape[0], may "
-        "be asked for",
-    ),
-    (
-        "size",
-        "only the batch size, x.size(0), may be asked for: write the other sizes as numbers, or use nn.Flatten",
-    ),
-    ("prelu", "with one slope of at least 0, nn.LeakyReLU(slope) is the same"),
-)
+_HINTS = {
+    "softmax log_softmax logsoftmax": "where it comes last leave it out and return the logits: it does not "
+    "change their order",
+    "mul imul multiply div truediv itruediv divide true_divide sub isub subtract neg negative rsub": "images "
+    "are centred and scaled by patchcert.Normalize(mean, std), results of layers by nn.BatchNorm2d in eval "
+    "mode or by the weights of the next layer; products and differences of two results have no bounds",
+    "amax max adaptive_max_pool2d adaptivemaxpool2d": "the largest value of a whole map is nn.MaxPool2d with "
+    "a kernel as large as the map, and nn.Flatten",
+    "clamp clip": "nn.Hardtanh(low, high) is the same; with the limit min=0 alone it is nn.ReLU",
+    "pad zeropad2d constantpad2d": "zeros around a map are the padding of the nn.Conv2d that follows: give "
+    "them as its `padding`",
+    "squeeze unsqueeze": "drop dimensions with nn.Flatten or x.flatten(1), shape them with x.view(x.size(0), "
+    "...)",
+    "cat concat concatenate": "a convolution or linear layer of joined results is the sum of one such layer "
+    "for each of them",
+    "getitem chunk split narrow select": "channels are picked by a 1x1 nn.Conv2d with weights 0 and 1; of "
+    "shapes only the batch size, x.shape[0], may be asked for",
+    "size": "only the batch size, x.size(0), may be asked for: write the other sizes as numbers, or use "
+    "nn.Flatten",
+    "prelu": "with one slope of at least 0, nn.LeakyReLU(slope) is the same",
+}
+"""What to write instead of the calls of these names."""

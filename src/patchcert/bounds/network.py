@@ -7,10 +7,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from patchcert.bounds.operations import Affine, Interval, Linear, Operation
+from patchcert.bounds.operations import Interval, Linear, Operation
 from patchcert.bounds.rounding import NEAREST, Rounding
 from patchcert.bounds.sparse import FirstLayer, sparse_first_layer
-from patchcert.errors import InvalidInput, UnsupportedLayer
+from patchcert.errors import UnsupportedLayer
 from patchcert.tensors import Images, Labels, Margins
 
 
@@ -34,11 +34,6 @@ class Network:
     steps: tuple[Step, ...]
 
     @property
-    def affine_layers(self) -> tuple[str, ...]:
-        """The names of the layers with weights, in order."""
-        return tuple(step.name for step in self.steps if isinstance(step.operation, Affine))
-
-    @property
     def head(self) -> Linear | None:
         """The last layer, where it is linear and can be merged with the specification."""
         last = self.steps[-1].operation if self.steps else None
@@ -55,23 +50,15 @@ class Network:
         """Bounds for the image and for the result of every step."""
         return self._propagate([box], 0, len(self.steps), rounding)
 
-    def bounds(self, box: Interval, until: str | None = None, rounding: Rounding = NEAREST) -> Interval:
-        """Contains every result of the network, or of the layer `until`, for images in the box."""
-        stop = len(self.steps) if until is None else self._position(until) + 1
-        return self._propagate([box], 0, stop, rounding)[-1]
+    def bounds(self, box: Interval, rounding: Rounding = NEAREST) -> Interval:
+        """Contains every result of the network for images in the box."""
+        return self.intervals(box, rounding)[-1]
 
-    def margins(
-        self, box: Interval, labels: Labels, after: str | None = None, rounding: Rounding = NEAREST
-    ) -> Margins:
+    def margins(self, box: Interval, labels: Labels, start: int = 0, rounding: Rounding = NEAREST) -> Margins:
         """Lower bounds of logit[label] - logit[class] over the box; 0 at the label itself.
 
-        With `after`, the box holds the results of that layer instead of images, and no later layer may look
-        back past it.
+        The box holds value `start`: the image, or the result of a step, past which no later step may look back.
         """
-        return self._margins_from(0 if after is None else self._position(after) + 1, box, labels, rounding)
-
-    def _margins_from(self, start: int, box: Interval, labels: Labels, rounding: Rounding) -> Margins:
-        """Margins where the box holds value `start`: the image, or the result of the step before."""
         values: list[Interval | None] = [*[None] * start, box]
         head = self.head if start < len(self.steps) else None
         stop = len(self.steps) - (head is not None)
@@ -94,7 +81,7 @@ class Network:
         *_, seen, clean = self._propagate([Interval.point(images)], 0, layer.position + 1, rounding)
         layer.check_sees(seen.shape, images)
         box = sparse_first_layer(layer, clean, images, pixels, bound, epsilon, rounding)
-        return self._margins_from(layer.position + 1, box, labels, rounding)
+        return self.margins(box, labels, layer.position + 1, rounding)
 
     def _propagate(
         self, known: Sequence[Interval | None], start: int, stop: int, rounding: Rounding
@@ -109,13 +96,6 @@ class Network:
                 )
             values.append(step.operation.interval(*inputs, rounding=rounding))
         return values
-
-    def _position(self, name: str) -> int:
-        for position, step in enumerate(self.steps):
-            if step.name == name:
-                return position
-        known = ", ".join(step.name for step in self.steps)
-        raise InvalidInput(f"the network has no layer {name!r}; its layers are {known}")
 
 
 def merged_margins(head: Linear, box: Interval, labels: Labels, rounding: Rounding) -> Margins:

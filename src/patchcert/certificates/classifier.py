@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import numpy as np
 import torch
@@ -142,6 +142,8 @@ class Classifier(ABC):
     """A deployed classifier and the kind of proof it admits; settings in its constructor, data in the calls."""
 
     model: nn.Module
+    predicts_as_its_model: ClassVar[bool] = False
+    """Whether `predict` is the class of the model's largest logit, so that attacks on the model are attacks on it."""
 
     @abstractmethod
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, final
+from typing import Annotated, Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,7 @@ class IntervalBounds(Classifier):
     dtype: torch.dtype | None = None
     memory_budget: int | None = None
     verdicts_only: bool = False
+    predicts_as_its_model: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         budget = self.memory_budget

@@ -406,8 +406,7 @@ def _tuned(
     model: "nn.Module", attacked: AttackedTarget, asked: AttackOptions, side: int
 ) -> "tuple[Defense, dict[str, Any]]":
     """The best setting of a defense on the last training images, which no result is about."""
-    from patchcert.attacks import tune_defense
-    from patchcert.defenses import smoothing_grid, watermarking_grid
+    from patchcert.attacks import smoothing_grid, tune_defense, watermarking_grid
 
     dataset, count = attacked.dataset, asked.tune or 0
     if count > len(dataset.train):

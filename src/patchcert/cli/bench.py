@@ -3,17 +3,22 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchcert.cli.options import parse_device
+from patchcert.cli.options import DeviceOption, parse_device
 from patchcert.cli.output import print_json, say
 from patchcert.errors import InvalidInput
 
+if TYPE_CHECKING:
+    import torch
+
+    from patchcert.bench import Case, Machine
+
 
 def bench(
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")] = "auto",
+    device: DeviceOption = "auto",
     only: Annotated[str | None, typer.Option(help="Only the cases whose name holds this text.")] = None,
     patch: Annotated[int | None, typer.Option(min=1, help="Side of the patch in pixels: 5.")] = None,
     batch: Annotated[
@@ -45,7 +50,8 @@ def bench(
     if source is not None:
         facts = _read(source)
     else:
-        facts = _measure(device, only, patch, batch, certify_images, data_dir, spend, sizes)
+        place, cases = parse_device(device), _cases(only, patch, sizes)
+        facts = _measure(cases, _machine(place, batch, certify_images, spend, data_dir))
     if as_json:
         print_json(facts)
     elif as_markdown:
@@ -66,31 +72,41 @@ def _read(source: Path) -> dict[str, Any]:
     return facts
 
 
-def _measure(
-    device: str,
-    only: str | None,
-    patch: int | None,
-    batch: int | None,
-    certify_images: int | None,
-    data_dir: Path | None,
-    spend: float,
-    sizes: bool,
-) -> dict[str, Any]:
-    from patchcert.bench import CASES, Machine, run_case
-    from patchcert.bench.cases import SIZES
-    from patchcert.bench.floor import Ceilings
-    from patchcert.bench.report import summary
+def _cases(only: str | None, patch: int | None, sizes: bool) -> "list[Case]":
+    from patchcert.bench import CASES, SIZES
 
-    chosen = parse_device(device)
     known = [replace(case, patch=patch or case.patch) for case in (*CASES, *(SIZES if sizes else ()))]
     cases = [case for case in known if only is None or only in case.name]
     if not cases:
         raise InvalidInput(f"no case holds {only!r}", hint=f"cases: {', '.join(case.name for case in CASES)}")
-    on_gpu = chosen.type == "cuda"
+    return cases
+
+
+def _machine(
+    device: "torch.device", batch: int | None, certify_images: int | None, spend: float, data_dir: Path | None
+) -> "Machine":
+    """The machine, with numbers of images that suit it where none are given."""
+    from patchcert.bench import Machine
+    from patchcert.bench.floor import Ceilings
+
+    on_gpu = device.type == "cuda"
     images = batch or (256 if on_gpu else 32)
-    certified = certify_images or (10_000 if on_gpu else images)
-    attacked, restarts = (400, 80) if on_gpu else (images, 8)
-    machine = Machine(chosen, Ceilings.of(chosen), images, certified, spend, attacked, restarts, data_dir)
+    return Machine(
+        device=device,
+        ceilings=Ceilings.of(device),
+        batch=images,
+        certified_images=certify_images or (10_000 if on_gpu else images),
+        spend=spend,
+        attacked_images=400 if on_gpu else images,
+        restarts=80 if on_gpu else 8,
+        data_dir=data_dir,
+    )
+
+
+def _measure(cases: "list[Case]", machine: "Machine") -> dict[str, Any]:
+    from patchcert.bench import run_case
+    from patchcert.bench.report import summary
+
     measurements = []
     for case in cases:
         say(f"measuring {case.name} ...")

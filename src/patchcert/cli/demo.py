@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from patchcert.attacks import PatchAttack
     from patchcert.evidence import Attacking, Certification, EvidenceFolder, Subject
-    from patchcert.report import RunSummary
+    from patchcert.report.summary import RunSummary
     from patchcert.report.tables import Table
     from patchcert.train.run_folder import Run
     from patchcert.train.spec import Spec
@@ -61,7 +61,8 @@ def demo(
 
 def _carry_out(out: Path, quick: bool, device: str, threads: int) -> "tuple[RunSummary, Path, bool]":
     from patchcert.cli.train import training_view
-    from patchcert.report import summarise_run, write_report
+    from patchcert.report.page import write_report
+    from patchcert.report.summary import summarise_run
     from patchcert.train.training import Workplace, train_run
 
     plan, place = quick_plan() if quick else full_plan(), parse_device(device)
@@ -199,7 +200,7 @@ def _greet(out: Path) -> None:
 
 def _talk(summary: "RunSummary", page: Path, seconds: float) -> None:
     """The result for people."""
-    from patchcert.report.words import lead_sentence
+    from patchcert.report.page import lead_sentence
 
     console = stderr_console()
     console.print()

@@ -9,8 +9,8 @@ from patchcert.cli.output import print_error, print_json, say
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from patchcert.report import RunSummary
     from patchcert.report.statistics import Proportion
+    from patchcert.report.summary import RunSummary
     from patchcert.train.run_folder import Run
 
 INCONSISTENT = 1
@@ -31,7 +31,8 @@ def report(
     Exits with 1 if the evidence contradicts itself: an image that is certified, yet was broken by an attack.
     """
     from patchcert.cli.target import open_run
-    from patchcert.report import Pictures, summarise_run, write_report
+    from patchcert.report.page import write_report
+    from patchcert.report.summary import Pictures, summarise_run
 
     path = _page(runs, out)
     opened = [open_run(folder) for folder in runs]
@@ -73,11 +74,4 @@ def _result(folder: Path, summary: "RunSummary") -> dict[str, Any]:
 
 def share(proportion: "Proportion | None") -> dict[str, Any] | None:
     """A proportion for programs; null where nothing was measured."""
-    if proportion is None:
-        return None
-    return {
-        "accuracy": proportion.value,
-        "interval": list(proportion.interval),
-        "images": proportion.total,
-        "right": proportion.successes,
-    }
+    return None if proportion is None else proportion.to_dict()

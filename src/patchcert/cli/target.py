@@ -170,8 +170,10 @@ def choose_classifier(
 
 def _learned_votes(target: Target) -> dict[str, int]:
     """How many pixels the votes see that a run has learnt to cast; empty where it has not."""
+    from patchcert.train.strategies import Ablated
+
     strategy = None if target.run is None else target.run.spec.strategy
-    return {"retained": strategy.retained} if getattr(strategy, "kind", "") == "ablated" else {}
+    return {"retained": strategy.retained} if isinstance(strategy, Ablated) else {}
 
 
 def _warn_of_classes(target: Target, count: int, dataset: "Dataset") -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.options import DataFolderOption, parse_device
+from patchcert.cli.options import DataFolderOption, DeviceOption, parse_device
 from patchcert.cli.output import print_json, progress_bar, say
 
 if TYPE_CHECKING:
@@ -19,26 +19,26 @@ def trim(
         bool, typer.Option("--half", help="Round the weights to half precision: a file of half the size.")
     ] = False,
     data_dir: DataFolderOption = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")] = "auto",
+    device: DeviceOption = "auto",
 ) -> None:
-    """Leave out channels and units that are zero on every image the run was trained on.
+    """Remove channels and units that are zero on every image the run was trained on.
 
-    The trimmed model is one of its own, smaller and faster to certify. What was proven of the whole one does not
-    count for it: certify it next.
+    The trimmed model is a model of its own, smaller and faster to certify. What was proven of the whole one does not
+    hold for it: certify it next.
     """
-    from patchcert.cli.target import choose_images, open_data, open_run, open_target
+    from patchcert.cli.target import open_data, open_run, open_target, select_images
     from patchcert.files import sha256
     from patchcert.train.run_folder import trim_run
 
     whole, place = open_run(run), parse_device(device)
     target = open_target(str(run))
     dataset = open_data(target, None, data_dir)
-    choose_images(target, dataset, "train", 1)
+    select_images(target, dataset, "train", 1)
     images = whole.spec.data.split(dataset)[0].to(place).floats()
-    with progress_bar("looking for what opens", "images") as report:
+    with progress_bar("looking for units that open", "images") as report:
         made = trim_run(whole, out, images, half, report)
     before, after = (_parameters(each) for each in (whole, made))
-    say(f"{after:,} of {before:,} parameters are left; go on with: patchcert certify {made.path}")
+    say(f"{after:,} of {before:,} parameters are left; next: patchcert certify {made.path}")
     print_json(
         {
             "run": str(whole.path),

@@ -18,7 +18,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=False)
 
 Name = Annotated[str, typer.Argument(help="Name of a model; `patchcert zoo list` shows them.")]
 Folder = Annotated[
-    Path | None, typer.Option("--zoo", help="Another folder of models with cards than the package's.")
+    Path | None, typer.Option("--zoo", help="A folder of models with cards, instead of the package's own.")
 ]
 
 
@@ -27,7 +27,7 @@ def list_models(
     zoo: Folder = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say which trained models there are, and what is proven of them."""
+    """List the trained models and what is proven of them."""
     opened = _open(zoo)
     rows = [_row(opened.card(name)) for name in opened.names()]
     if as_json:
@@ -52,7 +52,7 @@ def show(name: Name, zoo: Folder = None) -> None:
 
 @app.command()
 def spec(name: Name, zoo: Folder = None) -> None:
-    """Print the specification that a model was trained by, as TOML for `patchcert train`."""
+    """Print the specification that a model was trained with, as TOML for `patchcert train`."""
     typer.echo(_open(zoo).card(name).training.spec, nl=False)
 
 
@@ -62,11 +62,11 @@ def copy(
     out: Annotated[Path, typer.Option(help="The run folder to be made.", file_okay=False)],
     zoo: Folder = None,
 ) -> None:
-    """Make a run folder of a model, which keeps evidence, so that `patchcert report` can show it."""
-    from patchcert.zoo.copying import copy_to_run
+    """Make a run folder from a model. It keeps evidence, which `patchcert report` shows."""
+    from patchcert.zoo.adding import copy_to_run
 
     run = copy_to_run(_open(zoo), name, out)
-    say(f"{name} is in {run.path}; go on with: patchcert certify {run.path}")
+    say(f"{name} is in {run.path}; next: patchcert certify {run.path}")
     print_json({"name": name, "run": str(run.path)})
 
 
@@ -77,13 +77,13 @@ def add(
         Path | None, typer.Option(help="Folder of collected evidence, for runs without their own.")
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Take the run even if the model there has more proven images.")
+        bool, typer.Option("--replace", help="Store the run even if the model there has more proven images.")
     ] = False,
     zoo: Folder = None,
 ) -> None:
     """Store the models of runs with cards counted from their evidence.
 
-    The name is that of data, threat and architecture. A model that is there already stays unless the run has
+    A model is named after its data, threat and architecture. One that is there already stays unless the run has
     more certified test images.
     """
     from patchcert.cli.target import open_run
@@ -117,6 +117,7 @@ def _row(card: "Card") -> dict[str, Any]:
         "hidden": card.model.hidden,
         "widths": list(card.model.widths),
         "parameters": card.parameters,
+        "classifier": dict(card.proof.classifier),
         "images": card.proof.images,
         "clean_accuracy": card.proof.right / card.proof.images,
         "certified_accuracy": card.proof.certified / card.proof.images,

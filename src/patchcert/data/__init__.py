@@ -1,4 +1,4 @@
-"""Images and labels, read from official files whose sums are checked."""
+"""Images and labels, read from official files whose checksums are verified."""
 
 from patchcert.data.folder import ImageShape as ImageShape
 from patchcert.data.loading import class_names as class_names

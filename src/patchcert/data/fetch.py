@@ -1,4 +1,4 @@
-"""Downloads from the official mirrors: a file takes its name only when it is whole and its sum is right."""
+"""Downloads from the official mirrors: a file gets its name only when it is complete and its checksum is right."""
 
 import hashlib
 import http.client

@@ -1,4 +1,4 @@
-"""Where the files of a data set are, and their bytes once their sums are checked."""
+"""Where the files of a data set are, and their bytes once their checksums are verified."""
 
 import gzip
 import hashlib

@@ -1,6 +1,6 @@
 """Image folders: one sub-folder per class, or a `labels.csv` with the columns `file` and `label`.
 
-An image is decoded when it is needed: its shorter side is brought to size / 0.875 and the centre is cut out.
+An image is decoded when it is needed: its shorter side is resized to size / 0.875, and the centre is cropped.
 """
 
 import csv
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from patchcert.data.split import Dataset, Split
 from patchcert.errors import DataError
 from patchcert.files import sha256
+from patchcert.tensors import Images, Labels
 
 FOLDER = "folder:"
 """Begins the name of a data set that is an image folder."""
@@ -34,7 +36,7 @@ _LAYOUT_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class ImageShape:
-    """What every image of a folder is brought to."""
+    """The size to which every image of a folder is resized and cropped."""
 
     channels: int = 3
     height: int = 224
@@ -55,7 +57,7 @@ class _Listing:
 class FolderSplit(Split):
     """A split whose images are decoded when they are first asked for; a part of it decodes only that part."""
 
-    def __init__(self, root: Path, paths: tuple[Path, ...], labels: Tensor, shape: ImageShape) -> None:
+    def __init__(self, root: Path, paths: tuple[Path, ...], labels: Labels, shape: ImageShape) -> None:
         object.__setattr__(self, "root", root)
         object.__setattr__(self, "paths", paths)
         object.__setattr__(self, "labels", labels)
@@ -67,12 +69,12 @@ class FolderSplit(Split):
 
     @property
     def image_size(self) -> tuple[int, int, int]:
-        """What every image is brought to."""
+        """The size to which every image is resized and cropped."""
         return self.shape.channels, self.shape.height, self.shape.width
 
     @cached_property
-    def images(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """All images as uint8 (n, c, h, w)."""
+    def images(self) -> Images:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """All images as uint8."""
         images = torch.empty(len(self.paths), *self.image_size, dtype=torch.uint8)
         for index, path in enumerate(self.paths):
             images[index] = decode(path, self.shape)
@@ -80,7 +82,7 @@ class FolderSplit(Split):
 
     @cached_property
     def sha256(self) -> str:
-        """One sum over the names, labels and bytes of all files, in their order; none of them is decoded."""
+        """One checksum over the names, labels and bytes of all files, in their order; none of them is decoded."""
         total = hashlib.sha256()
         for path, label in zip(self.paths, self.labels.tolist(), strict=True):
             name = Path(os.path.relpath(path, self.root)).as_posix()
@@ -96,7 +98,7 @@ class FolderSplit(Split):
 
 
 class FolderDataset(Dataset):
-    """The data set of a folder, of which files are summed and images measured when that is first asked for."""
+    """The data set of a folder, whose checksums and statistics are computed when they are first asked for."""
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class FolderDataset(Dataset):
 
     @cached_property
     def checksums(self) -> dict[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """One sum for each split that holds images."""
+        """One checksum for each split that holds images."""
         splits = {"train": self.train, "test": self.test}
         return {
             name: split.sha256
@@ -127,7 +129,7 @@ class FolderDataset(Dataset):
         return measure(self.train.images) if len(self.train) else (self.mean, self.std)
 
 
-def measure(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def measure(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of each channel in [0, 1], to four digits; a channel without deviation gets 1.
 
     Pixels are counted by value, so that the result does not depend on an order of summation.
@@ -181,8 +183,8 @@ _MANY_BITS = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 """Modes that Pillow would clip to 255, not scale."""
 
 
-def decode(path: Path, shape: ImageShape) -> Tensor:
-    """One image as uint8 (c, h, w). An image that already has the wanted size is taken as it is."""
+def decode(path: Path, shape: ImageShape) -> Annotated[Tensor, "c h w"]:
+    """One image as uint8. An image that already has the wanted size is taken as it is."""
     try:
         with Image.open(path) as image:
             if image.mode in _MANY_BITS:

@@ -24,11 +24,11 @@ _MINI_FILE = Path(__file__).with_name("mnist_mini.npz")
 def load_dataset(
     name: str, data_dir: str | Path | None = None, image_shape: ImageShape | None = None
 ) -> Dataset:
-    """A data set whose files have the sums they should have.
+    """A data set whose files have their known checksums.
 
     `mnist`, `fashion-mnist`, `cifar10` and `cifar100` are searched in `data_dir` alone if it is given, else in
     $PATCHCERT_DATA and the user's cache. `mnist-mini` ships with the package. `folder:PATH` is an image folder,
-    whose images are brought to `image_shape`: 3 channels of 224 x 224 by default.
+    whose images are resized and cropped to `image_shape`, 3 channels of 224 x 224 by default.
     """
     if name == MNIST_MINI:
         return load_mnist_mini()

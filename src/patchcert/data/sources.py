@@ -1,4 +1,4 @@
-"""The data sets we can read: their official files, the sums of these, and where they are published."""
+"""The data sets that can be read: their official files, the checksums of these, and where they are published."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -188,7 +188,7 @@ def count_test_images(name: str, sums: Mapping[str, str]) -> int | None:
 
 
 def find_source(name: str) -> Source:
-    """The published data set of that name; an unknown one is answered with the nearest and all."""
+    """The published data set of that name; the refusal of an unknown one names the nearest and all others."""
     if name in SOURCES:
         return SOURCES[name]
     nearest = difflib.get_close_matches(name, SOURCES, n=1, cutoff=0.5)

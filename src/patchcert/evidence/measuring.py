@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -149,7 +150,7 @@ class Certification:
             size = fixed or _next_size(size, took)
         return Certificates.concatenated(parts), seconds
 
-    @property
+    @cached_property
     def _partial(self) -> "_Partial":
         model = self.classifier.model
         if self.file is None or has_foreign_code(self.classifier):

@@ -229,6 +229,21 @@ class Evidence:
         """Whether an attack was on the model that certificates are about, with no defense in between."""
         return "defense" not in self.meta["classifier"]
 
+    @property
+    def subject(self) -> tuple[object, ...]:
+        """What the rows are about: two files with the same subject can contradict each other."""
+        classifier = self.meta["classifier"]
+        method = METHODS.get(classifier["name"])
+        predictor = {"name": "Model"} if method is not None and method.predicts_as_its_model else classifier
+        selection = self.selection
+        return (
+            self.weights,
+            json.dumps(predictor, sort_keys=True),
+            self.threat,
+            selection.data,
+            selection.split,
+        )
+
     def certified_against(self, threat: AnyThreat) -> NDArray[np.bool_] | None:
         """Which images are proven against a threat, where the rows say so: by verdicts, or by radii in pixels."""
         if threat == self.threat:
@@ -275,9 +290,15 @@ class Evidence:
         missing = [name for name in COLUMNS[self.kind] if name not in self.columns]
         if missing:
             raise RunError(f"{self.where} lacks the column {missing[0]!r}", hint="gather the evidence again")
-        lengths = {len(self.columns[name]) for name in self.columns if not name.startswith("adversarial")}
-        flat = all(self.columns[name].ndim == 1 for name in COLUMNS[self.kind])
-        if len(lengths) != 1 or not flat or (self.kind == "certify" and lengths == {0}):
+        rows = {name: column for name, column in self.columns.items() if not name.startswith("adversarial")}
+        for name, column in rows.items():
+            if column.ndim != (2 if name == "votes" else 1) or column.dtype.kind not in "biuf":
+                raise RunError(
+                    f"{self.where}: the column {name!r} must hold one number for each image, got {column.dtype} "
+                    f"{column.shape}"
+                )
+        lengths = {len(column) for column in rows.values()}
+        if len(lengths) != 1 or (self.kind == "certify" and lengths == {0}):
             raise RunError(f"{self.where} has columns of {sorted(lengths)} rows; expected one number above 0")
 
     def _check_images(self) -> None:
@@ -311,15 +332,9 @@ class Evidence:
 def refuted(proven: Evidence, attacked: Evidence) -> NDArray[np.integer]:
     """Positions of images that are proven in one file and broken in the other, by an attack within the same threat.
 
-    None for files of other weights, threats or data, or attacks on a defended model: they cannot contradict a proof.
+    None for files of other weights, predictors, threats or data: they cannot contradict a proof.
     """
-    same = (proven.weights, proven.threat, proven.selection.data, proven.selection.split) == (
-        attacked.weights,
-        attacked.threat,
-        attacked.selection.data,
-        attacked.selection.split,
-    )
-    if not same or not attacked.is_undefended:
+    if proven.subject != attacked.subject:
         return np.empty(0, np.int64)
     certified = proven.columns["index"][proven.columns["certified"]]
     broken = attacked.columns["index"][attacked.columns["succeeded"]]

@@ -1,6 +1,6 @@
 """The classifiers of Chiang et al. (2020), and the networks that Random Ablation votes with.
 
-The latter take the doubled channels of its encoded images.
+The latter take encoded images, which have twice the channels.
 """
 
 from collections import OrderedDict

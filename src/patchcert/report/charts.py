@@ -1,17 +1,213 @@
-"""The charts of a run: how training went, and what is proven against patches of several sizes."""
+"""Charts as geometry: pure functions from numbers to coordinates, which a template draws as SVG.
+
+Colours are left to the page's style sheet, so that one drawing serves light, dark and print.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
+from numpy.typing import NDArray
 
-from patchcert.report.figures import Chart, Point, Series, line_chart, nice_axis, percent_axis, whole_axis
+from patchcert.evidence import Evidence
 from patchcert.report.statistics import Proportion
-from patchcert.report.summary import CertificateRows, Integers, RunSummary
 from patchcert.threats import Patch
 
+WIDTH, HEIGHT = 460.0, 260.0
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 92.0, 14.0, 36.0
+LABEL_GAP = 15.0
+LEAST_SPAN = 10.0
+
 Metrics = Sequence[Mapping[str, object]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values from low to high, laid evenly from start to end."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """Where a value stands."""
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured value, with its interval where it has one."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points joined by a line; `style` is the class that the style sheet colours."""
+
+    label: str
+    points: tuple[Point, ...]
+    style: str = "accent"
+    markers: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A range of values and how its ticks are written."""
+
+    label: str
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    suffix: str = ""
+
+    def show(self, value: float) -> str:
+        """A tick's text, with no more decimals than its step needs."""
+        step = min((b - a for a, b in zip(self.ticks, self.ticks[1:], strict=False)), default=1.0)
+        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+        return f"{value:.{decimals}f}{self.suffix}"
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Where a tick stands on the page, and its text."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A drawn point: its centre, whisker ends and the text shown on hovering."""
+
+    x: float
+    y: float
+    low: float | None
+    high: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A drawn series: an SVG path and the label at its end."""
+
+    label: str
+    style: str
+    path: str
+    marks: tuple[Mark, ...]
+    label_y: float
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A line chart ready to draw; `summary` says in words what it shows, for readers who cannot see it."""
+
+    title: str
+    summary: str
+    x_label: str
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    lines: tuple[Line, ...]
+    width: float = WIDTH
+    height: float = HEIGHT
+    left: float = LEFT
+    right: float = WIDTH - RIGHT
+    top: float = TOP
+    bottom: float = HEIGHT - BOTTOM
+
+
+def line_chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> Chart:
+    """The chart of some series over shared axes, each labelled at its last point without overlaps."""
+    across = Scale(x.low, x.high, LEFT, WIDTH - RIGHT)
+    down = Scale(y.low, y.high, HEIGHT - BOTTOM, TOP)
+    drawn = [item for item in series if item.points]
+    label_ys = spread([down(item.points[-1].y) for item in drawn], LABEL_GAP, TOP + 4, HEIGHT - BOTTOM)
+    lines = [_line(item, across, down, at, y.suffix) for item, at in zip(drawn, label_ys, strict=True)]
+    return Chart(
+        title,
+        _chart_in_words(title, drawn, x, y),
+        x.label,
+        tuple(Tick(across(value), x.show(value)) for value in x.ticks),
+        tuple(Tick(down(value), y.show(value)) for value in y.ticks),
+        tuple(lines),
+    )
+
+
+def nice_axis(label: str, low: float, high: float, wanted: int = 5, suffix: str = "") -> Axis:
+    """An axis over the range, widened to round ticks 1, 2 or 5 times a power of ten apart."""
+    span = high - low if high > low else max(abs(high), 1.0)
+    magnitude = 10.0 ** math.floor(math.log10(span / wanted))
+    step = next(
+        factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude * wanted >= span * (1 - 1e-9)
+    )
+    first, last = math.floor(low / step + 1e-9), math.ceil((low + span) / step - 1e-9)
+    ticks = tuple(round(number * step, 10) for number in range(first, last + 1))
+    return Axis(label, ticks[0], ticks[-1], ticks, suffix)
+
+
+def percent_axis(low: float = 0.0) -> Axis:
+    """An axis for percentages, from a round value at or below `low` up to 100."""
+    return nice_axis("", max(0.0, 10 * math.floor(low / 10)), 100.0, suffix="%")
+
+
+def whole_axis(label: str, low: int, high: int) -> Axis:
+    """An axis whose ticks are whole numbers inside the range."""
+    steps = (factor * 10**power for power in range(9) for factor in (1, 2, 5))
+    step = next(step for step in steps if high - low <= 8 * step)
+    ticks = tuple(float(value) for value in range(low + (-low) % step, high + 1, step))
+    return Axis(label, float(low), float(max(high, low + 1)), ticks)
+
+
+def path(places: Sequence[tuple[float, float]]) -> str:
+    """An SVG path through the places; one that is not finite leaves a gap."""
+    commands, pen_down = [], False
+    for x, y in places:
+        if not (math.isfinite(x) and math.isfinite(y)):
+            pen_down = False
+            continue
+        commands.append(f"{'L' if pen_down else 'M'}{x:.1f} {y:.1f}")
+        pen_down = True
+    return " ".join(commands)
+
+
+def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Places near those wanted, at least a gap apart, and within the range where they fit."""
+    order = sorted(range(len(wanted)), key=lambda at: wanted[at])
+    placed = [0.0] * len(wanted)
+    floor = low
+    for at in order:
+        placed[at] = max(wanted[at], floor)
+        floor = placed[at] + gap
+    ceiling = high
+    for at in reversed(order):
+        placed[at] = min(placed[at], ceiling)
+        ceiling = placed[at] - gap
+    return placed
+
+
+def _line(item: Series, across: Scale, down: Scale, label_y: float, suffix: str) -> Line:
+    drawn = path([(across(point.x), down(point.y)) for point in item.points])
+    marks = tuple(_mark(point, across, down, suffix) for point in item.points) if item.markers else ()
+    return Line(item.label, item.style, drawn, marks, label_y)
+
+
+def _mark(point: Point, across: Scale, down: Scale, suffix: str) -> Mark:
+    text = f"{point.y:.1f}{suffix}"
+    if point.low is None or point.high is None:
+        return Mark(across(point.x), down(point.y), None, None, text)
+    text += f" ({point.low:.1f} to {point.high:.1f}{suffix})"
+    return Mark(across(point.x), down(point.y), down(point.low), down(point.high), text)
+
+
+def _chart_in_words(title: str, drawn: Sequence[Series], x: Axis, y: Axis) -> str:
+    ends = (f"{item.label} ends at {item.points[-1].y:.4g}{y.suffix}" for item in drawn)
+    return f"{title} against {x.label}: {'; '.join(ends)}."
 
 
 def training_curves(metrics: Metrics) -> tuple[Chart, ...]:
@@ -32,7 +228,7 @@ def training_curves(metrics: Metrics) -> tuple[Chart, ...]:
         charts.append(line_chart("Training loss", span, nice_axis("", 0.0, highest), [loss]))
     if any(item.points for item in accuracies):
         lowest = min(point.y for item in accuracies for point in item.points)
-        charts.append(line_chart(_sample_title(metrics), span, percent_axis(low=lowest), accuracies))
+        charts.append(line_chart(_sample_title(metrics), span, percent_axis(lowest), accuracies))
     if epsilon.points:
         charts.append(line_chart("Reach of the patch (epsilon)", span, nice_axis("", 0.0, 1.0), [epsilon]))
     return tuple(charts)
@@ -48,13 +244,17 @@ def _sample_title(metrics: Metrics) -> str:
     return f"Accuracy on {count:,.0f} {kind} images" if count else f"Accuracy on {kind} images"
 
 
-def sizes_chart(run: RunSummary) -> Chart | None:
-    """Accuracies against the side of square patches, on the images that all of two or more sides share."""
-    by_side = {side: rows for rows in reversed(run.certificates) if (side := _square_side(rows))}
-    if len(by_side) < 2:
-        return None
+def sizes_chart(certificates: Sequence[Evidence]) -> Chart | None:
+    """Accuracies against the side of square patches, on the images that all of two or more sides share.
+
+    The certificates are of one kind; of several against the same patch those of the most images are drawn.
+    """
+    ascending = sorted(certificates, key=lambda rows: rows.total)
+    by_side = {side: rows for rows in ascending if (side := _square_side(rows))}
     sides = sorted(by_side)
-    common = reduce(np.intersect1d, [rows.index for rows in by_side.values()])
+    if len(sides) < 2:
+        return None
+    common = reduce(np.intersect1d, [rows.columns["index"] for rows in by_side.values()])
     if not len(common):
         return None
     shares = {side: _shares(by_side[side], common) for side in sides}
@@ -66,16 +266,17 @@ def sizes_chart(run: RunSummary) -> Chart | None:
     title = f"Certified accuracy against patch size, on {len(common):,} images"
     lowest = min(point.low or 0.0 for point in certified)
     axis = whole_axis("side of the square patch in pixels", sides[0], sides[-1])
-    return line_chart(title, axis, percent_axis(low=lowest), series)
+    return line_chart(title, axis, percent_axis(lowest), series)
 
 
-def _shares(rows: CertificateRows, index: Integers) -> tuple[Proportion, Proportion]:
+def _shares(rows: Evidence, index: NDArray[np.integer]) -> tuple[Proportion, Proportion]:
     """Clean and certified accuracy on some of the images."""
-    kept = np.isin(rows.index, index)
-    return Proportion.of(rows.correct[kept]), Proportion.of(rows.certified[kept])
+    kept = np.isin(rows.columns["index"], index)
+    right = rows.columns["prediction"] == rows.columns["label"]
+    return Proportion.of(right[kept]), Proportion.of(rows.columns["certified"][kept])
 
 
-def _square_side(rows: CertificateRows) -> int | None:
+def _square_side(rows: Evidence) -> int | None:
     """The side of a full square that may be anywhere, else None."""
     threat = rows.threat
     if not isinstance(threat, Patch) or str(threat.rule) != "everywhere" or not threat.is_solid:
@@ -99,3 +300,93 @@ def _value(row: Mapping[str, object], key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row to draw, values in per cent; `ours` is None where it was not run.
+
+    The note says why, or what keeps ours from being compared with the paper's, which are then drawn paler.
+    """
+
+    label: str
+    paper: float | None
+    ours: float | None
+    low: float | None = None
+    high: float | None = None
+    anchor: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Dots:
+    """A drawn row: places along the axis in per cent of its length, and the words for them."""
+
+    label: str
+    anchor: str
+    paper: float | None
+    ours: float | None
+    low: float | None
+    high: float | None
+    paper_text: str
+    ours_text: str
+    note: str
+    summary: str
+
+
+@dataclass(frozen=True)
+class DotGroup:
+    """Dots over one axis, which holds all that is drawn but need not begin at zero."""
+
+    title: str
+    rows: tuple[Dots, ...]
+    ticks: tuple[Tick, ...]
+
+
+def dot_group(title: str, rows: Sequence[Measured], decimals: int = 1) -> DotGroup:
+    """The rows over the smallest axis of round ticks that holds every number and interval."""
+    values = [
+        value for row in rows for value in (row.paper, row.ours, row.low, row.high) if value is not None
+    ]
+    axis = _dot_axis(min(values), max(values))
+    place = Scale(axis.low, axis.high, 0.0, 100.0)
+    drawn = tuple(_dots(row, place, decimals) for row in rows)
+    return DotGroup(title, drawn, tuple(Tick(place(at), axis.show(at)) for at in axis.ticks))
+
+
+def _dot_axis(low: float, high: float) -> Axis:
+    """Wide enough that small differences look small, within 0 to 100 per cent."""
+    if high - low < LEAST_SPAN:
+        middle = (low + high) / 2
+        low, high = middle - LEAST_SPAN / 2, middle + LEAST_SPAN / 2
+        shift = max(0.0, -low) - max(0.0, high - 100)
+        low, high = low + shift, high + shift
+    return nice_axis("", max(0.0, math.floor(low)), min(100.0, math.ceil(high)), wanted=6, suffix="%")
+
+
+def _dots(row: Measured, scale: Scale, decimals: int) -> Dots:
+    def place(value: float | None) -> float | None:
+        return None if value is None else scale(value)
+
+    paper = "-" if row.paper is None else f"{row.paper:.{decimals}f}"
+    ours = row.note if row.ours is None else f"{row.ours:.{decimals}f}"
+    return Dots(
+        label=row.label,
+        anchor=row.anchor,
+        paper=place(row.paper),
+        ours=place(row.ours),
+        low=place(row.low),
+        high=place(row.high),
+        paper_text=paper,
+        ours_text=ours,
+        note="" if row.ours is None else row.note,
+        summary=_dots_in_words(row, paper, ours, decimals),
+    )
+
+
+def _dots_in_words(row: Measured, paper: str, ours: str, decimals: int) -> str:
+    stated = "the paper has no number" if row.paper is None else f"paper {paper}%"
+    found = f"ours {ours}" if row.ours is None else f"ours {ours}%"
+    interval = "" if row.low is None else f" ({row.low:.{decimals}f} to {row.high:.{decimals}f}%)"
+    caveat = f", {row.note}" if row.note and row.ours is not None else ""
+    return f"{row.label}: {stated}, {found}{interval}{caveat}"

@@ -1,15 +1,27 @@
-"""Images and heat maps as PNG data addresses, one file pixel per image pixel; the page enlarges them."""
+"""Images on a page: PNG data addresses, certificate maps, and images that an attack broke.
+
+One file pixel per image pixel; the page enlarges them.
+"""
 
 import base64
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor, nn
 
+from patchcert.certificates import placement_margins
+from patchcert.data import Split
 from patchcert.errors import InvalidInput
+from patchcert.evidence import Evidence
+from patchcert.tensors import Labels, PlacementMargins
+from patchcert.threats import Patch
 
 Pixels = NDArray[np.uint8]
 
@@ -64,3 +76,155 @@ def _picture(pixels: Pixels) -> Image.Image:
     if pixels.ndim == 3 and pixels.shape[0] != 1:
         raise InvalidInput(f"a picture has 1 or 3 channels, got {pixels.shape[0]}")
     return Image.fromarray(np.ascontiguousarray(pixels.reshape(pixels.shape[-2:])))
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, eq=False)
+class CertificateMap:
+    """An image with its least margin at every placement of the patch; NaN where no placement is allowed."""
+
+    index: int
+    image: Pixels
+    label: int
+    prediction: int
+    certified: bool
+    patch: Patch
+    margins: NDArray[np.float64]
+
+    @property
+    def weakest(self) -> Box:
+        """The placement with the least margin."""
+        top, left = np.unravel_index(int(np.nanargmin(self.margins)), self.margins.shape)
+        return Box(int(top), int(left), self.patch.height, self.patch.width)
+
+    @property
+    def least(self) -> float:
+        """The margin at the weakest placement."""
+        return float(np.nanmin(self.margins))
+
+
+@dataclass(frozen=True, eq=False)
+class AttackedImage:
+    """An image that was right before an attack and wrong after it, and the boxes that hold everything it changed."""
+
+    index: int
+    clean: Pixels
+    attacked: Pixels
+    label: int
+    after: int
+    boxes: tuple[Box, ...]
+
+    @property
+    def patch(self) -> Pixels | None:
+        """The patch by itself, where there is just one box."""
+        if len(self.boxes) != 1:
+            return None
+        box = self.boxes[0]
+        rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
+        return np.ascontiguousarray(self.attacked[:, rows, columns])
+
+
+def colour_limit(maps: Sequence[CertificateMap]) -> float:
+    """The margin at which colours are fullest: the middle map's largest, so that no map dims all others."""
+    largest = sorted(float(np.nanmax(np.abs(sample.margins))) for sample in maps)
+    limit = largest[len(largest) // 2] if largest else 0.0
+    return limit if 0 < limit < math.inf else 1.0
+
+
+def certificate_maps(model: nn.Module, images: Split, rows: Evidence, count: int) -> list[CertificateMap]:
+    """The maps of `count` telling rows. Margins at single placements are what only interval bounds have."""
+    threat, kind = rows.threat, rows.meta["classifier"]
+    chosen = telling_rows(rows, count)
+    if kind["name"] != "IntervalBounds" or not isinstance(threat, Patch) or not len(chosen):
+        return []
+    columns = {name: rows.columns[name][chosen] for name in ("index", "label", "prediction", "certified")}
+    split = images[torch.from_numpy(columns["index"]).long()]
+    device, dtype = next(model.parameters()).device, getattr(torch, kind["dtype"])
+    margins = placement_margins(
+        model, split.floats().to(device), split.labels.to(device), threat, dtype=dtype
+    )
+    grids = _grids(_least(margins.cpu(), split.labels), threat, split.image_size)
+    return [
+        CertificateMap(
+            index=int(columns["index"][at]),
+            image=split.images[at].numpy(),
+            label=int(columns["label"][at]),
+            prediction=int(columns["prediction"][at]),
+            certified=bool(columns["certified"][at]),
+            patch=threat,
+            margins=grids[at],
+        )
+        for at in range(len(chosen))
+    ]
+
+
+def telling_rows(rows: Evidence, count: int) -> NDArray[np.intp]:
+    """Rows over the whole range of margins: proofs from the widest to the narrowest, then failures likewise.
+
+    Half of the rows are certified and half are not, as far as there are enough of either. Without margins they are
+    spread over the images in their order.
+    """
+    certified = rows.columns["certified"]
+    order = np.argsort(-rows.columns.get("margin", np.zeros(rows.total)), kind="stable")
+    proven, unproven = order[certified[order]], order[~certified[order]]
+    failures = min(len(unproven), max(count // 2, count - len(proven)))
+    return np.concatenate([_spread(proven, count - failures), _spread(unproven, failures)])
+
+
+def attacked_images(images: Split, attacks: Sequence[Evidence], count: int) -> list[AttackedImage]:
+    """The first `count` images that were right before an attack and wrong after it, as far as they were kept."""
+    found: dict[int, AttackedImage] = {}
+    for rows in attacks:
+        kept = rows.adversarial()
+        broken = rows.columns["succeeded"] & (rows.columns["prediction"] == rows.columns["label"])
+        for row in np.flatnonzero(broken).tolist():
+            index = int(rows.columns["index"][row])
+            if index in kept and index not in found:
+                attacked = np.rint(255 * kept[index]).astype(np.uint8)
+                found[index] = _attacked(rows, row, images.images[index].numpy(), attacked)
+    return [found[index] for index in sorted(found)][:count]
+
+
+def _attacked(rows: Evidence, row: int, clean: Pixels, attacked: Pixels) -> AttackedImage:
+    index, label, after = (int(rows.columns[name][row]) for name in ("index", "label", "prediction_after"))
+    return AttackedImage(index, clean, attacked, label, after, _boxes(rows, row, clean, attacked))
+
+
+def _boxes(rows: Evidence, row: int, clean: Pixels, attacked: Pixels) -> tuple[Box, ...]:
+    """The patch where it lies; for a threat without placements every changed pixel."""
+    top, left = int(rows.columns["top"][row]), int(rows.columns["left"][row])
+    if isinstance(rows.threat, Patch) and top >= 0:
+        return (Box(top, left, rows.threat.height, rows.threat.width),)
+    changed = np.argwhere((clean != attacked).any(axis=0)).tolist()
+    return tuple(Box(top, left, 1, 1) for top, left in changed)
+
+
+def _spread(ordered: NDArray[np.intp], count: int) -> NDArray[np.intp]:
+    """`count` entries at even distances, the first and the last among them; all where there are fewer."""
+    if len(ordered) <= count:
+        return ordered
+    return ordered[np.linspace(0, len(ordered) - 1, count).round().astype(int)]
+
+
+def _least(margins: PlacementMargins, labels: Labels) -> Annotated[Tensor, "n p"]:
+    """The least margin over the classes other than the label."""
+    own = labels[:, None, None].expand(-1, margins.shape[1], 1)
+    return margins.scatter(2, own, torch.inf).amin(dim=2)
+
+
+def _grids(least: Annotated[Tensor, "n p"], threat: Patch, size: tuple[int, int, int]) -> NDArray[np.float64]:
+    """The margins (n, rows, columns) by top-left corner; NaN where the patch may not be."""
+    _, height, width = size
+    grid = np.full((len(least), height - threat.height + 1, width - threat.width + 1), np.nan)
+    top, left = threat.placements(height, width).corners.T.numpy()
+    grid[:, top, left] = least.double().numpy()
+    return grid

@@ -1,8 +1,9 @@
-"""How sure a measured accuracy is, and whether certificates and attacks agree image by image."""
+"""How sure a measured accuracy is: exact binomial intervals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,15 @@ class Proportion:
         """The 95 % Clopper-Pearson interval of the true share."""
         return clopper_pearson(self.successes, self.total)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The proportion in plain types, for programs."""
+        return {
+            "accuracy": self.value,
+            "interval": list(self.interval),
+            "images": self.total,
+            "right": self.successes,
+        }
+
 
 def mean_interval(shares: Sequence[Proportion], confidence: float = 0.95) -> tuple[float, float]:
     """Covers the mean of the true proportions with at least this confidence, however they depend on each other.
@@ -63,47 +73,3 @@ def mean_interval(shares: Sequence[Proportion], confidence: float = 0.95) -> tup
     each = 1 - (1 - confidence) / len(shares)
     ends = [clopper_pearson(share.successes, share.total, each) for share in shares]
     return fmean(low for low, _ in ends), fmean(high for _, high in ends)
-
-
-@dataclass(frozen=True)
-class Violation:
-    """One image on which two pieces of evidence contradict each other."""
-
-    index: int
-    claim: str
-
-
-@dataclass(frozen=True)
-class Bracket:
-    """Accuracies on the same images; sound evidence has certified <= empirical <= clean on each of them."""
-
-    clean: Proportion
-    empirical: Proportion
-    certified: Proportion
-    violations: tuple[Violation, ...]
-
-    @property
-    def holds(self) -> bool:
-        """True when no image contradicts the order."""
-        return not self.violations
-
-
-BROKEN_CERTIFICATE = "certified, but the attack changed the prediction"
-BROKEN_CLEAN = "counted as withstanding the attack, but wrong without any attack"
-WRONG_CERTIFIED = "certified, but the clean prediction is wrong"
-
-
-def bracket(
-    index: NDArray[np.int64],
-    clean: NDArray[np.bool_],
-    withstood: NDArray[np.bool_],
-    certified: NDArray[np.bool_],
-) -> Bracket:
-    """The three accuracies on one set of images, with every image that breaks their order named."""
-    checks = (
-        (certified & ~clean, WRONG_CERTIFIED),
-        (certified & clean & ~withstood, BROKEN_CERTIFICATE),
-        (withstood & ~clean, BROKEN_CLEAN),
-    )
-    violations = tuple(Violation(int(image), claim) for broken, claim in checks for image in index[broken])
-    return Bracket(Proportion.of(clean), Proportion.of(withstood), Proportion.of(certified), violations)

@@ -1,129 +1,45 @@
-"""What a page needs to know of one run, as plain values: nothing here knows how runs are stored."""
+"""What is known of one run: its evidence, what follows from it, and what is needed to check it again."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from patchcert.errors import InvalidInput
-from patchcert.report.statistics import WRONG_CERTIFIED, Bracket, Proportion, Violation, bracket
-from patchcert.threats import Patch, SparsePixels
+from patchcert.certificates import AnyThreat, Guarantee
+from patchcert.data import Dataset, ImageShape, load_dataset
+from patchcert.errors import DataError, InvalidInput, RunError
+from patchcert.evidence import Evidence, EvidenceFolder, refuted
+from patchcert.files import sha256
+from patchcert.report.pictures import AttackedImage, CertificateMap, Pixels, attacked_images, certificate_maps
+from patchcert.report.statistics import Proportion
+from patchcert.train.run_folder import EVIDENCE, Run
+from patchcert.train.spec import write_spec
 
-Booleans = NDArray[np.bool_]
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
-Pixels = NDArray[np.uint8]
-AnyThreat = Patch | SparsePixels
-
-
-@dataclass(frozen=True, eq=False)
-class CertificateRows:
-    """One row per certified test image: what was predicted, whether it is proven, and how narrowly."""
-
-    threat: AnyThreat
-    index: Integers
-    label: Integers
-    prediction: Integers
-    certified: Booleans
-    margin: Floats
-    top: Integers
-    left: Integers
-    meta: Mapping[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Columns are equally long and every image appears once."""
-        columns = (self.label, self.prediction, self.certified, self.margin, self.top, self.left)
-        _check_rows("certificates", self.index, columns)
-
-    @property
-    def correct(self) -> Booleans:
-        """True where the clean prediction is the label."""
-        return self.prediction == self.label
-
-    @property
-    def certified_accuracy(self) -> Proportion:
-        """The share of images proven."""
-        return Proportion.of(self.certified)
-
-    @property
-    def clean_accuracy(self) -> Proportion:
-        """The share of images predicted rightly when nobody interferes."""
-        return Proportion.of(self.correct)
-
-
-@dataclass(frozen=True, eq=False)
-class AttackRows:
-    """One row per attacked test image: what the model says of the attacked image and where the patch lies.
-
-    `images` holds attacked images (c, h, w) in [0, 1] by index, for as many as were kept. Rows of certified
-    images only can refute certificates, but no accuracy may be counted on images chosen like that.
-    """
-
-    threat: AnyThreat
-    index: Integers
-    label: Integers
-    prediction_after: Integers
-    succeeded: Booleans
-    top: Integers
-    left: Integers
-    meta: Mapping[str, object] = field(default_factory=dict)
-    images: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
-    certified_only: bool = False
-
-    def __post_init__(self) -> None:
-        """Columns are equally long and every image appears once."""
-        columns = (self.label, self.prediction_after, self.succeeded, self.top, self.left)
-        _check_rows("attacks", self.index, columns)
-
-
-@dataclass(frozen=True, eq=False)
-class CertificateMap:
-    """The least margin at every placement of one image; NaN where no placement is allowed."""
-
-    index: int
-    image: Pixels
-    label: int
-    prediction: int
-    certified: bool
-    height: int
-    width: int
-    margins: Floats
-
-    @property
-    def weakest(self) -> tuple[int, int]:
-        """Top and left of the placement with the least margin."""
-        top, left = np.unravel_index(int(np.nanargmin(self.margins)), self.margins.shape)
-        return int(top), int(left)
-
-    @property
-    def least(self) -> float:
-        """The margin at the weakest placement."""
-        return float(np.nanmin(self.margins))
+CHECKED_FILES = ("spec.toml", "weights.safetensors", f"{EVIDENCE}/*.npz")
+BROKEN_CERTIFICATE = "certified, but the attack changed the prediction"
+BROKEN_CLEAN = "counted as withstanding the attack, but wrong without any attack"
 
 
 @dataclass(frozen=True)
-class Box:
-    """A rectangle of pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-
-
-@dataclass(frozen=True, eq=False)
-class AttackedImage:
-    """An image that an attack broke, before and after, and the boxes that hold everything it changed."""
+class Contradiction:
+    """One image on which two pieces of evidence contradict each other."""
 
     index: int
-    clean: Pixels
-    attacked: Pixels
-    label: int
-    before: int
-    after: int
-    boxes: tuple[Box, ...]
+    claim: str
+
+
+@dataclass(frozen=True)
+class Accuracies:
+    """Three accuracies on the same images; sound evidence has certified <= empirical <= clean."""
+
+    clean: Proportion
+    empirical: Proportion
+    certified: Proportion
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +55,8 @@ class RunSummary:
     threat: AnyThreat | None = None
     spec_text: str = ""
     metrics: Sequence[Mapping[str, object]] = ()
-    certificates: Sequence[CertificateRows] = ()
-    attacks: Sequence[AttackRows] = ()
+    certificates: Sequence[Evidence] = ()
+    attacks: Sequence[Evidence] = ()
     maps: Sequence[CertificateMap] = ()
     attacked: Sequence[AttackedImage] = ()
     thumbnails: Pixels | None = None
@@ -148,42 +64,77 @@ class RunSummary:
     environment: Mapping[str, object] = field(default_factory=dict)
     checksums: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, run: Run, evidence: Iterable[Evidence]) -> "RunSummary":
+        """The summary of a run with evidence on test images; without pictures."""
+        found = tuple(evidence)
+        return cls(
+            name=run.path.resolve().name,
+            dataset=run.spec.data.name,
+            model=_describe_model(run),
+            threat=run.spec.threat,
+            spec_text=write_spec(run.spec),
+            metrics=run.metrics(),
+            certificates=[each for each in found if each.kind == "certify"],
+            attacks=[each for each in found if each.kind == "attack"],
+            environment=run.environment(),
+            checksums=_checksums(run),
+        )
+
     @cached_property
-    def headline(self) -> CertificateRows | None:
-        """The certificates that lead the page: for the threat trained against, else the first measured."""
-        matching = [rows for rows in self.certificates if rows.threat == self.threat]
-        return next(iter([*matching, *self.certificates]), None)
+    def headline(self) -> Evidence | None:
+        """The certificates that lead the page: against the threat trained against, where there are such.
+
+        Those on the run's own data come before others, and those of more images before those of fewer. The last word
+        is the alphabet's, which puts proofs in float32 before audits in float64.
+        """
+        return min(self.certificates, key=self._rank, default=None)
+
+    def _rank(self, rows: Evidence) -> tuple[bool, bool, int, str]:
+        is_other_data = rows.selection.data != self.dataset
+        kind = json.dumps(rows.meta["classifier"], sort_keys=True)
+        return rows.threat != self.threat, is_other_data, -rows.total, kind
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What the headline's certificates promise."""
+        return Guarantee() if self.headline is None else guarantee_of(self.headline)
+
+    @cached_property
+    def headline_attacks(self) -> tuple[Evidence, ...]:
+        """The attacks, with no defense in between, within the threat and on the data that the headline is about."""
+        rows = self.headline
+        attacks = [each for each in self.attacks if each.is_undefended]
+        if rows is None:
+            return tuple(each for each in attacks if self.threat in (None, each.threat))
+        asked = rows.threat, rows.selection.data
+        return tuple(each for each in attacks if (each.threat, each.selection.data) == asked)
 
     @cached_property
     def withstood(self) -> dict[int, bool]:
-        """By image: whether every attack in the headline's threat failed; images not attacked are absent."""
+        """By image: whether every attack of the headline failed; images not attacked are absent."""
         outcomes: dict[int, bool] = {}
         for rows in self.headline_attacks:
-            for index, succeeded in zip(rows.index.tolist(), rows.succeeded.tolist(), strict=True):
+            columns = rows.columns["index"].tolist(), rows.columns["succeeded"].tolist()
+            for index, succeeded in zip(*columns, strict=True):
                 outcomes[index] = outcomes.get(index, True) and not succeeded
         return outcomes
 
     @cached_property
-    def sample(self) -> Integers:
+    def sample(self) -> NDArray[np.integer]:
         """The images attacked whatever the certificate says of them, on which an accuracy may be counted."""
-        fair = [rows.index for rows in self.headline_attacks if not rows.certified_only]
-        return np.unique(np.concatenate(fair)) if fair else np.array([], dtype=np.int64)
-
-    @cached_property
-    def headline_attacks(self) -> tuple[AttackRows, ...]:
-        """The attacks within the threat that the headline is about."""
-        threat = self.headline.threat if self.headline else self.threat
-        return tuple(rows for rows in self.attacks if threat is None or rows.threat == threat)
+        fair = [rows.columns["index"] for rows in self.headline_attacks if not rows.question.certified_only]
+        return np.unique(np.concatenate(fair)) if fair else np.empty(0, np.int64)
 
     @property
     def clean(self) -> Proportion | None:
         """Clean accuracy on the images of the headline."""
-        return self.headline.clean_accuracy if self.headline else None
+        return Proportion(self.headline.correct, self.headline.total) if self.headline else None
 
     @property
     def certified(self) -> Proportion | None:
         """Certified accuracy on the images of the headline."""
-        return self.headline.certified_accuracy if self.headline else None
+        return Proportion(self.headline.certified, self.headline.total) if self.headline else None
 
     @property
     def empirical(self) -> Proportion | None:
@@ -192,36 +143,48 @@ class RunSummary:
         return Proportion.of(np.array(outcomes)) if outcomes else None
 
     @cached_property
-    def bracket(self) -> Bracket | None:
-        """Clean, empirical and certified on the images of the sample that were certified too, if any."""
-        return self._bracket_on(self.sample)
+    def on_the_same_images(self) -> Accuracies | None:
+        """All three accuracies on the images of the sample that were certified too, if any."""
+        rows = self.headline
+        if rows is None:
+            return None
+        self._check_labels(rows)
+        index = rows.columns["index"]
+        common = np.isin(index, self.sample)
+        if not common.any():
+            return None
+        right = rows.columns["prediction"] == rows.columns["label"]
+        withstood = np.array([self.withstood[image] for image in index[common].tolist()])
+        return Accuracies(
+            Proportion.of(right[common]),
+            Proportion.of(withstood),
+            Proportion.of(rows.columns["certified"][common]),
+        )
 
     @cached_property
-    def violations(self) -> tuple[Violation, ...]:
-        """Every image on which certificate, attack and clean prediction contradict each other."""
+    def contradictions(self) -> tuple[Contradiction, ...]:
+        """Every image on which certificates, attacks and clean predictions contradict each other.
+
+        Where a vote predicts, its answer to a clean image may differ from batch to batch: that is no contradiction.
+        """
         rows = self.headline
         if rows is None:
             return ()
-        attacked = np.fromiter(self.withstood, dtype=np.int64)
-        found = self._bracket_on(attacked)
-        wrong = rows.certified & ~rows.correct & ~np.isin(rows.index, attacked)
-        others = tuple(Violation(int(index), WRONG_CERTIFIED) for index in rows.index[wrong])
-        return (found.violations if found else ()) + others
-
-    def _bracket_on(self, images: Integers) -> Bracket | None:
-        rows = self.headline
-        common = np.isin(rows.index, images) if rows else np.array([], dtype=bool)
-        if rows is None or not common.any():
-            return None
         self._check_labels(rows)
-        index = rows.index[common]
-        withstood = np.array([self.withstood[image] for image in index.tolist()])
-        return bracket(index, rows.correct[common], withstood, rows.certified[common])
+        pairs = ((proven, attacked) for proven in self.certificates for attacked in self.attacks)
+        broken = sorted({int(image) for pair in pairs for image in refuted(*pair)})
+        wrong = rows.columns["index"][rows.columns["prediction"] != rows.columns["label"]].tolist()
+        unharmed = [image for image in wrong if self.withstood.get(image, False)]
+        return (
+            *(Contradiction(image, BROKEN_CERTIFICATE) for image in broken),
+            *(Contradiction(image, BROKEN_CLEAN) for image in unharmed if self.guarantee.is_deterministic),
+        )
 
-    def _check_labels(self, rows: CertificateRows) -> None:
-        labels = dict(zip(rows.index.tolist(), rows.label.tolist(), strict=True))
+    def _check_labels(self, rows: Evidence) -> None:
+        labels = dict(zip(rows.columns["index"].tolist(), rows.columns["label"].tolist(), strict=True))
         for attack in self.headline_attacks:
-            for index, label in zip(attack.index.tolist(), attack.label.tolist(), strict=True):
+            columns = attack.columns["index"].tolist(), attack.columns["label"].tolist()
+            for index, label in zip(*columns, strict=True):
                 if labels.get(index, label) != label:
                     raise InvalidInput(
                         f"run {self.name!r}: image {index} has label {labels[index]} in the certificates "
@@ -230,13 +193,86 @@ class RunSummary:
                     )
 
 
-def _check_rows(what: str, index: Integers, columns: Sequence[NDArray[np.generic]]) -> None:
-    if any(column.shape != index.shape for column in columns) or index.ndim != 1:
-        shapes = [column.shape for column in (index, *columns)]
-        raise InvalidInput(f"the columns of {what} must be equally long, got shapes {shapes}")
-    if (index < 0).any():
-        raise InvalidInput(f"the rows of {what} name image {index.min()}", hint="count images from 0")
-    if len(np.unique(index)) != len(index):
-        raise InvalidInput(f"the rows of {what} name an image twice", hint="write one row per image")
-    if not len(index):
-        raise InvalidInput(f"the rows of {what} are empty", hint="certify or attack at least one image")
+def guarantee_of(rows: Evidence) -> Guarantee:
+    """What certificates promise; evidence that does not say it has the error rate among its classifier's settings."""
+    if "guarantee" in rows.meta:
+        return Guarantee(**rows.meta["guarantee"])
+    return Guarantee(confidence=1 - rows.meta["classifier"].get("error_rate", 0.0))
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """How many pictures a page shows, and where the images are found."""
+
+    maps: int = 8
+    attacked: int = 8
+    thumbnails: int = 1000
+    data_dir: Path | None = None
+
+
+def summarise_run(run: Run, pictures: Pictures | None = None) -> RunSummary:
+    """All that is known of a run. Without its images there are no pictures, but every number is there."""
+    pictures = pictures or Pictures()
+    weights = sha256(run.weights) if run.is_finished else ""
+    summary = RunSummary.of(run, read_test_evidence(EvidenceFolder(run.path / EVIDENCE), weights))
+    dataset = _images(run, summary.headline, pictures.data_dir) if run.is_finished else None
+    return summary if dataset is None else _with_pictures(summary, run, dataset, pictures)
+
+
+def read_test_evidence(folder: EvidenceFolder, weights: str) -> tuple[Evidence, ...]:
+    """The evidence on test images in a folder, refused unless gathered with the weights of that SHA-256 sum."""
+    found = [each for each in folder.all() if each.selection.split == "test" and each.total]
+    for each in found:
+        if each.weights != weights:
+            raise RunError(
+                f"{each.where} was gathered with other weights than those of the run",
+                hint="delete that file, or certify and attack the run again",
+            )
+    return tuple(found)
+
+
+def _with_pictures(summary: RunSummary, run: Run, dataset: Dataset, pictures: Pictures) -> RunSummary:
+    rows = summary.headline
+    summary = replace(summary, classes=dataset.classes)
+    if rows is None or rows.selection.data != dataset.name:
+        return summary
+    _check_images(run, rows, dataset)
+    index = torch.from_numpy(rows.columns["index"]).long()
+    few = rows.total <= pictures.thumbnails
+    return replace(
+        summary,
+        maps=certificate_maps(run.model(), dataset.test, rows, pictures.maps),
+        attacked=attacked_images(dataset.test, summary.headline_attacks, pictures.attacked),
+        thumbnails=dataset.test.images[index].numpy() if few else None,
+    )
+
+
+def _images(run: Run, rows: Evidence | None, data_dir: Path | None) -> Dataset | None:
+    """The data set of the run, or None where its files are not at hand."""
+    spec = run.model_spec()
+    size = (spec.channels, spec.height, spec.width)
+    if rows is not None:
+        size = rows.meta["data"].get("image", size)
+    try:
+        return load_dataset(run.spec.data.name, data_dir, ImageShape(*size))
+    except DataError:
+        return None
+
+
+def _check_images(run: Run, rows: Evidence, dataset: Dataset) -> None:
+    labels, index = dataset.test.labels.numpy(), rows.columns["index"]
+    if index.max() >= len(labels) or not np.array_equal(labels[index], rows.columns["label"]):
+        raise RunError(
+            f"the evidence of {run.path} is about other images than those of {dataset.name} found here",
+            hint="give the folder of the data it was gathered on with --data-dir",
+        )
+
+
+def _describe_model(run: Run) -> str:
+    model = run.spec.model
+    return model.name if model.hidden is None else f"{model.name}, {model.hidden} hidden units"
+
+
+def _checksums(run: Run) -> Mapping[str, str]:
+    files = [file for pattern in CHECKED_FILES for file in sorted(run.path.glob(pattern))]
+    return {file.relative_to(run.path).as_posix(): sha256(file) for file in files}

@@ -1,9 +1,10 @@
-"""One table value for the terminal, Markdown, CSV and LaTeX; a missing number stays visibly missing."""
+"""One table for the terminal, Markdown, CSV, LaTeX, HTML and JSON; a missing number stays visibly missing."""
 
 import csv
+import html
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -116,30 +117,24 @@ class Table:
             + "\n"
         )
 
+    def to_html(self) -> str:
+        """A `table` element with its title as the caption; numbers have the class `numeric`."""
+        heading = _html_row("th", [column.name for column in self.columns], self.columns)
+        body = "".join(_html_row("td", row, self.columns) for row in self.shown())
+        return (
+            f"<table><caption>{html.escape(self.title)}</caption>"
+            f"<thead>{heading}</thead><tbody>{body}</tbody></table>\n"
+        )
 
-@dataclass(frozen=True)
-class Comparison:
-    """One published number beside ours, both in per cent; `ours` is counted from evidence, never typed."""
-
-    labels: tuple[str, ...]
-    quantity: str
-    paper: float | None
-    ours: Proportion | None
-
-    @property
-    def difference(self) -> float | None:
-        """Ours minus the paper's in percentage points, when both exist."""
-        if self.paper is None or self.ours is None:
-            return None
-        return 100 * self.ours.value - self.paper
-
-
-def comparison_table(title: str, label_names: Sequence[str], comparisons: Sequence[Comparison]) -> Table:
-    """Paper, ours and the difference in points, one row per published number."""
-    labels = [Column(name, numeric=False) for name in (*label_names, "quantity")]
-    numbers = [Column("paper (%)"), Column("ours"), Column("difference (points)", signed=True)]
-    rows = [(*row.labels, row.quantity, row.paper, row.ours, row.difference) for row in comparisons]
-    return Table(title, (*labels, *numbers), tuple(rows))
+    def to_json(self) -> list[dict[str, Any]]:
+        """One object per row, by the columns' names; a proportion is an object too, a missing value null."""
+        return [
+            {
+                column.name: cell.to_dict() if isinstance(cell, Proportion) else cell
+                for column, cell in zip(self.columns, row, strict=True)
+            }
+            for row in self.rows
+        ]
 
 
 def _csv_names(column: Column, counted: bool) -> list[str]:
@@ -151,6 +146,15 @@ def _csv_values(cell: Cell, counted: bool) -> list[str | int | float | None]:
     if isinstance(cell, Proportion):
         return [cell.value, *cell.interval, cell.total]
     return [cell, None, None, None] if counted else [cell]
+
+
+def _html_row(tag: str, cells: list[str], columns: tuple[Column, ...]) -> str:
+    opening = {True: f'<{tag} class="numeric">', False: f"<{tag}>"}
+    shown = (
+        f"{opening[column.numeric]}{html.escape(cell)}</{tag}>"
+        for cell, column in zip(cells, columns, strict=True)
+    )
+    return f"<tr>{''.join(shown)}</tr>"
 
 
 def _markdown(text: str) -> str:

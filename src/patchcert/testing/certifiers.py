@@ -3,11 +3,12 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
+from patchcert.certificates import ABSTAINED, AnyThreat, Certificates, Classifier, Guarantee
 from patchcert.errors import PatchcertError
 from patchcert.tensors import Images, Labels
 from patchcert.testing.brute_force import members, other_classes, reached_margins
@@ -33,84 +34,8 @@ from patchcert.testing.networks import (
 from patchcert.threats import Patch, SparsePixels, shapes
 
 SHAPE: Shape = (1, 4, 5)
-ABSTAINED = -1
 
-AnyThreat = Patch | SparsePixels
-
-
-class GuaranteeLike(Protocol):
-    """What "certified" promises: recovery or detection, for certain or with some confidence."""
-
-    @property
-    def promise(self) -> str:
-        """Either `recovery` or `detection`."""
-        ...
-
-    @property
-    def confidence(self) -> float:
-        """1 where nothing is left to chance."""
-        ...
-
-
-class CertificatesLike(Protocol):
-    """What a classifier proves of n images; what a method does not have is None."""
-
-    @property
-    def certified(self) -> Annotated[Tensor, "n"]:
-        """True where it is proven that no member of the threat changes the prediction from the label."""
-        ...
-
-    @property
-    def predictions(self) -> Labels:
-        """What the deployed classifier says on the clean images; -1 where it abstains."""
-        ...
-
-    @property
-    def guarantee(self) -> GuaranteeLike:
-        """What the proof promises."""
-        ...
-
-    @property
-    def placements(self) -> Annotated[Tensor, "n p"] | None:
-        """True where the image is proven with the patch at this placement."""
-        ...
-
-    @property
-    def margins(self) -> Annotated[Tensor, "n k"] | None:
-        """Lower bounds of logit[label] - logit[class]."""
-        ...
-
-    @property
-    def worst_placement(self) -> Annotated[Tensor, "n 2"] | None:
-        """Top and left of the weakest placement."""
-        ...
-
-
-class ClassifierLike(Protocol):
-    """A deployed classifier and the kind of proof it admits."""
-
-    def predict(self, images: Images) -> Labels:
-        """What the classifier says of each image; -1 where it abstains."""
-        ...
-
-    def certify(self, images: Images, labels: Labels, threat: AnyThreat) -> CertificatesLike:
-        """For each image whether the prediction is proven."""
-        ...
-
-
-Factory = Callable[[nn.Module], ClassifierLike]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a classifier answered to one call of `certify`, on the CPU."""
-
-    certified: Annotated[Tensor, "n"]
-    predictions: Annotated[Tensor, "n"]
-    may_abstain: bool
-    placements: Tensor | None
-    margins: Tensor | None
-    worst_placement: Tensor | None
+Factory = Callable[[nn.Module], Classifier]
 
 
 @dataclass(frozen=True)
@@ -131,38 +56,24 @@ class CertifierUnderTest:
         labels: Sequence[int] | Tensor,
         threat: AnyThreat,
         variant: Factory | None = None,
-    ) -> Answer:
+    ) -> Certificates:
         """What the classifier of this model proves, after a look at shapes and types."""
         labels = torch.as_tensor(labels)
         classifier = (variant or self.classifier_of)(model.to(self.device))
         found = classifier.certify(images.to(self.device), labels.to(self.device), threat)
         model.cpu()
-        certified, predictions = (
-            torch.as_tensor(each).cpu() for each in (found.certified, found.predictions)
-        )
-        require(
-            certified.dtype == torch.bool and certified.shape == labels.shape,
-            f"certified must be bool of shape {tuple(labels.shape)}, "
-            f"got {certified.dtype} of {tuple(certified.shape)}",
-        )
-        require(
-            not predictions.is_floating_point() and predictions.shape == labels.shape,
-            f"predictions must be whole numbers of shape {tuple(labels.shape)}, "
-            f"got {predictions.dtype} of {tuple(predictions.shape)}",
-        )
-        return Answer(
-            certified,
-            predictions,
-            found.guarantee.promise == "detection" or found.guarantee.confidence < 1,
-            *(
-                None if part is None else part.detach().cpu()
-                for part in (found.placements, found.margins, found.worst_placement)
-            ),
-        )
+        tensors = {name: tensor.detach().cpu() for name, tensor in found.to_tensors().items()}
+        for name, dtype in (("certified", torch.bool), ("predictions", torch.int64)):
+            require(
+                tensors[name].dtype == dtype and tensors[name].shape == labels.shape,
+                f"{name} must be {dtype} of shape {tuple(labels.shape)}, "
+                f"got {tensors[name].dtype} of {tuple(tensors[name].shape)}",
+            )
+        return Certificates.from_tensors(tensors, found.guarantee.confidence, found.guarantee.promise)
 
     def answer_unless_refused(
         self, model: nn.Module, images: Images, labels: Sequence[int] | Tensor, threat: AnyThreat
-    ) -> Answer | None:
+    ) -> Certificates | None:
         """As `answer`; None where the model or the threat is refused."""
         try:
             return self.answer(model, images, labels, threat)
@@ -204,7 +115,7 @@ class CertifierUnderTest:
             return
         for index in answer.certified.nonzero().flatten().tolist():
             visited = members(threat, images[index], seeded())
-            broken = self._broken(model, visited, int(labels[index]), answer.may_abstain)
+            broken = self._broken(model, visited, int(labels[index]), answer.guarantee)
             require(broken is None, f"{threat} on {what}: image {index} is certified, but {broken}")
 
     def require_sound_map(
@@ -226,12 +137,13 @@ class CertifierUnderTest:
         for index, place in right.nonzero().tolist():
             here = Patch(patch.stamp, [(corners[place][0], corners[place][1])])
             visited = members(here, images[index], seeded())
-            broken = self._broken(model, visited, int(labels[index]), answer.may_abstain)
+            broken = self._broken(model, visited, int(labels[index]), answer.guarantee)
             require(broken is None, f"{what}: image {index} is proven at {corners[place]}, but {broken}")
 
-    def _broken(self, model: nn.Module, visited: Images, label: int, may_abstain: bool) -> str | None:
+    def _broken(self, model: nn.Module, visited: Images, label: int, guarantee: Guarantee) -> str | None:
         """Which of the members changes the prediction from the label, as a sentence; None where none does."""
         found = self.predictions(model, visited)
+        may_abstain = guarantee.promise == "detection" or not guarantee.is_deterministic
         wrong = (found != label) & ~((found == ABSTAINED) & may_abstain)
         if not wrong.any():
             return None
@@ -404,7 +316,7 @@ def predictions_are_those_of_the_deployed_classifier(subject: CertifierUnderTest
             continue
         said = subject.predictions(model, images)
         require(
-            torch.equal(answer.predictions.long(), said.long()),
+            torch.equal(answer.predictions, said),
             f"{name} network: certificates say {answer.predictions.tolist()}, predict says {said.tolist()}",
         )
         odd = (answer.certified & (said != labels)).nonzero().flatten().tolist()
@@ -589,7 +501,7 @@ def _graded_images() -> tuple[nn.Module, Images, Labels]:
 def _broken_networks() -> dict[str, nn.Module]:
     nan, infinity = float("nan"), float("inf")
     features = SHAPE[0] * SHAPE[1] * SHAPE[2]
-    overflow = linear(torch.full((2, features), 3e38), [0.0, 0.0])
+    overflow = linear(torch.full((2, features), 3e38), [3e38, 3e38])
     one_weight = pixel_probe(SHAPE, 0, 1, 1)
     with torch.no_grad():
         next(one_weight.parameters())[0, 7] = nan

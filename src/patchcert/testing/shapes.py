@@ -113,7 +113,7 @@ def _words(notation: str) -> list[str]:
 
 
 def _notation(hint: object) -> str | None:
-    """The shape that `Annotated[Tensor, ...]` states; None of any other hint."""
+    """The shape that `Annotated[Tensor, ...]` states; None for any other hint."""
     if get_origin(hint) is not Annotated or get_args(hint)[0] is not Tensor:
         return None
     return next((word for word in get_args(hint)[1:] if isinstance(word, str)), None)

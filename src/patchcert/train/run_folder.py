@@ -2,20 +2,15 @@
 
 import contextlib
 import json
-import re
-import zipfile
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from patchcert.errors import InvalidInput, RunError
+from patchcert.errors import RunError
 from patchcert.files import atomic_write
 from patchcert.models import ModelSpec, load, round_to_half, save, trim
 from patchcert.progress import Progress
@@ -120,82 +115,6 @@ class Run:
                 hint=f"resume it with: patchcert train {self.path} --resume",
             )
         return load(self.weights)
-
-    def write_evidence(
-        self, name: str, arrays: Mapping[str, Any], meta: Mapping[str, Any] | None = None
-    ) -> Path:
-        """Store one row per image under a name; `meta` is kept as JSON in the array of that name."""
-        columns = {key: _plain_array(key, value) for key, value in arrays.items()}
-        if meta is not None:
-            columns["meta"] = np.array(json.dumps(dict(meta)))
-        file = self._evidence_file(name)
-        with atomic_write(file) as stream:
-            np.savez_compressed(stream, **columns)  # pyright: ignore[reportArgumentType]
-        return file
-
-    def evidence(self, name: str) -> dict[str, NDArray[Any]]:
-        """The arrays stored under a name."""
-        file = self._evidence_file(name)
-        if not file.is_file():
-            known = ", ".join(self.evidence_names()) or "none"
-            raise RunError(f"{self.path} has no evidence named {name!r}; it has: {known}")
-        return read_arrays(file)
-
-    def evidence_meta(self, name: str) -> dict[str, Any]:
-        """The settings under which evidence was gathered."""
-        return read_meta(self._evidence_file(name), self.evidence(name))
-
-    def evidence_names(self) -> tuple[str, ...]:
-        """All evidence in the folder, sorted."""
-        return tuple(sorted(file.stem for file in (self.path / EVIDENCE).glob("*.npz")))
-
-    def _evidence_file(self, name: str) -> Path:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise InvalidInput(
-                f"evidence cannot be named {name!r}", hint="use letters, digits, dots, dashes and underscores"
-            )
-        return self.path / EVIDENCE / f"{name}.npz"
-
-
-def read_arrays(file: Path) -> dict[str, NDArray[Any]]:
-    """The arrays in a file of evidence; a damaged file is refused by name."""
-    try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
-            return {key: stored[key] for key in stored.files}
-    except (EOFError, OSError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise RunError(
-            f"{file} is no readable file of evidence: {error}",
-            hint="it may be cut short; delete it and gather the evidence again",
-        ) from error
-
-
-def read_meta(file: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    """How the evidence of a file came about: the table in its array of that name, empty where there is none."""
-    try:
-        meta = json.loads(str(arrays["meta"])) if "meta" in arrays else {}
-    except json.JSONDecodeError as error:
-        raise RunError(f"{file} does not say how it came about: {error}") from error
-    parts = (meta, *(meta.get(key, {}) for key in ("data", "threat"))) if isinstance(meta, dict) else (meta,)
-    if not all(isinstance(part, dict) for part in parts):
-        raise RunError(f"{file} does not say in tables how it came about", hint="gather the evidence again")
-    return meta
-
-
-def can_be_proven(margins: NDArray[Any], meta: Mapping[str, Any]) -> NDArray[np.bool_]:
-    """Where a margin goes with a proof: positive, or NaN everywhere if only verdicts were asked for."""
-    settings = meta.get("settings")
-    is_bare = isinstance(settings, Mapping) and bool(settings.get("verdicts_only", False))
-    return np.isnan(margins) if is_bare else margins > 0
-
-
-def _plain_array(name: str, value: Any) -> NDArray[Any]:  # noqa: ANN401 - tensors, arrays and lists alike
-    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-    if array.dtype.hasobject:
-        kind = type(value[0]).__name__ if isinstance(value, Sequence) and len(value) else type(value).__name__
-        raise InvalidInput(
-            f"evidence column {name!r} holds objects ({kind}); expected numbers, booleans or text"
-        )
-    return array
 
 
 def prepare_run(folder: Path, spec: Spec, resume: bool) -> Run:

@@ -10,7 +10,7 @@ from patchcert.bounds.geometry import FeatureMap, Geometry, convolve
 from patchcert.bounds.operations import Convolution, is_relu
 from patchcert.bounds.rounding import blocked_product, summed_roundings
 from patchcert.windows.kernels import fills_cores, fused_rows, placed, slid_relu, window_products
-from patchcert.windows.passes import Columns, WindowPass, Windows
+from patchcert.windows.passes import Columns, Weights, WindowPass, Windows
 from patchcert.windows.products import Weight, is_worth_a_matrix, product
 
 Maps = Annotated[Tensor, "b h w c"]
@@ -38,11 +38,13 @@ def _slide_by_convolution(
     geometry: Geometry, weight: Weight, groups: int, state: Windows, sweep: WindowPass, position: int
 ) -> Windows:
     precise = sweep.rounding.is_outward
-    weight, absolute = _shared_weights(weight, state.deviation.dtype, sweep, position)
-    moved_ones = moved_channels(state) if precise and groups == 1 else None
-    if moved_ones is not None:
-        state = only(moved_ones, state)
-        weight, absolute = (taps.index_select(1, moved_ones) for taps in (weight, absolute))
+    # Laid out for the library as windows are.
+    layout = torch.channels_last if sweep.is_fused and not precise else torch.preserve_format
+    weights = sweep.shared.weights(
+        (position,), lambda: weight.to(state.deviation.dtype, memory_format=layout)
+    )
+    if precise and groups == 1:
+        state, weights = moved_alone(state, weights)
 
     def moved(part: Tensor, taps: Tensor) -> Tensor:
         if precise and sweep.is_fused and groups == 1:
@@ -53,20 +55,7 @@ def _slide_by_convolution(
         slid = convolve(maps.permute(0, 3, 1, 2), taps, local, groups, precise)
         return slid.permute(0, 2, 3, 1).contiguous().unflatten(0, part.shape[:2])
 
-    return Windows(moved(state.deviation, weight), moved(state.radius, absolute))
-
-
-def _shared_weights(
-    weight: Weight, dtype: torch.dtype, sweep: WindowPass, position: int
-) -> tuple[Weight, Weight]:
-    """The weights and their absolute values, made once for all groups; laid out as windows are for the library."""
-    key = (position,)
-    if key not in sweep.shared.weights:
-        is_for_library = sweep.is_fused and not sweep.rounding.is_outward
-        layout = torch.channels_last if is_for_library else torch.preserve_format
-        weight = weight.to(dtype, memory_format=layout)
-        sweep.shared.weights[key] = (weight, weight.abs())
-    return sweep.shared.weights[key]
+    return state.times(weights, moved)
 
 
 def _padded(maps: Maps, geometry: Geometry) -> tuple[Annotated[Tensor, "b _ _ c"], Geometry]:
@@ -87,13 +76,11 @@ def _slide_by_rows(maps: Maps, taps: Weight, geometry: Geometry) -> Annotated[Te
 def _slide_by_matrix(
     geometry: Geometry, weight: Weight, groups: int, state: Windows, sweep: WindowPass, position: int
 ) -> Windows:
-    shape = tuple(state.deviation.shape[2:])
-    key = (position, geometry, shape)
-    if key not in sweep.shared.weights:
-        taps = sweep.layout.taps(geometry, weight, groups, shape)
-        matrix = taps.matrix(weight).to(state.deviation.dtype)
-        sweep.shared.weights[key] = (matrix, matrix.abs())
-    matrix, absolute = sweep.shared.weights[key]
+    shape, dtype = tuple(state.deviation.shape[2:]), state.deviation.dtype
+
+    def matrix() -> Tensor:
+        return sweep.layout.convolution_matrix(geometry, weight, groups, shape).matrix(weight).to(dtype)
+
     height, width = geometry.output_size(shape[0], shape[1])
     terms = weight[0].numel()
 
@@ -101,7 +88,57 @@ def _slide_by_matrix(
         rows = product(part.flatten(2).flatten(0, 1), factor, sweep.rounding, terms)
         return rows.reshape(*part.shape[:2], height, width, -1)
 
-    return Windows(moved(state.deviation, matrix), moved(state.radius, absolute))
+    return state.times(sweep.shared.weights((position, geometry, shape), matrix), moved)
+
+
+def multiply(
+    weight: Annotated[Tensor, "out features"], state: Windows, sweep: WindowPass, position: int
+) -> Windows:
+    """The windows, or features without windows, after a linear layer with these weights, the step at this position."""
+    index, dtype = sweep.steps[position].inputs[0], state.deviation.dtype
+    weights = sweep.shared.weights((position,), lambda: _columns(weight, dtype, sweep, index))
+    if sweep.windows[index] is None:
+        moved = state.times(weights, lambda part, columns: _feature_product(part, columns, sweep))
+        # A product's roundings, and one to spare.
+        return moved.widened(summed_roundings(weight.shape[1]) + 1, sweep.rounding)
+    by_kernel = product_of_windows(state, weights, sweep, index)
+    if by_kernel is not None:
+        return by_kernel
+    height, width, channels = state.deviation.shape[2:]
+    if sweep.rounding.is_outward:
+        state, weights = moved_alone(state, weights)
+    moved = state.times(weights, lambda part, columns: sweep.flat_product(part, columns, index))
+    # A window is multiplied as a whole, or row by row with a sum for each row; one rounding is to spare. Channels that
+    # were left out only make sums shorter.
+    by_rows = summed_roundings(width * channels) + height
+    roundings = max(summed_roundings(height * width * channels), by_rows)
+    return moved.widened(roundings + 1, sweep.rounding)
+
+
+def _feature_product(
+    part: Annotated[Tensor, "p n features"], columns: Annotated[Tensor, "features out"], sweep: WindowPass
+) -> Annotated[Tensor, "p n out"]:
+    return product(part.flatten(0, 1), columns, sweep.rounding).unflatten(0, part.shape[:2])
+
+
+def _columns(
+    weight: Annotated[Tensor, "out features"], dtype: torch.dtype, sweep: WindowPass, index: int
+) -> Columns | Annotated[Tensor, "features out"]:
+    """The transposed weights of the layer after value `index`, by places where the value has them.
+
+    Where there is a gradient they lie in memory row by row, like the weights, and so does their gradient: to transpose
+    either would cost more than products of transposed matrices do. Elsewhere the weights of a place lie together.
+    """
+    area = sweep.layout.maps[index]
+    rows = weight if area is None else weight.unflatten(1, (area.channels, -1)).transpose(1, 2)
+    if sweep.has_gradient:
+        return _packed(rows, dtype).movedim(0, -1)
+    return _packed(rows.movedim(0, -1), dtype)
+
+
+def _packed(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights in order of their dimensions and of the given type, at one copy where there are both to change."""
+    return weight.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def convolution_with_relu(state: Windows, sweep: WindowPass, position: int) -> Windows | None:
@@ -120,23 +157,26 @@ def convolution_with_relu(state: Windows, sweep: WindowPass, position: int) -> W
     if spans is None or cells is None or not fits:
         return None
     clean, local = sweep.clean.places(position + 1, sweep.layout), source.local(geometry, target)
-    parts = (state.deviation, state.radius)
-    return Windows(*slid_relu(parts, _half_weights(weight, sweep, position), local, clean, cells, spans))
+    weights = sweep.shared.weights(
+        (position, "half"), lambda: weight.permute(2, 3, 1, 0).flatten(0, 1).half().contiguous()
+    )
+    return Windows(*slid_relu((state.deviation, state.radius), weights, local, clean, cells, spans))
 
 
 def product_of_windows(
-    state: Windows, columns: Columns, absolute: Columns, sweep: WindowPass, index: int
+    state: Windows, weights: tuple[Columns, Columns], sweep: WindowPass, index: int
 ) -> Windows | None:
     """The windows on value `index` times the weights of the layer after it, by one kernel of half precision.
 
     None where the kernel does not apply.
     """
     spans, area = sweep.spans(index), sweep.layout.maps[index]
-    fits = _is_half(state, sweep) and fills_cores(columns.shape[1], columns.shape[2], columns.device)
+    _, channels, outputs = weights[0].shape
+    fits = _is_half(state, sweep) and fills_cores(channels, outputs, weights[0].device)
     if spans is None or area is None or not fits:
         return None
     parts = (state.deviation, state.radius)
-    return Windows(*window_products(parts, (columns, absolute), area.width, spans))
+    return Windows(*window_products(parts, weights, area.width, spans))
 
 
 def is_read_in_place(
@@ -155,17 +195,6 @@ def _is_half(state: Windows, sweep: WindowPass) -> bool:
 def _is_before_relu(sweep: WindowPass, position: int) -> bool:
     users = [step for step in sweep.steps if position + 1 in step.inputs]
     return users == [sweep.steps[position + 1]] and is_relu(users[0].operation)
-
-
-def _half_weights(
-    weight: Weight, sweep: WindowPass, position: int
-) -> tuple[Annotated[Tensor, "taps c out"], Annotated[Tensor, "taps c out"]]:
-    """The weights as the kernel reads them, and their absolute values, made once for all groups."""
-    key = (position, "half")
-    if key not in sweep.shared.weights:
-        rounded = weight.permute(2, 3, 1, 0).flatten(0, 1).half().contiguous()
-        sweep.shared.weights[key] = (rounded, rounded.abs())
-    return sweep.shared.weights[key]
 
 
 _FEWEST_CHANNELS = 16
@@ -201,6 +230,10 @@ def _are_nearly_all(is_moved: Annotated[Tensor, "c"]) -> bool:
     return 4 * int(is_moved.sum()) > 3 * len(is_moved)
 
 
-def only(channels: Annotated[Tensor, "moved"], state: Windows) -> Windows:
-    """The windows with these channels alone."""
-    return state.map(lambda part: part.index_select(-1, channels))
+def moved_alone(state: Windows, weights: Weights) -> tuple[Windows, Weights]:
+    """The windows and the weights (outputs or places, channels, ...) without the channels that nothing moves."""
+    moved = moved_channels(state)
+    if moved is None:
+        return state, weights
+    first, second = (part.index_select(1, moved) for part in weights)
+    return state.map(lambda part: part.index_select(-1, moved)), (first, second)

@@ -32,7 +32,7 @@ class Layout:
 
     network: Network
     maps: tuple[FeatureMap | None, ...]
-    _taps: dict[tuple[object, ...], ConvolutionMatrix] = field(
+    _matrices: dict[tuple[object, ...], ConvolutionMatrix] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -50,12 +50,14 @@ class Layout:
             maps.append(_next_map(step.operation, maps[first], shapes[first], shapes[position + 1]))
         return Layout(network, tuple(maps))
 
-    def taps(self, geometry: Geometry, weight: Tensor, groups: int, shape: Shape) -> ConvolutionMatrix:
+    def convolution_matrix(
+        self, geometry: Geometry, weight: Tensor, groups: int, shape: Shape
+    ) -> ConvolutionMatrix:
         """How a convolution becomes a matrix on windows of this shape; kept for every later step."""
         key = (geometry, groups, weight.shape, shape, weight.device)
-        if key not in self._taps:
-            self._taps[key] = ConvolutionMatrix.of(geometry, weight, groups, shape)
-        return self._taps[key]
+        if key not in self._matrices:
+            self._matrices[key] = ConvolutionMatrix.of(geometry, weight, groups, shape)
+        return self._matrices[key]
 
     def windows(self, start: Window) -> tuple[Window | None, ...]:
         """The window on every value for a patch that covers the window `start` of the image."""

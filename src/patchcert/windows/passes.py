@@ -41,6 +41,9 @@ Outside = Annotated[Tensor, "p _ h w 1"]
 Columns = Annotated[Tensor, "places c out"]
 """The weights of a linear layer on a feature map."""
 
+Weights = tuple[Tensor, Tensor]
+"""Weights and their absolute values, alike in shape."""
+
 Built = TypeVar("Built")
 
 
@@ -77,6 +80,10 @@ class Windows:
     def map(self, function: Callable[[Tensor], Tensor]) -> "Windows":
         """Both parts, each changed by the same function."""
         return replace(self, deviation=function(self.deviation), radius=function(self.radius))
+
+    def times(self, weights: "Weights", product: Callable[[Tensor, Tensor], Tensor]) -> "Windows":
+        """The deviation times the weights, and the radius times their absolute values."""
+        return Windows(product(self.deviation, weights[0]), product(self.radius, weights[1]))
 
     def slice(self, start: int, stop: int) -> "Windows":
         """The windows of some of the placements."""
@@ -119,21 +126,33 @@ class SharedByPasses:
     layout: Layout
     clean: Clean
     rounding: Rounding
-    weights: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    slacks: dict[tuple, Tensor] = field(default_factory=dict)
+    _weights: dict[tuple, Weights] = field(default_factory=dict)
+    _slacks: dict[tuple, Tensor] = field(default_factory=dict)
+
+    def weights(
+        self,
+        key: tuple,
+        form: Callable[[], Tensor],
+        absolute: Callable[[Tensor], Tensor] = Tensor.abs,
+    ) -> Weights:
+        """The weights that `form` gives, and their absolute values, made once for all passes."""
+        if key not in self._weights:
+            formed = form()
+            self._weights[key] = (formed, absolute(formed))
+        return self._weights[key]
 
     def slack(self, index: int, units: int, extra: float) -> Annotated[Tensor, "n"]:
         """How far the stored clean value `index` can be from the exact one, with `units` roundings of sums with it, and
         `extra`."""
         key = (index, units, extra)
-        if key not in self.slacks:
+        if key not in self._slacks:
             assert self.clean.slack is not None
             assert self.clean.largest is not None
             slack = self.clean.slack[index] + self.clean.largest[index] * (units * self.rounding.unit)
             # Two products and two sums here, the sum with the radius and the one with the clean value round these terms
             # 6 times, for which 8 units pay; underflow costs less than 2 tiny, and rounding less than a second `extra`.
-            self.slacks[key] = slack * (1 + 8 * self.rounding.unit) + (2 * self.rounding.tiny + 2 * extra)
-        return self.slacks[key]
+            self._slacks[key] = slack * (1 + 8 * self.rounding.unit) + (2 * self.rounding.tiny + 2 * extra)
+        return self._slacks[key]
 
 
 class WindowPass(ABC):

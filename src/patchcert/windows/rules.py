@@ -1,6 +1,6 @@
 """What operations do to windows: a short rule for each that has products or kernels of its own, one for all others.
 
-They pay for rounding as derived in `windows`. Below, u is the unit of rounding, D and R are deviation and radius of a
+They pay for rounding as derived in `passes`. Below, u is the unit of rounding, D and R are deviation and radius of a
 window, z is the clean value, and L the largest absolute clean value of the image.
 """
 
@@ -25,8 +25,9 @@ from patchcert.bounds.operations import (
     Reshape,
 )
 from patchcert.bounds.operations.affine import SCALE_ROUNDINGS
+from patchcert.bounds.operations.pooling import equal_weights
 from patchcert.bounds.rounding import lifted, summed_roundings
-from patchcert.windows.affine import convolution_with_relu, moved_channels, only, product_of_windows, slide
+from patchcert.windows.affine import convolution_with_relu, multiply, slide
 from patchcert.windows.kernels import differentiable_relu, fused_relu
 from patchcert.windows.passes import WindowPass, Windows
 from patchcert.windows.products import product
@@ -46,12 +47,12 @@ def propagate(sweep: WindowPass, start: Windows, last: int, first: int = 0) -> W
             inputs = [
                 state.settled(sweep.outside(index)) for state, index in zip(inputs, step.inputs, strict=True)
             ]
-        joint = None if position + 2 > last else convolution_with_relu(inputs[0], sweep, position)
-        if joint is None:
+        both = None if position + 2 > last else convolution_with_relu(inputs[0], sweep, position)
+        if both is None:
             rule = RULES.get(type(step.operation), _by_interval)
             states[position + 1] = rule(step.operation, inputs, sweep, position)
         else:
-            states[position + 2] = joint
+            states[position + 2] = both
         for index in set(step.inputs):
             if last_use[index] <= position:
                 del states[index]
@@ -68,6 +69,10 @@ def _convolution(operation: Convolution, inputs: Inputs, sweep: WindowPass, posi
     return slide(operation.geometry, operation.weight(), operation.groups, inputs[0], sweep, position)
 
 
+def _linear(operation: Linear, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
+    return multiply(operation.weight(), inputs[0], sweep, position)
+
+
 def _average_pool(operation: AveragePool, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
     area, clean = sweep.layout.maps[index], sweep.clean.values[index]
@@ -75,10 +80,7 @@ def _average_pool(operation: AveragePool, inputs: Inputs, sweep: WindowPass, pos
     geometry = operation.places(area)
     if not isinstance(geometry, Geometry):
         return _global_mean(state, area, sweep)
-    weight = clean.new_full(
-        (area.channels, 1, *geometry.kernel), 1.0 / (geometry.kernel[0] * geometry.kernel[1])
-    )
-    return slide(geometry, weight, area.channels, state, sweep, position)
+    return slide(geometry, equal_weights(geometry, clean), area.channels, state, sweep, position)
 
 
 def _global_mean(state: Windows, area: FeatureMap, sweep: WindowPass) -> Windows:
@@ -93,70 +95,14 @@ def _global_mean(state: Windows, area: FeatureMap, sweep: WindowPass) -> Windows
     return state.map(mean).widened(summed_roundings(cells) + 1, sweep.rounding)
 
 
-def _linear(operation: Linear, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
-    (state,), index = inputs, sweep.steps[position].inputs[0]
-    columns, absolute = _columns(operation, state.deviation.dtype, sweep, position)
-    if sweep.windows[index] is None:
-        moved = Windows(
-            _feature_product(state.deviation, columns, sweep), _feature_product(state.radius, absolute, sweep)
-        )
-        # A product's roundings, and one to spare.
-        return moved.widened(summed_roundings(columns.shape[0]) + 1, sweep.rounding)
-    joint = product_of_windows(state, columns, absolute, sweep, index)
-    if joint is not None:
-        return joint
-    height, width, channels = state.deviation.shape[2:]
-    moved_ones = moved_channels(state) if sweep.rounding.is_outward else None
-    if moved_ones is not None:
-        state = only(moved_ones, state)
-        columns, absolute = (part.index_select(1, moved_ones) for part in (columns, absolute))
-    moved = Windows(
-        sweep.flat_product(state.deviation, columns, index), sweep.flat_product(state.radius, absolute, index)
-    )
-    # A window is multiplied as a whole, or row by row with a sum for each row; one rounding is to spare. Channels that
-    # were left out only make sums shorter.
-    by_rows = summed_roundings(width * channels) + height
-    roundings = max(summed_roundings(height * width * channels), by_rows)
-    return moved.widened(roundings + 1, sweep.rounding)
-
-
-def _feature_product(part: Tensor, columns: Tensor, sweep: WindowPass) -> Tensor:
-    return product(part.flatten(0, 1), columns, sweep.rounding).unflatten(0, part.shape[:2])
-
-
-def _columns(
-    operation: Linear, dtype: torch.dtype, sweep: WindowPass, position: int
-) -> tuple[Tensor, Tensor]:
-    """Transposed weights and their absolute values; (places, channels, out) where the input still has places.
-
-    Where there is a gradient they lie in memory row by row, like the weights, and so does their gradient: to turn
-    either would cost more than products of turned matrices do. Elsewhere the weights of a place lie together.
-    """
-    key = (position,)
-    if key not in sweep.shared.weights:
-        area, rows = sweep.layout.maps[sweep.steps[position].inputs[0]], operation.weight()
-        if area is not None:
-            rows = rows.unflatten(1, (area.channels, -1)).transpose(1, 2)
-        columns = (
-            _packed(rows, dtype).movedim(0, -1) if sweep.has_gradient else _packed(rows.movedim(0, -1), dtype)
-        )
-        sweep.shared.weights[key] = (columns, columns.abs())
-    return sweep.shared.weights[key]
-
-
-def _packed(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights in order of their dimensions and of the given type, at one copy where there are both to change."""
-    return weight.to(dtype, memory_format=torch.contiguous_format).contiguous()
-
-
 def _channel_scale(operation: ChannelScale, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
-    (state,), key = inputs, (position,)
-    if key not in sweep.shared.weights:
-        scale = operation.scale().to(state.deviation.dtype).flatten()
-        absolute = lifted(scale.abs()) if sweep.rounding.is_outward else scale.abs()
-        sweep.shared.weights[key] = (scale, absolute)
-    scale, absolute = sweep.shared.weights[key]
-    return Windows(state.deviation * scale, state.radius * absolute).widened(SCALE_ROUNDINGS, sweep.rounding)
+    (state,), is_outward = inputs, sweep.rounding.is_outward
+    weights = sweep.shared.weights(
+        (position,),
+        lambda: operation.scale().to(state.deviation.dtype).flatten(),
+        lambda scale: lifted(scale.abs()) if is_outward else scale.abs(),
+    )
+    return state.times(weights, torch.mul).widened(SCALE_ROUNDINGS, sweep.rounding)
 
 
 def _monotone(operation: Monotone, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:

@@ -1,33 +1,34 @@
-"""From a finished run and its evidence to a model of the zoo."""
+"""From a finished run and its evidence to a model of the zoo, and from there to a run folder again."""
 
+import hashlib
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import numpy as np
 
+from patchcert.certificates import AnyThreat
 from patchcert.errors import RunError
+from patchcert.evidence import Evidence, EvidenceFolder
 from patchcert.evidence.results import SUMMARY, TRIMMED, Circumstances
 from patchcert.files import sha256
 from patchcert.models import is_half
-from patchcert.report.evidence import read_files
-from patchcert.report.summary import AttackRows, CertificateRows, RunSummary
-from patchcert.train.run_folder import EVIDENCE, Run
-from patchcert.train.spec import Spec, write_spec
-from patchcert.zoo.card import AttackCount, Card, Proof, Training
-from patchcert.zoo.naming import entry_name
-from patchcert.zoo.shelf import Zoo
+from patchcert.report.summary import RunSummary, read_test_evidence
+from patchcert.threats import Patch, SparsePixels, shapes
+from patchcert.train.run_folder import EVIDENCE, SPEC, WEIGHTS, Run, check_new, write_text
+from patchcert.train.spec import Spec, read_spec, write_spec
+from patchcert.zoo.card import AttackCount, Card, ProofCount, Training, pack_marks
+from patchcert.zoo.shelf import Zoo, copy_file
 
-PROOF_DTYPE = "float32"
 NOTE = (
     "The numbers are those of this one run as it ended: {weights_of}. Of several runs for the same images, threat "
     "and architecture the zoo keeps the one with the most certified test images; a number chosen like that is "
     "a little too high as an estimate for new images."
 )
-PLANNED = ("images", "restarts", "steps", "seed", "search")
 PLACES = {"--data-dir", "--out", "--device", "--batch-size"}
 
 Status = Literal["added", "replaced", "updated", "kept"]
@@ -54,47 +55,71 @@ def add_run(zoo: Zoo, run: Run, results: Path | None = None, replace: bool = Fal
 
 def make_card(run: Run, results: Path | None = None) -> Card:
     """The card of a finished run, from evidence in its folder, else in a folder of collected results."""
-    name, weights = entry_name(run.spec), sha256(_finished(run).weights)
+    if not run.is_finished:
+        raise RunError(
+            f"the run in {run.path} has not finished training",
+            hint=f"resume with: patchcert train {run.path} --resume",
+        )
+    name, weights = entry_name(run.spec), sha256(run.weights)
     training = _training(run, name, results)
-    files = _evidence_files(run, results, training.run)
-    file, rows = _headline(run, files, weights)
+    found = _evidence(run, weights, None if results is None else results / training.run)
+    proven = _headline(run, found)
     return Card(
         name=name,
         data=run.spec.data.name,
-        data_sha256=dict(_data(rows).get("sha256", {})),
+        data_sha256=dict(proven.meta["data"].get("sha256", {})),
         threat=run.spec.threat,
         model=run.model_spec(),
         parameters=sum(parameter.numel() for parameter in run.model().parameters()),
         weights_sha256=weights,
-        proof=_proof(rows, file),
-        attacks=tuple(_count(attack, rows, name) for attack in _attacks(files, weights, rows)),
+        proof=_count_proof(proven),
+        attacks=tuple(_count_attack(attack, proven, name) for attack in found.headline_attacks),
         training=training,
         note=NOTE.format(weights_of=training.weights_of),
     )
 
 
-def _training(run: Run, name: str, results: Path | None) -> Training:
-    environment = run.environment()
-    fingerprint = run.spec.fingerprint(environment.get("data", {}).get("checksums", {}))
-    return Training(
-        run=fingerprint,
-        command=_command(run, name),
-        weights_of=_weights_of(run),
-        seconds=round(run.training_seconds, 1),
-        device=environment.get("device", ""),
-        runs_at_once=_runs_at_once(run, None if results is None else results / fingerprint),
-        versions=dict(environment.get("versions", {})),
-        commit=environment.get("commit", ""),
-        spec=write_spec(run.spec),
+def copy_to_run(zoo: Zoo, name: str, folder: Path) -> Run:
+    """A finished run with a model's weights and specification; it has no metrics and no evidence yet."""
+    card = zoo.card(name)
+    zoo.load(name)
+    check_new(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / SPEC, card.training.spec)
+    run = Run(folder, read_spec(folder / SPEC))
+    run.write_environment(
+        {
+            "versions": dict(card.training.versions),
+            "device": card.training.device,
+            "commit": card.training.commit,
+            "data": {"name": card.data, "checksums": dict(card.data_sha256)},
+            "zoo": name,
+        }
     )
+    copy_file(zoo.weights(name), folder / WEIGHTS)
+    return run
 
 
-def _runs_at_once(run: Run, collected: Path | None) -> int:
-    """How many runs shared the device: as the collected summary says, else as the run was told."""
-    summary = None if collected is None else collected / SUMMARY
-    if summary is None or not summary.is_file():
-        return Circumstances.read(run.path).jobs
-    return int(json.loads(summary.read_text(encoding="utf-8")).get("jobs", 1))
+def entry_name(spec: Spec) -> str:
+    """Data set, threat, architecture, like `mnist-5x5-mlp`; runs that differ in width, strategy or seed share it."""
+    words = spec.data.name, _threat_word(spec.threat), spec.model.name
+    return "-".join(re.sub(r"[^a-z0-9]+", "-", word.lower()).strip("-") for word in words)
+
+
+def _threat_word(threat: AnyThreat) -> str:
+    """A rectangle that may be anywhere is its size; whatever words do not tell apart gets a digest."""
+    if isinstance(threat, SparsePixels):
+        bound = "" if threat.bound == "tight" else f"-{threat.bound}"
+        return f"{threat.pixels}-pixel{'s' if threat.pixels > 1 else ''}{bound}"
+    stamp = f"{threat.height}x{threat.width}" if threat.is_solid else shapes.describe(threat.stamp)
+    rule = str(threat.rule)
+    where = "" if rule == "everywhere" else f"-{rule}"
+    is_spelt_out = threat.is_solid and rule in ("everywhere", "corners")
+    return f"{stamp}{where}" if is_spelt_out else f"{stamp}{where}-{_digest(threat)}"
+
+
+def _digest(threat: Patch) -> str:
+    return hashlib.sha256(json.dumps(threat.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _decide(zoo: Zoo, card: Card, replace: bool) -> tuple[Status, str]:
@@ -112,107 +137,102 @@ def _decide(zoo: Zoo, card: Card, replace: bool) -> tuple[Status, str]:
     return ("replaced", counted) if ours > theirs else ("kept", counted)
 
 
-def _finished(run: Run) -> Run:
-    if not run.is_finished:
+def _evidence(run: Run, weights: str, collected: Path | None) -> RunSummary:
+    """The run's evidence. Of a question that was answered here and among the results, the answer here counts."""
+    folders = [run.path / EVIDENCE]
+    if collected is not None:
+        folders.insert(0, collected / TRIMMED if run.model_spec().widths else collected)
+    found = [each for folder in folders for each in read_test_evidence(EvidenceFolder(folder), weights)]
+    return RunSummary.of(run, {each.question: each for each in found}.values())
+
+
+def _headline(run: Run, found: RunSummary) -> Evidence:
+    """The certificates that count: of all test images, against the threat trained against, and not contradicted."""
+    proven = found.headline
+    if proven is None or not _is_whole(proven, run.spec):
         raise RunError(
-            f"the run in {run.path} has not finished training",
-            hint=f"go on with: patchcert train {run.path} --resume",
+            f"{run.path} has no certificates of all test images against {run.spec.threat}",
+            hint=f"certify it first: patchcert certify {run.path}; collected evidence is named with --results",
         )
-    return run
-
-
-def _evidence_files(run: Run, results: Path | None, fingerprint: str) -> list[Path]:
-    """Every piece of evidence once: collected files may be copies of the run's own under other names."""
-    own = sorted((run.path / EVIDENCE).glob("*.npz"))
-    collected: list[Path] = []
-    if results is not None:
-        whole = results / fingerprint
-        collected = sorted((whole / TRIMMED if run.model_spec().widths else whole).glob("*.npz"))
-    names = {file.name for file in own}
-    distinct = {
-        sha256(file): file for file in (*reversed(collected), *own) if file in own or file.name not in names
-    }
-    return sorted(distinct.values(), key=lambda file: (file not in own, file.name))
-
-
-def _headline(run: Run, files: Sequence[Path], weights: str) -> tuple[Path, CertificateRows]:
-    """The certificates that count, and their file."""
-    for file in files:
-        for rows in read_files([file], weights).certificates:
-            if _is_headline(rows, run.spec):
-                return file, rows
-    raise RunError(
-        f"{run.path} has no certificates of all test images against {run.spec.threat}",
-        hint=f"certify it first: patchcert certify {run.path}; collected evidence is named with --results",
-    )
-
-
-def _is_headline(rows: CertificateRows, spec: Spec) -> bool:
-    """Whether the rows are about the threat trained against and all test images of the run's own data."""
-    data, settings = _data(rows), rows.meta.get("settings", {})
-    dtype = settings.get("dtype", PROOF_DTYPE) if isinstance(settings, dict) else ""
-    is_whole = data.get("name") == spec.data.name and data.get("limit", 0) is None
-    in_order = np.array_equal(rows.index, np.arange(len(rows.index)))
-    return rows.threat == spec.threat and is_whole and in_order and dtype == PROOF_DTYPE
-
-
-def _attacks(files: Sequence[Path], weights: str, rows: CertificateRows) -> list[AttackRows]:
-    """All attacks on the undefended model within the same threat; none may contradict the certificates."""
-    found = [attack for file in files for attack in read_files([file], weights).attacks]
-    found = [attack for attack in found if attack.threat == rows.threat]
-    found = [attack for attack in found if _data(attack).get("name") == _data(rows).get("name")]
-    summary = RunSummary("", threat=rows.threat, certificates=(rows,), attacks=found)
-    if summary.violations:
-        first = summary.violations[0]
+    if found.contradictions:
+        first = found.contradictions[0]
         raise RunError(
             f"the evidence contradicts itself: image {first.index} is {first.claim}",
             hint="do not rely on this run; `patchcert report` lists all such images",
         )
-    return found
+    return proven
 
 
-def _data(rows: CertificateRows | AttackRows) -> dict[str, Any]:
-    data = rows.meta.get("data", {})
-    return dict(data) if isinstance(data, dict) else {}
+def _is_whole(proven: Evidence, spec: Spec) -> bool:
+    in_order = np.array_equal(proven.columns["index"], np.arange(proven.total))
+    asked = proven.threat == spec.threat and proven.selection.data == spec.data.name
+    return asked and proven.selection.is_whole_test_set and in_order
 
 
-def _proof(rows: CertificateRows, file: Path) -> Proof:
-    device = str(rows.meta.get("device", ""))
-    return Proof.count(rows.correct, rows.certified, PROOF_DTYPE, device, sha256(file))
-
-
-def _count(rows: AttackRows, proven: CertificateRows, name: str) -> AttackCount:
-    meta: dict[str, Any] = dict(rows.meta)
-    return AttackCount(
-        images=len(rows.index),
-        withstood=int((~rows.succeeded).sum()),
-        certified=int(proven.certified[rows.index].sum()),
-        certified_only=rows.certified_only,
-        command=_attack_command(meta, name),
-        settings=dict(meta.get("settings") or meta.get("plan") or {}),
-        device=str(meta.get("device", "")),
+def _count_proof(proven: Evidence) -> ProofCount:
+    assert proven.path is not None
+    return ProofCount(
+        images=proven.total,
+        right=proven.correct,
+        certified=proven.certified,
+        classifier=dict(proven.meta["classifier"]),
+        device=proven.meta.get("device", ""),
+        evidence=sha256(proven.path),
+        right_images=pack_marks(proven.columns["prediction"] == proven.columns["label"]),
+        certified_images=pack_marks(proven.columns["certified"]),
     )
 
 
-def _attack_command(meta: dict[str, Any], name: str) -> str:
-    """What repeats the attack on the zoo's model: as it was given, or as the plan of a table says."""
-    plan = meta.get("plan")
-    if plan is not None:
-        options = (f"--{option} {plan[option]}" for option in PLANNED if option in plan)
-        return f"patchcert attack zoo:{name} {' '.join(options)}"
-    words = shlex.split(str(meta.get("command", "")))
+def _count_attack(attack: Evidence, proven: Evidence, name: str) -> AttackCount:
+    return AttackCount(
+        images=attack.total,
+        withstood=attack.withstood,
+        certified=int(proven.columns["certified"][attack.columns["index"]].sum()),
+        certified_only=attack.question.certified_only,
+        command=_attack_command(attack.meta.get("command", ""), name),
+        settings=dict(attack.question.attack),
+        device=attack.meta.get("device", ""),
+    )
+
+
+def _attack_command(command: str, name: str) -> str:
+    """What repeats an attack on the zoo's model, less the folders, files and devices of one machine."""
+    words = shlex.split(command)
     if words[:2] != ["patchcert", "attack"] or len(words) < 3 or words[2].startswith("-"):
         return shlex.join(words)
     return shlex.join([*words[:2], f"zoo:{name}", *_without_places(words[3:])])
 
 
 def _without_places(words: Sequence[str]) -> list[str]:
-    """The options less those that name folders, files or devices of one machine."""
     pairs = zip(words, ["", *words], strict=False)
     return [word for word, before in pairs if not {before, word.partition("=")[0]} & PLACES]
 
 
-def _command(run: Run, name: str) -> str:
+def _training(run: Run, name: str, results: Path | None) -> Training:
+    environment = run.environment()
+    fingerprint = run.spec.fingerprint(environment.get("data", {}).get("checksums", {}))
+    return Training(
+        run=fingerprint,
+        command=_training_command(run, name),
+        weights_of=_weights_of(run),
+        seconds=round(run.training_seconds, 1),
+        device=environment.get("device", ""),
+        runs_at_once=_runs_at_once(run, None if results is None else results / fingerprint),
+        versions=dict(environment.get("versions", {})),
+        commit=environment.get("commit", ""),
+        spec=write_spec(run.spec),
+    )
+
+
+def _runs_at_once(run: Run, collected: Path | None) -> int:
+    """How many runs shared the device: as the collected summary says, else as the run's folder says."""
+    summary = None if collected is None else collected / SUMMARY
+    if summary is None or not summary.is_file():
+        return Circumstances.read(run.path).jobs
+    return int(json.loads(summary.read_text(encoding="utf-8")).get("jobs", 1))
+
+
+def _training_command(run: Run, name: str) -> str:
     trained = f"patchcert zoo spec {name} > {name}.toml && patchcert train {name}.toml --out runs/{name}"
     if not run.model_spec().widths:
         return trained

@@ -13,13 +13,11 @@ from patchcert.errors import ModelError
 from patchcert.models import ModelSpec
 from patchcert.threats import Patch, SparsePixels, threat_from_dict
 
-AnyThreat = Patch | SparsePixels
-
 
 @final
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """What is proven on the first test images, as many as there are.
+class ProofCount:
+    """What is proven on the first `images` test images of the deployed classifier that `classifier` describes.
 
     `right_images` and `certified_images` say it of each: one bit per image in the order of the test set, the
     first image in the highest bit of the first byte, in base 64. `evidence` is the sum of the file of rows.
@@ -28,7 +26,7 @@ class Proof:
     images: int
     right: int
     certified: int
-    dtype: str
+    classifier: Mapping[str, Any]
     device: str
     evidence: str
     right_images: str
@@ -42,12 +40,12 @@ class Proof:
             raise ModelError("the card marks images as certified that it does not mark as right")
 
     @classmethod
-    def count(
-        cls, right: NDArray[np.bool_], certified: NDArray[np.bool_], dtype: str, device: str, evidence: str
-    ) -> "Proof":
-        """The proof of images marked as right and as certified."""
-        counts = (len(right), int(right.sum()), int(certified.sum()))
-        return cls(*counts, dtype, device, evidence, pack_marks(right), pack_marks(certified))
+    def from_dict(cls, plain: Mapping[str, Any]) -> "ProofCount":
+        """The inverse of `asdict`. Cards name a dtype instead of a classifier where they are of interval bounds."""
+        if "dtype" in plain and "classifier" not in plain:
+            given = {key: value for key, value in plain.items() if key != "dtype"}
+            plain = {**given, "classifier": {"name": "IntervalBounds", "dtype": plain["dtype"]}}
+        return cls(**_exactly(cls, "proof", plain))
 
     @property
     def right_marks(self) -> NDArray[np.bool_]:
@@ -108,11 +106,11 @@ class Card:
     name: str
     data: str
     data_sha256: Mapping[str, str]
-    threat: AnyThreat
+    threat: Patch | SparsePixels
     model: ModelSpec
     parameters: int
     weights_sha256: str
-    proof: Proof
+    proof: ProofCount
     attacks: tuple[AttackCount, ...]
     training: Training
     note: str
@@ -129,15 +127,17 @@ class Card:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Card":
         """The inverse of `to_dict`; unknown and missing keys are refused by name."""
-        given = _exactly(cls, plain)
+        given = _exactly(cls, "card", plain)
         return cls(
             **given
             | {
                 "threat": threat_from_dict(given["threat"]),
                 "model": ModelSpec.from_dict(given["model"]),
-                "proof": Proof(**_exactly(Proof, given["proof"])),
-                "attacks": tuple(AttackCount(**_exactly(AttackCount, each)) for each in given["attacks"]),
-                "training": Training(**_exactly(Training, given["training"])),
+                "proof": ProofCount.from_dict(given["proof"]),
+                "attacks": tuple(
+                    AttackCount(**_exactly(AttackCount, "attack", each)) for each in given["attacks"]
+                ),
+                "training": Training(**_exactly(Training, "training", given["training"])),
             }
         )
 
@@ -148,7 +148,7 @@ def pack_marks(marks: NDArray[np.bool_]) -> str:
 
 
 def unpack_marks(text: str, images: int) -> NDArray[np.bool_]:
-    """The marks that `pack_marks` wrote, for so many images."""
+    """The marks of `images` images that `pack_marks` wrote."""
     try:
         packed = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
     except binascii.Error as error:
@@ -158,11 +158,10 @@ def unpack_marks(text: str, images: int) -> NDArray[np.bool_]:
     return np.unpackbits(packed, count=images).astype(bool)
 
 
-def _exactly(kind: type, plain: Mapping[str, Any]) -> dict[str, Any]:
+def _exactly(kind: type, what: str, plain: Mapping[str, Any]) -> dict[str, Any]:
     """The table itself, refused unless it has exactly the fields of the kind."""
     known = {field.name for field in fields(kind)}
     unknown, missing = sorted(set(plain) - known), sorted(known - set(plain))
     if unknown or missing:
-        what = kind.__name__.lower()
         raise ModelError(f"the {what} of a card has unknown keys {unknown} and lacks {missing}")
     return dict(plain)

@@ -6,46 +6,60 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from patchcert.certificates import Certificates
-from patchcert.zoo.card import AnyThreat, Card
+from patchcert.evidence import Evidence
+from patchcert.zoo.card import Card
 
 SHOWN = 5
+WORK = ("memory_budget", "verdicts_only")
+"""Settings of how a proof is worked out, which do not decide what is proven."""
 
 
-def why_not_comparable(card: Card, threat: AnyThreat, data: str, split: str, dtype: str) -> str:
-    """Why a proof of this kind says nothing about the card; empty where it does."""
-    if threat != card.threat:
+def why_not_comparable(card: Card, found: Evidence) -> str:
+    """Why evidence answers another question than the card; empty where it answers the same."""
+    if found.threat != card.threat:
         return f"the card is about {card.threat}"
-    if (data, split) != (card.data, "test"):
+    if (found.selection.data, found.selection.split) != (card.data, "test"):
         return f"the card is about the test images of {card.data}"
-    return "" if dtype == card.proof.dtype else f"the card's proof is in {card.proof.dtype}"
+    own, other = _decisive(card.proof.classifier), _decisive(found.meta["classifier"])
+    if own == other:
+        return ""
+    settings = ", ".join(f"{key}={value}" for key, value in own.items() if key != "name")
+    return f"the card's proof is by {own.get('name')}({settings})"
 
 
-def differences(card: Card, found: Certificates, data_sha256: Mapping[str, str]) -> tuple[str, ...]:
-    """In what the certificates of the first test images differ from the card; empty where they match."""
-    total = len(found.labels)
-    if total > card.proof.images:
-        return (f"there are {total:,} images, on the card {card.proof.images:,}",)
-    files = [name for name, sha256 in card.data_sha256.items() if data_sha256.get(name) != sha256]
-    data = f"the data files differ from those of the card: {', '.join(files)}" if files else ""
-    right = (found.predictions == found.labels).cpu().numpy()
-    certified = found.certified.cpu().numpy()
-    margins = found.least_margin.double().cpu().numpy()
+def differences(card: Card, found: Evidence) -> tuple[str, ...]:
+    """In what evidence on test images differs from the card, image by image; empty where they match."""
+    index, proof = found.columns["index"], card.proof
+    if found.total and index[-1] >= proof.images:
+        return (f"there are {index[-1] + 1:,} images, on the card {proof.images:,}",)
+    sums = found.meta["data"].get("sha256", {})
+    files = [name for name, sha256 in card.data_sha256.items() if sums.get(name) != sha256]
+    right = found.columns["prediction"] == found.columns["label"]
     lines = (
-        data,
-        _difference("predicted rightly", right, card.proof.right_marks[:total], margins),
-        _difference("certified", certified, card.proof.certified_marks[:total], margins),
+        f"the data files differ from those of the card: {', '.join(files)}" if files else "",
+        _difference("predicted rightly", right, proof.right_marks[index], found),
+        _difference("certified", found.columns["certified"], proof.certified_marks[index], found),
     )
     return tuple(line for line in lines if line)
 
 
-def _difference(word: str, found: NDArray[np.bool_], stated: NDArray[np.bool_], margins: NDArray[Any]) -> str:
-    unequal = np.flatnonzero(found != stated)
+def _decisive(classifier: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in classifier.items() if key not in WORK}
+
+
+def _difference(word: str, now: NDArray[np.bool_], stated: NDArray[np.bool_], found: Evidence) -> str:
+    unequal = np.flatnonzero(now != stated)
     if not unequal.size:
         return ""
-    shown = ", ".join(f"{at} (least margin {margins[at]:+.2g})" for at in unequal[:SHOWN].tolist())
+    shown = ", ".join(_named(found, row) for row in unequal[:SHOWN].tolist())
     more = f" and {unequal.size - SHOWN:,} more" if unequal.size > SHOWN else ""
     return (
-        f"{np.count_nonzero(found):,} of {len(found):,} images are {word}, on the card "
+        f"{np.count_nonzero(now):,} of {len(now):,} images are {word}, on the card "
         f"{np.count_nonzero(stated):,}; unequal are {shown}{more}"
     )
+
+
+def _named(found: Evidence, row: int) -> str:
+    """An image, with its margin where there are margins."""
+    margin = f" (least margin {found.columns['margin'][row]:+.2g})" if "margin" in found.columns else ""
+    return f"{found.columns['index'][row]}{margin}"

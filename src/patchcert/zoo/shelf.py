@@ -49,7 +49,11 @@ class Zoo:
         """The model on the CPU in eval mode, its file checked against the card."""
         card, weights = self.card(name), self.weights(name)
         if not weights.is_file() or sha256(weights) != card.weights_sha256:
-            what = "is missing" if not weights.is_file() else "has not the SHA-256 sum that its card states"
+            what = (
+                "is missing"
+                if not weights.is_file()
+                else "does not have the SHA-256 sum that its card states"
+            )
             raise ModelError(f"the model file {weights} {what}", hint="install patchcert again")
         model, spec = load_model(weights)
         if spec != card.model:
@@ -71,8 +75,7 @@ class Zoo:
                 hint="take a smaller model, or remove one first",
             )
         target = self.folder / f"{card.name}.json"
-        with weights.open("rb") as read, atomic_write(target.with_suffix(".safetensors")) as write:
-            shutil.copyfileobj(read, write)
+        copy_file(weights, target.with_suffix(".safetensors"))
         with atomic_write(target) as stream:
             stream.write(text)
 
@@ -90,6 +93,12 @@ class Zoo:
             f"there is no model named {name!r} in the zoo; known: {', '.join(known) or 'none yet'}",
             hint=f"{advice}A file of your own is loaded with patchcert.models.load(path).",
         )
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file, which appears whole or not at all."""
+    with source.open("rb") as read, atomic_write(target) as write:
+        shutil.copyfileobj(read, write)
 
 
 def shipped() -> Zoo:

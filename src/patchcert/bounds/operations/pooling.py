@@ -76,9 +76,7 @@ class AveragePool(Affine):
         geometry = self.geometry(value.shape[-2], value.shape[-1]) if precise else None
         if geometry is None:
             return self.pool(value)
-        area, channels = geometry.kernel[0] * geometry.kernel[1], value.shape[1]
-        weight = value.new_full((channels, 1, *geometry.kernel), 1 / area)
-        return convolve(value, weight, geometry, channels, precise)
+        return convolve(value, equal_weights(geometry, value), geometry, value.shape[1], precise)
 
     def absolute_map(self, value: Maps, precise: bool) -> Maps:
         return self.map(value, precise)
@@ -97,6 +95,12 @@ class AveragePool(Affine):
             raise NotCovered("an average pooling divides by different counts at different places")
         is_global = geometry.kernel == (area.height, area.width) and not any(geometry.padding)
         return Places.LOST if is_global else geometry
+
+
+def equal_weights(geometry: Geometry, like: Maps) -> Annotated[Tensor, "c 1 _ _"]:
+    """The weights of a mean as a convolution in as many groups as there are channels."""
+    area = geometry.kernel[0] * geometry.kernel[1]
+    return like.new_full((like.shape[1], 1, *geometry.kernel), 1 / area)
 
 
 @function_rule(F.avg_pool2d, layers=(nn.AvgPool2d,))

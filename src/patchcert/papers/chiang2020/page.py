@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-import jinja2
-
 import patchcert
 from patchcert.errors import InvalidInput
 from patchcert.files import atomic_write
@@ -22,8 +20,8 @@ from patchcert.papers.chiang2020.view import (
     TableView,
     data_name,
 )
-from patchcert.report.dots import DotGroup, Measured, dot_group
-from patchcert.report.html import page_environment
+from patchcert.report.charts import DotGroup, Measured, dot_group
+from patchcert.report.page import page_environment
 from patchcert.report.statistics import Proportion, mean_interval
 
 TITLE = "Tables of the paper, and ours"
@@ -112,9 +110,7 @@ def write_page(views: Sequence[TableView], path: Path, source: str) -> Path:
 
 def render(tables: Sequence[PageTable], quick: bool = False) -> str:
     """The page as text; the same tables give the same text."""
-    environment = page_environment()
-    own = jinja2.PackageLoader("patchcert.papers.chiang2020")
-    environment.loader = jinja2.ChoiceLoader([own, environment.loader] if environment.loader else [own])
+    environment = page_environment("patchcert.papers.chiang2020")
     return environment.get_template("tables.html.j2").render(
         title=tables[0].title if len(tables) == 1 else TITLE,
         version=patchcert.__version__,

@@ -1,7 +1,6 @@
 "use strict";
 (() => {
   const PAGE = 50;
-  const KEYS = ["index", "label", "prediction", "verdict", "margin", "top", "outcome"];
 
   function element(name, text, className) {
     const made = document.createElement(name);
@@ -24,7 +23,17 @@
     const more = section.querySelector("button.more");
     const output = section.querySelector("output");
     const state = { key: "index", descending: false, shown: PAGE };
-    const className = (label) => data.classes[label] ?? String(label);
+    const heads = [...section.querySelectorAll("th[data-key]")];
+    const className = (label) => label < 0 ? "abstained" : data.classes[label] ?? String(label);
+    const show = {
+      index: (row) => thumbnailed(row),
+      label: (row) => element("td", className(data.label[row])),
+      prediction: (row) => element("td", className(data.prediction[row])),
+      verdict: (row) => tagged(data.verdicts[data.verdict[row]]),
+      margin: (row) => element("td", marginText(data.margin[row])),
+      top: (row) => element("td", data.top[row] < 0 ? "" : `${data.top[row]}, ${data.left[row]}`),
+      outcome: (row) => tagged(data.outcomes[data.outcome[row]]),
+    };
 
     function thumbnail(row) {
       const span = element("span", "", "thumb");
@@ -45,16 +54,16 @@
       return cell;
     }
 
+    function thumbnailed(row) {
+      const cell = element("td");
+      if (sprite) cell.append(thumbnail(row));
+      cell.append(String(data.index[row]));
+      return cell;
+    }
+
     function draw(row) {
       const line = element("tr");
-      const first = element("td");
-      if (sprite) first.append(thumbnail(row));
-      first.append(String(data.index[row]));
-      line.append(first, element("td", className(data.label[row])), element("td", className(data.prediction[row])));
-      line.append(tagged(data.verdicts[data.verdict[row]]));
-      line.append(element("td", marginText(data.margin[row])));
-      line.append(element("td", data.top[row] < 0 ? "" : `${data.top[row]}, ${data.left[row]}`));
-      line.append(tagged(data.outcomes[data.outcome[row]]));
+      for (const { dataset: { key } } of heads) line.append(show[key]?.(row) ?? element("td", String(data[key][row])));
       return line;
     }
 
@@ -79,7 +88,7 @@
       body.replaceChildren(...rows.slice(0, state.shown).map(draw));
       output.textContent = `${rows.length.toLocaleString("en")} of ${data.index.length.toLocaleString("en")} images`;
       more.hidden = rows.length <= state.shown;
-      for (const head of section.querySelectorAll("th[data-key]")) {
+      for (const head of heads) {
         if (head.dataset.key === state.key) head.setAttribute("aria-sort", state.descending ? "descending" : "ascending");
         else head.removeAttribute("aria-sort");
       }
@@ -93,8 +102,7 @@
       }
     }
 
-    for (const head of section.querySelectorAll("th[data-key]")) {
-      if (!KEYS.includes(head.dataset.key)) continue;
+    for (const head of heads) {
       const button = element("button", head.textContent);
       button.type = "button";
       button.addEventListener("click", () => {

@@ -108,9 +108,8 @@ class PooledPatch:
             box, grid = _merged(box, grid, block)
             start = position + 1
         boxes = grid[0] * grid[1]
-        last = network.steps[start - 1].name
         repeated = labels.unsqueeze(1).expand(-1, boxes).flatten()
-        margins = network.margins(box, repeated, after=last)
+        margins = network.margins(box, repeated, start)
         return margins.unflatten(0, (len(images), boxes)).amin(dim=1)
 
     def _grid(self, images: Images) -> Placements:

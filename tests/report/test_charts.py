@@ -1,4 +1,4 @@
-"""The geometry of charts."""
+"""The geometry of charts: every number lies at its place, and the words say the same."""
 
 import itertools
 import math
@@ -8,16 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patchcert.report.figures import (
+from patchcert.report.charts import (
+    Measured,
     Point,
     Series,
+    dot_group,
     line_chart,
     nice_axis,
     path,
     percent_axis,
     spread,
+    training_curves,
     whole_axis,
 )
+
+SHARES = st.floats(0, 100, allow_subnormal=False)
 
 
 @given(st.floats(-1e4, 1e4), st.floats(1e-3, 1e4))
@@ -45,8 +50,8 @@ def test_a_whole_axis_has_few_whole_ticks_inside_its_range(low, span):
 
 def test_ticks_carry_as_many_decimals_as_their_step():
     assert [nice_axis("", 0, 1).show(value) for value in (0.0, 0.2)] == ["0.0", "0.2"]
-    assert percent_axis(low=63).show(70.0) == "70%"
-    assert percent_axis(low=63).low == 60
+    assert percent_axis(63).show(70.0) == "70%"
+    assert percent_axis(63).low == 60
 
 
 def test_higher_values_are_drawn_higher_and_later_ones_further_right():
@@ -89,3 +94,63 @@ def test_a_chart_says_in_words_where_its_lines_end():
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_short_trainings_have_an_axis(epochs):
     assert whole_axis("epoch", 0, epochs - 1).high > 0
+
+
+def test_a_single_check_is_a_dot():
+    (accuracy,) = training_curves([{"epoch": 0}, {"epoch": 1, "clean_accuracy": 0.5}])
+    assert [len(line.marks) for line in accuracy.lines] == [1]
+
+
+@st.composite
+def measured_rows(draw):
+    rows = []
+    for number in range(draw(st.integers(1, 5))):
+        low, ours, high = sorted(draw(st.tuples(SHARES, SHARES, SHARES)))
+        rows.append(Measured(f"row {number}", draw(SHARES), ours, low, high))
+    return rows
+
+
+@given(measured_rows())
+def test_everything_lies_on_the_axis_in_order(rows):
+    group = dot_group("any", rows)
+    for row, drawn in zip(rows, group.rows, strict=True):
+        assert drawn.paper is not None
+        assert -1e-6 <= drawn.low <= drawn.ours <= drawn.high <= 100 + 1e-6
+        assert (row.paper < row.ours) == (drawn.paper < drawn.ours)
+    places = [tick.at for tick in group.ticks]
+    assert places[0] == 0
+    assert places[-1] == pytest.approx(100)
+    assert all(before < after for before, after in itertools.pairwise(places))
+    values = [float(tick.text.rstrip("%")) for tick in group.ticks]
+    assert 0 <= values[0] < values[-1] <= 100
+
+
+def test_places_are_those_of_the_ticks():
+    group = dot_group(
+        "any", [Measured("a", 20.0, 40.0, 39.0, 41.0), Measured("b", 60.0, None, note="not run")]
+    )
+    places = {tick.text: tick.at for tick in group.ticks}
+    assert group.rows[0].paper == pytest.approx(places["20%"])
+    assert group.rows[0].ours == pytest.approx(places["40%"])
+    assert group.rows[1].paper == pytest.approx(places["60%"])
+
+
+def test_small_differences_look_small():
+    group = dot_group("any", [Measured("a", 61.97, 62.07)])
+    assert abs(group.rows[0].ours - group.rows[0].paper) <= 1
+
+
+@pytest.mark.parametrize(
+    ("row", "summary"),
+    [
+        (Measured("a", 61.97, 62.07, 61.1, 63.0), "a: paper 62.0%, ours 62.1% (61.1 to 63.0%)"),
+        (Measured("a", None, 50.0), "a: the paper has no number, ours 50.0%"),
+        (Measured("a", 50.0, None, note="not run"), "a: paper 50.0%, ours not run"),
+        (
+            Measured("a", 50.0, 40.0, note="schedule scaled by 0.1"),
+            "a: paper 50.0%, ours 40.0%, schedule scaled by 0.1",
+        ),
+    ],
+)
+def test_words_say_what_is_drawn(row, summary):
+    assert dot_group("any", [row]).rows[0].summary == summary

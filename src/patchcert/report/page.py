@@ -1,0 +1,406 @@
+"""One self-contained page for one or several runs: no network, no library, no number typed by hand."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+
+import patchcert
+from patchcert.certificates import AnyThreat
+from patchcert.errors import InvalidInput
+from patchcert.evidence import Evidence
+from patchcert.files import atomic_write
+from patchcert.report.charts import Chart, sizes_chart, training_curves
+from patchcert.report.pictures import PROVEN, UNPROVEN, colour_limit, data_address, heat_map, sprite
+from patchcert.report.statistics import Proportion
+from patchcert.report.summary import Pictures, RunSummary, summarise_run
+from patchcert.report.tables import NOT_MEASURED, percent
+from patchcert.threats import Patch, shapes
+from patchcert.train.run_folder import Run
+
+NOT_STATED = "not stated"
+KEEP_PICTURES = "Pictures are kept by `patchcert attack` with --save-images."
+CONTRADICTIONS_SHOWN = 20
+STATIC_ROWS = 12
+SPRITE_COLUMNS = 40
+VERDICTS = ("certified", "not certified", "wrong", "abstained")
+OUTCOMES = ("withstood", "broken", "wrong already", "not attacked")
+
+
+@dataclass(frozen=True)
+class Page(os.PathLike[str]):
+    """A written page; not `consistent` when its evidence contradicts itself, which it shows in red."""
+
+    path: Path
+    consistent: bool
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+def write_report(
+    runs: Sequence[Run | RunSummary], path: str | Path, pictures: Pictures | None = None
+) -> Page:
+    """One self-contained page about the runs, side by side where there are several, written whole or not at all."""
+    if not runs:
+        raise InvalidInput("a report needs at least one run, got none", hint="name a run folder")
+    summaries = [run if isinstance(run, RunSummary) else summarise_run(run, pictures) for run in runs]
+    with atomic_write(Path(path)) as stream:
+        stream.write(render(summaries).encode())
+    return Page(Path(path), not any(run.contradictions for run in summaries))
+
+
+def render(runs: Sequence[RunSummary]) -> str:
+    """The page as text; the same runs give the same text."""
+    return (
+        page_environment()
+        .get_template("report.html.j2")
+        .render(
+            title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
+            version=patchcert.__version__,
+            views=[RunView(run, f"run-{position}") for position, run in enumerate(runs)],
+            has_contradictions=any(run.contradictions for run in runs),
+            contradictions_shown=CONTRADICTIONS_SHOWN,
+            ramp=_gradient(),
+        )
+    )
+
+
+def page_environment(*packages: str) -> jinja2.Environment:
+    """Where pages get their templates: from this package, and from others that have some of their own.
+
+    Text is escaped, and a name that is not given is an error.
+    """
+    loaders = [jinja2.PackageLoader(package) for package in (*packages, "patchcert.report")]
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader(loaders),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": percent, "data_address": data_address, "margin": margin_text}
+    return environment
+
+
+def describe_threat(threat: AnyThreat) -> str:
+    """What the attacker may do, in a few words."""
+    if isinstance(threat, Patch):
+        return f"one {shapes.describe(threat.stamp)} patch, {threat.rule}"
+    return f"any {_pixels(threat.pixels)}"
+
+
+def describe_classifier(rows: Evidence) -> str:
+    """The kind of classifier that was certified, and its settings."""
+    settings = dict(rows.meta["classifier"])
+    name = settings.pop("name", NOT_STATED)
+    return ", ".join([name, *(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())])
+
+
+def lead_sentence(run: RunSummary) -> str:
+    """The run's main result as one sentence that claims no more than was proven."""
+    rows, proven = run.headline, run.certified
+    if rows is None or proven is None:
+        return f"Certified accuracy: {NOT_MEASURED}."
+    guarantee = run.guarantee
+    sure = "" if guarantee.is_deterministic else f", with {guarantee.confidence:.4g} confidence for each,"
+    unnoticed = "" if guarantee.promise == "recovery" else " without an alert"
+    return (
+        f"For {proven.successes:,} of {proven.total:,} test images ({percent(proven.value)}) "
+        f"it is proven{sure} that {_freedom(rows.threat)} can change the prediction{unnoticed}, "
+        "whatever the changed pixels show."
+    )
+
+
+def margin_text(margin: float) -> str:
+    """A margin with its sign, to two digits that count, so that a narrow proof is not shown as a tie."""
+    if not math.isfinite(margin):
+        return "not finite"
+    return f"{margin:+.2g}" if abs(margin) < 0.1 else f"{margin:+.2f}"
+
+
+def flatten(values: Mapping[str, object], prefix: str = "") -> tuple[tuple[str, str], ...]:
+    """Nested tables as rows of dotted name and text."""
+    rows: list[tuple[str, str]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            rows.extend(flatten(value, f"{prefix}{key}."))
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            rows.append((f"{prefix}{key}", text))
+    return tuple(rows)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """An accuracy with its words; the share is None where it was not measured."""
+
+    label: str
+    meaning: str
+    style: str
+    share: Proportion | None
+
+    @property
+    def text(self) -> str:
+        """The share in per cent, or that there is none."""
+        return NOT_MEASURED if self.share is None else percent(self.share.value)
+
+    @property
+    def interval(self) -> str:
+        """The ends of the 95 % interval."""
+        if self.share is None:
+            return ""
+        low, high = self.share.interval
+        return f"{100 * low:.1f} to {percent(high)}"
+
+    @property
+    def count(self) -> str:
+        """The images counted."""
+        return "" if self.share is None else f"{self.share.successes:,} of {self.share.total:,}"
+
+
+def accuracies(
+    clean: Proportion | None, empirical: Proportion | None, certified: Proportion | None
+) -> tuple[Accuracy, ...]:
+    """The three accuracies of a run, from the largest to the smallest."""
+    return (
+        Accuracy("Clean", "right when nobody interferes", "plain", clean),
+        Accuracy("Empirical", "right under every attack tried", "soft", empirical),
+        Accuracy("Certified", "proven right under every attack possible", "accent", certified),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class RunView:
+    """What the template shows of a run beside its own values; what was not measured is said to be so."""
+
+    run: RunSummary
+    anchor: str
+
+    @property
+    def sentence(self) -> str:
+        """The main result."""
+        return lead_sentence(self.run)
+
+    @property
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """What the numbers are about."""
+        run, rows = self.run, self.run.headline
+        threat = rows.threat if rows else run.threat
+        facts = {
+            "Threat": describe_threat(threat) if threat else "",
+            "Model": run.model,
+            "Data": rows.selection.data if rows else run.dataset,
+            "Classifier": describe_classifier(rows) if rows else "",
+            "Guarantee": str(run.guarantee) if rows else "",
+        }
+        return tuple((name, value or NOT_STATED) for name, value in facts.items())
+
+    @property
+    def numbers(self) -> tuple[Accuracy, ...]:
+        """Accuracies, each on all images that it was measured on."""
+        return accuracies(self.run.clean, self.run.empirical, self.run.certified)
+
+    @property
+    def same_images(self) -> tuple[Accuracy, ...]:
+        """Accuracies on the images that all three were measured on."""
+        found = self.run.on_the_same_images
+        return accuracies(found.clean, found.empirical, found.certified) if found else ()
+
+    @property
+    def curves(self) -> tuple[Chart, ...]:
+        """How training went."""
+        return training_curves(self.run.metrics)
+
+    @property
+    def sizes(self) -> Chart | None:
+        """What is proven against patches of several sizes, in the same way as the headline."""
+        rows = self.run.headline
+        if rows is None:
+            return None
+        kind = rows.meta["classifier"], rows.selection.data
+        alike = [
+            each for each in self.run.certificates if (each.meta["classifier"], each.selection.data) == kind
+        ]
+        return sizes_chart(alike)
+
+    @property
+    def colour_limit(self) -> float:
+        """The margin at which the colours of all maps are fullest."""
+        return colour_limit(self.run.maps)
+
+    def heat(self, margins: np.ndarray) -> str:
+        """A map of margins as a picture, under the one scale of all maps."""
+        return heat_map(margins, self.colour_limit)
+
+    def class_name(self, label: int) -> str:
+        """The class as the data set calls it, else its number; a classifier that abstains says so."""
+        return class_name(self.run.classes, label)
+
+    @property
+    def attack_note(self) -> str:
+        """What became of the images that were attacked."""
+        found, same = self.run.empirical, self.run.on_the_same_images
+        if found is None:
+            return f"Accuracy under attack: {NOT_MEASURED}."
+        wrong = found.total - found.successes
+        attacked = f"{found.total:,} images attacked"
+        if same is None or same.clean.total != found.total:
+            return f"Of {attacked}, {wrong:,} ended with a wrong prediction."
+        already = same.clean.total - same.clean.successes
+        counts = f"{attacked}: {already:,} wrong already, {wrong - already:,} broken, {found.successes:,} not broken."
+        return counts if self.run.attacked or wrong == already else f"{counts} {KEEP_PICTURES}"
+
+    @property
+    def commands(self) -> tuple[tuple[str, str], ...]:
+        """What measures everything again."""
+        rows = [*self.run.certificates, *self.run.attacks]
+        return tuple(
+            (f"{each.kind}: {describe_threat(each.threat)}", each.meta.get("command") or NOT_STATED)
+            for each in rows
+        )
+
+    @property
+    def environment(self) -> tuple[tuple[str, str], ...]:
+        """Versions and device."""
+        return flatten(self.run.environment)
+
+    @property
+    def table(self) -> "ImageTable | None":
+        """Every image."""
+        return image_table(self.run, self.run.headline) if self.run.headline else None
+
+
+def class_name(classes: Sequence[str], label: int) -> str:
+    """The class as the data set calls it, else its number; a classifier that abstains says so."""
+    if label < 0:
+        return "abstained"
+    return classes[label] if label < len(classes) else str(label)
+
+
+@dataclass(frozen=True)
+class ImageTable:
+    """All images as columns of plain numbers for the page's script; the first few as text for those without."""
+
+    total: int
+    columns: Mapping[str, str]
+    data: Mapping[str, object]
+    rows: tuple[tuple[str, ...], ...]
+    sprite: str
+    height: int
+    width: int
+
+
+def image_table(run: RunSummary, rows: Evidence) -> ImageTable:
+    """The table of all images of the headline's certificates, with a column for everything that they have."""
+    pictures = run.thumbnails
+    height, width = pictures.shape[-2:] if pictures is not None else (0, 0)
+    values = _image_values(run, rows)
+    shown = {key: name for key, name in _HEADINGS.items() if key in values}
+    words = {"classes": list(run.classes), "verdicts": VERDICTS, "outcomes": OUTCOMES}
+    return ImageTable(
+        total=rows.total,
+        columns=shown,
+        data={**values, **words, "spriteColumns": SPRITE_COLUMNS},
+        rows=tuple(
+            tuple(_cell(key, values, at, run.classes) for key in shown)
+            for at in range(min(STATIC_ROWS, rows.total))
+        ),
+        sprite=sprite(pictures, SPRITE_COLUMNS) if pictures is not None else "",
+        height=height,
+        width=width,
+    )
+
+
+_HEADINGS = {
+    "index": "Image",
+    "label": "Label",
+    "prediction": "Prediction",
+    "verdict": "Verdict",
+    "margin": "Least margin",
+    "top": "Weakest at",
+    "radius": "Radius in pixels",
+    "votes": "Votes",
+    "outcome": "Attack",
+}
+
+
+def _image_values(run: RunSummary, rows: Evidence) -> dict[str, list[Any]]:
+    """The values of all images, by the columns that the certificates have."""
+    columns = rows.columns
+    values = {
+        key: columns[key].tolist() for key in ("index", "label", "prediction", "radius") if key in columns
+    }
+    values |= {"verdict": _verdicts(rows), "outcome": _outcomes(run, rows)}
+    if "margin" in columns:
+        margins = columns["margin"].tolist()
+        values["margin"] = [float(f"{value:.4g}") if math.isfinite(value) else None for value in margins]
+    if "worst_top" in columns and (columns["worst_top"] >= 0).any():
+        values |= {"top": columns["worst_top"].tolist(), "left": columns["worst_left"].tolist()}
+    if "votes" in columns:
+        selected = columns["selected"].astype(np.int64)[:, None]
+        values["votes"] = np.take_along_axis(columns["votes"], selected, axis=1)[:, 0].tolist()
+    return values
+
+
+def _verdicts(rows: Evidence) -> list[int]:
+    """Positions among `VERDICTS`."""
+    prediction, label = rows.columns["prediction"], rows.columns["label"]
+    failed = np.where(prediction == label, 1, np.where(prediction < 0, 3, 2))
+    return np.where(rows.columns["certified"], 0, failed).tolist()
+
+
+def _outcomes(run: RunSummary, rows: Evidence) -> list[int]:
+    """Positions among `OUTCOMES`."""
+    right = (rows.columns["prediction"] == rows.columns["label"]).tolist()
+    held = [run.withstood.get(index) for index in rows.columns["index"].tolist()]
+    words = (
+        "not attacked"
+        if unharmed is None
+        else "withstood"
+        if unharmed
+        else "broken"
+        if is_right
+        else "wrong already"
+        for unharmed, is_right in zip(held, right, strict=True)
+    )
+    return [OUTCOMES.index(word) for word in words]
+
+
+def _cell(key: str, values: Mapping[str, list[Any]], at: int, classes: Sequence[str]) -> str:
+    value = values[key][at]
+    if key in ("label", "prediction"):
+        return class_name(classes, value)
+    if key in ("verdict", "outcome"):
+        return (VERDICTS if key == "verdict" else OUTCOMES)[value]
+    if key == "margin":
+        return margin_text(math.nan if value is None else value)
+    if key == "top":
+        return f"{value}, {values['left'][at]}" if value >= 0 else ""
+    return str(value)
+
+
+def _freedom(threat: AnyThreat) -> str:
+    if isinstance(threat, Patch):
+        where = "wherever it is placed" if str(threat.rule) == "everywhere" else f"placed {threat.rule}"
+        return f"no {shapes.describe(threat.stamp)} patch, {where},"
+    return f"no change of {_pixels(threat.pixels)}, wherever they lie,"
+
+
+def _pixels(count: int) -> str:
+    return f"{count} pixel{'s' if count != 1 else ''}"
+
+
+def _gradient() -> str:
+    """The stops of a colour scale over both ramps, with a jump where they meet, at a margin of zero."""
+    stops = []
+    for ramp, start in ((UNPROVEN, 0.0), (PROVEN, 50.0)):
+        step = 50.0 / (len(ramp) - 1)
+        stops += [f"rgb{colour} {start + step * at:.1f}%" for at, colour in enumerate(ramp)]
+    return ", ".join(stops)

@@ -1,0 +1,189 @@
+"""What is measured is what the library says, and an interruption loses no block that was done."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import patchcert as pc
+from patchcert.bounds.lowering import LAYER_RULES
+from patchcert.defenses import Defended, LocalGradientSmoothing
+from patchcert.evidence import Attacking, Certification, Evidence, EvidenceFolder, Selection, measuring
+from patchcert.evidence.measuring import architecture, has_foreign_code
+
+THREAT = pc.Patch(2)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(measuring, "FIRST_BLOCK", 3)
+    monkeypatch.setattr(measuring, "LARGEST_BLOCK", 7)
+
+
+class Interrupt:
+    """Stops like Ctrl-C once that many images are done."""
+
+    def __init__(self, after):
+        self.after, self.calls = after, []
+
+    def __call__(self, done, total):
+        self.calls.append((done, total))
+        if done >= self.after:
+            raise KeyboardInterrupt
+
+
+def same_rows(first, second):
+    assert first.columns.keys() == second.columns.keys()
+    return all(np.array_equal(first.columns[name], second.columns[name]) for name in first.columns)
+
+
+def interrupted(certification):
+    with pytest.raises(KeyboardInterrupt):
+        certification.run(Interrupt(11))
+    return certification
+
+
+@pytest.mark.parametrize("verdicts_only", [False, True])
+def test_blocks_give_the_certificates_of_one_call(subject, model, verdicts_only):
+    bounds = pc.IntervalBounds(model, verdicts_only=verdicts_only)
+    calls = []
+    found = Certification(replace(subject, classifier=bounds), THREAT).run(
+        lambda *counts: calls.append(counts)
+    )
+    images = subject.images(subject.positions())
+    whole = bounds.certify(images.floats(), images.labels, THREAT)
+    assert np.array_equal(found.columns["certified"], whole.certified)
+    assert np.array_equal(found.columns["prediction"], whole.predictions)
+    assert ("margin" in found.columns) is not verdicts_only
+    if not verdicts_only:
+        assert np.array_equal(found.columns["margin"], whole.least_margin)
+        assert np.array_equal(found.columns["worst_top"], whole.worst_placement[:, 0])
+    assert calls[-1] == (20, 20)
+    assert calls == sorted(calls)
+    assert found.meta["guarantee"] == {"promise": "recovery", "confidence": 1.0}
+
+
+def test_an_interrupted_certification_resumes_after_its_last_block(subject, tmp_path):
+    work = interrupted(Certification(subject, THREAT, tmp_path / "proof.npz"))
+    left = work.kept
+    assert 3 <= left < 20
+    progress = Interrupt(100)
+    found = work.run(progress)
+    assert same_rows(found, Certification(subject, THREAT).run())
+    assert same_rows(found, Evidence.read(tmp_path / "proof.npz"))
+    assert progress.calls[0][0] > left
+    assert [file.name for file in tmp_path.iterdir()] == ["proof.npz"]
+
+
+def test_blocks_of_another_claim_or_other_code_are_not_used(subject, model, tmp_path, monkeypatch):
+    work = interrupted(Certification(subject, THREAT, tmp_path / "proof.npz"))
+    assert work.kept
+    others = [
+        replace(subject, weights="0" * 64),
+        replace(subject, classifier=pc.IntervalBounds(model, torch.float64)),
+        replace(subject, classifier=pc.IntervalBounds(model, verdicts_only=True)),
+        replace(subject, selection=Selection("toy", limit=19)),
+        replace(subject, dataset=replace(subject.dataset, checksums={"toy.bin": "2" * 64})),
+    ]
+    for other in others:
+        assert not Certification(other, THREAT, tmp_path / "proof.npz").kept
+    assert not Certification(subject, pc.Patch(1), tmp_path / "proof.npz").kept
+    for code in ("other code", ""):
+        monkeypatch.setattr(measuring, "source_sha256", lambda code=code: code)
+        assert not Certification(subject, THREAT, tmp_path / "proof.npz").kept
+
+
+def test_a_broken_file_of_blocks_is_as_good_as_none(subject, tmp_path):
+    (tmp_path / "proof.npz.partial").write_bytes(b"no tensors")
+    work = Certification(subject, THREAT, tmp_path / "proof.npz")
+    assert not work.kept
+    assert same_rows(work.run(), Certification(subject, THREAT).run())
+
+
+def test_the_clock_has_no_part_in_blocks_whose_sums_depend_on_their_size(model):
+    cpu = torch.device("cpu")
+    assert pc.IntervalBounds(model).images_per_block(cpu) is None
+    assert pc.IntervalBounds(model, torch.float64).images_per_block(cpu) == 256
+    assert pc.IntervalBounds(copy.deepcopy(model).double()).images_per_block(cpu) == 256
+    assert pc.IntervalBounds(model).images_per_block(torch.device("cuda")) == 2048
+    assert pc.RandomAblation(model, 5).images_per_block(cpu) == 40
+
+
+def test_layers_rules_and_classifiers_of_others_are_seen(model, monkeypatch):
+    class Mine(nn.ReLU):
+        pass
+
+    assert not has_foreign_code(pc.IntervalBounds(model))
+    assert has_foreign_code(pc.IntervalBounds(nn.Sequential(model, Mine())))
+    monkeypatch.setitem(LAYER_RULES, nn.ReLU, lambda layer: None)
+    assert has_foreign_code(pc.IntervalBounds(model))
+
+
+def test_nothing_is_kept_of_foreign_code_or_without_a_file(subject, tmp_path):
+    foreign = nn.Sequential(type("Mine", (nn.ReLU,), {"__module__": "mine"})())
+    asked = replace(subject, classifier=pc.IntervalBounds(foreign))
+    assert not Certification(asked, THREAT, tmp_path / "proof.npz").can_resume
+    assert not Certification(subject, THREAT).can_resume
+    assert Certification(subject, THREAT, tmp_path / "proof.npz").can_resume
+
+
+@pytest.mark.parametrize(
+    ("layer", "other"),
+    [
+        (nn.ReLU(), nn.LeakyReLU(0.5)),
+        (nn.AvgPool2d(3, 2), nn.AvgPool2d(3, 2, ceil_mode=True)),
+        (nn.AvgPool2d(3, 2, 1), nn.AvgPool2d(3, 2, 1, count_include_pad=False)),
+        (nn.AvgPool2d(3), nn.AvgPool2d(3, divisor_override=5)),
+    ],
+)
+def test_another_network_of_the_same_weights_does_not_resume(subject, model, tmp_path, layer, other):
+    """As when the code that builds an architecture is changed between two calls; some settings are not printed."""
+    assert architecture(nn.Sequential(model, layer)) == architecture(
+        nn.Sequential(copy.deepcopy(model), layer)
+    )
+    assert architecture(nn.Sequential(model, layer)) != architecture(nn.Sequential(model, other))
+
+
+def test_votes_resume_too(subject, dataset, tmp_path, monkeypatch):
+    base = nn.Sequential(nn.Flatten(), nn.Linear(72, 4)).eval()
+    ablation = pc.RandomAblation(base, 20, 10, 50, batch_size=64)
+    monkeypatch.setattr(pc.RandomAblation, "images_per_block", lambda self, device: 6)
+    asked = replace(subject, classifier=ablation)
+    work = interrupted(Certification(asked, pc.SparsePixels(1), tmp_path / "votes.npz"))
+    assert 6 <= work.kept < 20
+    found = work.run()
+    assert same_rows(found, Certification(asked, pc.SparsePixels(1)).run())
+    assert found.meta["guarantee"]["confidence"] == 0.95
+    assert (found.columns["votes"].sum(axis=1) == 50).all()
+    stricter = found.certified_against(pc.SparsePixels(2))
+    assert not (stricter & ~found.columns["certified"]).any()
+
+
+def test_an_attack_is_written_down_as_the_library_says(subject, model, tmp_path):
+    attack, generator = pc.PatchAttack(steps=3, restarts=2), torch.Generator().manual_seed(5)
+    drawn = replace(subject, classifier=model, selection=Selection("toy", drawn=8, seed=5))
+    work = Attacking(drawn, attack, pc.Patch(3), seed=5, save_images=True).into(EvidenceFolder(tmp_path))
+    found = work.run()
+    positions = drawn.positions()
+    images = drawn.images(positions)
+    expected = attack.run(model, images.floats(), images.labels, pc.Patch(3), generator)
+    assert found.columns["index"].tolist() == positions.tolist()
+    assert np.array_equal(found.columns["succeeded"], expected.succeeded)
+    assert found.withstood == int((~expected.succeeded).sum())
+    assert found.path == EvidenceFolder(tmp_path).file(work.question)
+    broken = found.adversarial()
+    assert sorted(broken) == positions[expected.succeeded].tolist()
+    assert EvidenceFolder(tmp_path).find(work.question, "f" * 64) is not None
+    assert EvidenceFolder(tmp_path).find(work.question, "0" * 64) is None
+
+
+def test_attacks_on_a_defense_on_a_classifier_and_on_the_model_are_three_questions(subject, model):
+    attack, asked = pc.PatchAttack(steps=1, restarts=1), []
+    defended = Defended(LocalGradientSmoothing(3, 1), model)
+    for classifier in (model, pc.IntervalBounds(model), defended):
+        asked.append(Attacking(replace(subject, classifier=classifier), attack, THREAT).question)
+    assert len({question.name for question in asked}) == 3
+    assert "LocalGradientSmoothing(window=3" in asked[2].classifier["defense"]
