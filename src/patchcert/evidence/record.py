@@ -110,7 +110,7 @@ class Question:
             certified_only=plain.get("certified_only", False),
         )
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The same for two questions exactly if they are the same; batch sizes are a matter of the machine."""
         return json.dumps(_asked(self.to_dict()), sort_keys=True)

@@ -238,6 +238,8 @@ def test_a_defense_asked_for_later_is_added_to_the_same_results(data_dir, tmp_pa
     for each in result.evidence:
         cell = result.summary()["cells"][each.question.name]
         assert cell["accuracy"] == each.withstood / IMAGES
+        kept, right = initially_correct(each)
+        assert cell["accuracy_of_initially_correct"] == kept / right
     assert run_rows(data_dir, tmp_path, "42x42")[0] == ["already done"]
 
 
