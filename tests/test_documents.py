@@ -15,7 +15,8 @@ NEEDS_OWN_FILES = ("folder:~/photos",)
 
 
 def examples():
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]:
+    pages = (page for folder in ("concepts", "guides") for page in sorted((ROOT / "docs" / folder).glob("*.md")))
+    for path in [ROOT / "README.md", *pages]:
         for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)):
             if not any(text in code for text in NEEDS_OWN_FILES):
                 yield pytest.param(code, id=f"{path.name}-{number}")
