@@ -23,7 +23,12 @@ from patchcert.evidence import EvidenceFolder, Selection
 from patchcert.models import imagenet
 from patchcert.papers.chiang2020 import recipes, runner
 from patchcert.papers.chiang2020.imagenet import Material, answer_corners, plan_networks, planned_experiment
-from patchcert.papers.chiang2020.networks import NetworkResult, initially_correct, network_results
+from patchcert.papers.chiang2020.networks import (
+    NetworkResult,
+    collect_network,
+    initially_correct,
+    network_results,
+)
 from patchcert.papers.chiang2020.recipes import recipe
 from patchcert.papers.chiang2020.runner import Runner, StopOrder, Workshop
 from patchcert.papers.chiang2020.tables import find_table
@@ -246,9 +251,10 @@ def test_a_defense_asked_for_later_is_added_to_the_same_results(data_dir, tmp_pa
 @pytest.fixture
 def made(data_dir, tmp_path):
     """The folder of results of one defense."""
-    run_rows(data_dir, tmp_path, "42x42 lgs")
-    (path,) = (tmp_path / "results").iterdir()
-    return path
+    (planned,) = plan_networks(TABLE.chosen(["42x42 lgs"]), 1, data_dir)
+    found = attack(data_dir, tmp_path / planned.name, "42x42 lgs")
+    weights = next(iter(found.values())).weights
+    return collect_network(tmp_path / planned.name, tmp_path / "results", weights).path
 
 
 def test_evidence_in_the_wrong_place_is_refused(made):
