@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patchcert.report.charts import (
+    DotGroup,
     Measured,
     Point,
     Series,
-    dot_group,
     line_chart,
     nice_axis,
     path,
@@ -59,10 +59,13 @@ def test_higher_values_are_drawn_higher_and_later_ones_further_right():
         "t", whole_axis("epoch", 0, 2), nice_axis("", 0, 1), [Series("a", (Point(0, 0.0), Point(2, 1.0)))]
     )
     (x0, y0), (x1, y1) = [
-        tuple(map(float, place)) for place in re.findall(r"[ML]([\d.]+) ([\d.]+)", chart.lines[0].path)
+        tuple(map(float, place))
+        for place in re.findall(r"[ML]([\d.]+) ([\d.]+)", chart.path(chart.series[0]))
     ]
-    assert (x0, y0) == (chart.left, chart.bottom)
-    assert (x1, y1) == (chart.right, chart.top)
+    assert (x0, y0) == (chart.x.start, chart.y.start)
+    assert (x1, y1) == (chart.x.end, chart.y.end)
+    assert x0 < x1
+    assert y0 > y1
 
 
 def test_a_value_that_is_not_finite_leaves_a_gap():
@@ -77,12 +80,12 @@ def test_labels_keep_their_distance_and_stay_inside(wanted):
 
 
 def test_intervals_become_whiskers_with_words():
-    series = Series("certified", (Point(2, 50.0, 40.0, 60.0),), markers=True)
-    mark = line_chart("t", whole_axis("side", 1, 5), percent_axis(), [series]).lines[0].marks[0]
-    assert mark.low is not None
-    assert mark.high is not None
-    assert mark.high < mark.y < mark.low
-    assert mark.text == "50.0% (40.0 to 60.0%)"
+    point = Point(2, 50.0, 40.0, 60.0)
+    series = Series("certified", (point,), markers=True)
+    chart = line_chart("t", whole_axis("side", 1, 5), percent_axis(), [series])
+    low, middle, high = (chart.y.place(value) for value in (40.0, 50.0, 60.0))
+    assert high < middle < low
+    assert chart.text(point) == "50.0% (40.0 to 60.0%)"
 
 
 def test_a_chart_says_in_words_where_its_lines_end():
@@ -98,7 +101,7 @@ def test_short_trainings_have_an_axis(epochs):
 
 def test_a_single_check_is_a_dot():
     (accuracy,) = training_curves([{"epoch": 0}, {"epoch": 1, "clean_accuracy": 0.5}])
-    assert [len(line.marks) for line in accuracy.lines] == [1]
+    assert [(each.markers, len(each.points)) for each in accuracy.series] == [(True, 1)]
 
 
 @st.composite
@@ -112,32 +115,22 @@ def measured_rows(draw):
 
 @given(measured_rows())
 def test_everything_lies_on_the_axis_in_order(rows):
-    group = dot_group("any", rows)
-    for row, drawn in zip(rows, group.rows, strict=True):
-        assert drawn.paper is not None
-        assert -1e-6 <= drawn.low <= drawn.ours <= drawn.high <= 100 + 1e-6
-        assert (row.paper < row.ours) == (drawn.paper < drawn.ours)
-    places = [tick.at for tick in group.ticks]
+    axis = DotGroup("any", tuple(rows)).axis
+    for row in rows:
+        paper, low, ours, high = map(axis.place, (row.paper, row.low, row.ours, row.high))
+        assert -1e-6 <= low <= ours <= high <= 100 + 1e-6
+        assert (row.paper < row.ours) == (paper < ours)
+    places = [axis.place(tick) for tick in axis.ticks]
     assert places[0] == 0
     assert places[-1] == pytest.approx(100)
     assert all(before < after for before, after in itertools.pairwise(places))
-    values = [float(tick.text.rstrip("%")) for tick in group.ticks]
+    values = [float(axis.show(tick).rstrip("%")) for tick in axis.ticks]
     assert 0 <= values[0] < values[-1] <= 100
 
 
-def test_places_are_those_of_the_ticks():
-    group = dot_group(
-        "any", [Measured("a", 20.0, 40.0, 39.0, 41.0), Measured("b", 60.0, None, note="not run")]
-    )
-    places = {tick.text: tick.at for tick in group.ticks}
-    assert group.rows[0].paper == pytest.approx(places["20%"])
-    assert group.rows[0].ours == pytest.approx(places["40%"])
-    assert group.rows[1].paper == pytest.approx(places["60%"])
-
-
 def test_small_differences_look_small():
-    group = dot_group("any", [Measured("a", 61.97, 62.07)])
-    assert abs(group.rows[0].ours - group.rows[0].paper) <= 1
+    axis = DotGroup("any", (Measured("a", 61.97, 62.07),)).axis
+    assert abs(axis.place(62.07) - axis.place(61.97)) <= 1
 
 
 @pytest.mark.parametrize(
@@ -153,4 +146,4 @@ def test_small_differences_look_small():
     ],
 )
 def test_words_say_what_is_drawn(row, summary):
-    assert dot_group("any", [row]).rows[0].summary == summary
+    assert row.summary == summary

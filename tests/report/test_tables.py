@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 
 import pytest
 from rich.console import Console
@@ -64,19 +63,6 @@ def test_latex_escapes_its_special_characters(table):
     assert r"CIFAR\_10 | 50\%" in text
     assert r"\begin{tabular}{lllrrr}" in text
     assert text.count(r"\\") == 1 + len(table.rows)
-
-
-def test_html_escapes_text_and_marks_numbers(table):
-    text = table.to_html()
-    assert "<caption>Table 2 &amp; more</caption>" in text
-    assert '<th>data</th><th>patch</th><th>quantity</th><th class="numeric">paper (%)</th>' in text
-    assert text.count("<tr>") == text.count("</tr>") == 1 + len(table.rows)
-
-
-def test_json_has_names_full_precision_and_null_where_nothing_is_known(table):
-    first, second, _ = json.loads(json.dumps(table.to_json()))
-    assert first["ours"] == Proportion(92, 100).to_dict()
-    assert (second["paper (%)"], second["ours"]) == (62.0, None)
 
 
 def test_whole_numbers_and_plain_floats_are_written_by_their_column():

@@ -1,12 +1,12 @@
-"""Charts as geometry: pure functions from numbers to coordinates, which a template draws as SVG.
+"""Charts as geometry: where numbers stand on a drawing, which a template makes as SVG.
 
 Colours are left to the page's style sheet, so that one drawing serves light, dark and print.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +24,26 @@ Metrics = Sequence[Mapping[str, object]]
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Values from low to high, laid evenly from start to end."""
+class Axis:
+    """Values from low to high, laid evenly from start to end, and how its ticks are written."""
 
+    label: str
     low: float
     high: float
-    start: float
-    end: float
+    ticks: tuple[float, ...]
+    suffix: str = ""
+    start: float = 0.0
+    end: float = 100.0
 
-    def __call__(self, value: float) -> float:
+    def place(self, value: float) -> float:
         """Where a value stands."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def show(self, value: float) -> str:
+        """A tick's text, with no more decimals than its step needs."""
+        step = min((b - a for a, b in zip(self.ticks, self.ticks[1:], strict=False)), default=1.0)
+        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+        return f"{value:.{decimals}f}{self.suffix}"
 
 
 @dataclass(frozen=True)
@@ -58,85 +67,43 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Axis:
-    """A range of values and how its ticks are written."""
-
-    label: str
-    low: float
-    high: float
-    ticks: tuple[float, ...]
-    suffix: str = ""
-
-    def show(self, value: float) -> str:
-        """A tick's text, with no more decimals than its step needs."""
-        step = min((b - a for a, b in zip(self.ticks, self.ticks[1:], strict=False)), default=1.0)
-        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-        return f"{value:.{decimals}f}{self.suffix}"
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Where a tick stands on the page, and its text."""
-
-    at: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A drawn point: its centre, whisker ends and the text shown on hovering."""
-
-    x: float
-    y: float
-    low: float | None
-    high: float | None
-    text: str
-
-
-@dataclass(frozen=True)
-class Line:
-    """A drawn series: an SVG path and the label at its end."""
-
-    label: str
-    style: str
-    path: str
-    marks: tuple[Mark, ...]
-    label_y: float
-
-
-@dataclass(frozen=True)
 class Chart:
-    """A line chart ready to draw; `summary` says in words what it shows, for readers who cannot see it."""
+    """Series over shared axes, each labelled at its last point without overlaps."""
 
     title: str
-    summary: str
-    x_label: str
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
-    lines: tuple[Line, ...]
+    x: Axis
+    y: Axis
+    series: tuple[Series, ...]
     width: float = WIDTH
     height: float = HEIGHT
-    left: float = LEFT
-    right: float = WIDTH - RIGHT
-    top: float = TOP
-    bottom: float = HEIGHT - BOTTOM
+
+    @property
+    def summary(self) -> str:
+        """What it shows in words, for readers who cannot see it."""
+        ends = (f"{each.label} ends at {each.points[-1].y:.4g}{self.y.suffix}" for each in self.series)
+        return f"{self.title} against {self.x.label}: {'; '.join(ends)}."
+
+    @property
+    def label_places(self) -> list[float]:
+        """The heights of the labels."""
+        wanted = [self.y.place(each.points[-1].y) for each in self.series]
+        return spread(wanted, LABEL_GAP, TOP + 4, HEIGHT - BOTTOM)
+
+    def path(self, series: Series) -> str:
+        """The line as an SVG path."""
+        return path([(self.x.place(point.x), self.y.place(point.y)) for point in series.points])
+
+    def text(self, point: Point) -> str:
+        """What is shown on hovering."""
+        text, suffix = f"{point.y:.1f}{self.y.suffix}", self.y.suffix
+        return text if point.low is None else f"{text} ({point.low:.1f} to {point.high:.1f}{suffix})"
 
 
 def line_chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> Chart:
-    """The chart of some series over shared axes, each labelled at its last point without overlaps."""
-    across = Scale(x.low, x.high, LEFT, WIDTH - RIGHT)
-    down = Scale(y.low, y.high, HEIGHT - BOTTOM, TOP)
-    drawn = [item for item in series if item.points]
-    label_ys = spread([down(item.points[-1].y) for item in drawn], LABEL_GAP, TOP + 4, HEIGHT - BOTTOM)
-    lines = [_line(item, across, down, at, y.suffix) for item, at in zip(drawn, label_ys, strict=True)]
-    return Chart(
-        title,
-        _chart_in_words(title, drawn, x, y),
-        x.label,
-        tuple(Tick(across(value), x.show(value)) for value in x.ticks),
-        tuple(Tick(down(value), y.show(value)) for value in y.ticks),
-        tuple(lines),
-    )
+    """The chart of those series that have points."""
+    across = replace(x, start=LEFT, end=WIDTH - RIGHT)
+    down = replace(y, start=HEIGHT - BOTTOM, end=TOP)
+    return Chart(title, across, down, tuple(each for each in series if each.points))
 
 
 def nice_axis(label: str, low: float, high: float, wanted: int = 5, suffix: str = "") -> Axis:
@@ -191,25 +158,6 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
     return placed
 
 
-def _line(item: Series, across: Scale, down: Scale, label_y: float, suffix: str) -> Line:
-    drawn = path([(across(point.x), down(point.y)) for point in item.points])
-    marks = tuple(_mark(point, across, down, suffix) for point in item.points) if item.markers else ()
-    return Line(item.label, item.style, drawn, marks, label_y)
-
-
-def _mark(point: Point, across: Scale, down: Scale, suffix: str) -> Mark:
-    text = f"{point.y:.1f}{suffix}"
-    if point.low is None or point.high is None:
-        return Mark(across(point.x), down(point.y), None, None, text)
-    text += f" ({point.low:.1f} to {point.high:.1f}{suffix})"
-    return Mark(across(point.x), down(point.y), down(point.low), down(point.high), text)
-
-
-def _chart_in_words(title: str, drawn: Sequence[Series], x: Axis, y: Axis) -> str:
-    ends = (f"{item.label} ends at {item.points[-1].y:.4g}{y.suffix}" for item in drawn)
-    return f"{title} against {x.label}: {'; '.join(ends)}."
-
-
 def training_curves(metrics: Metrics) -> tuple[Chart, ...]:
     """Loss, accuracies and epsilon by epoch; a quantity that was never written has no chart."""
     epochs = [epoch for row in metrics if (epoch := _value(row, "epoch")) is not None]
@@ -222,16 +170,14 @@ def training_curves(metrics: Metrics) -> tuple[Chart, ...]:
         _series(metrics, "certified_accuracy", "certified", "accent", 100.0),
     )
     epsilon = _series(metrics, "epsilon", "epsilon", "plain")
-    charts: list[Chart] = []
-    if loss.points:
-        highest = max(point.y for point in loss.points)
-        charts.append(line_chart("Training loss", span, nice_axis("", 0.0, highest), [loss]))
-    if any(item.points for item in accuracies):
-        lowest = min(point.y for item in accuracies for point in item.points)
-        charts.append(line_chart(_sample_title(metrics), span, percent_axis(lowest), accuracies))
-    if epsilon.points:
-        charts.append(line_chart("Reach of the patch (epsilon)", span, nice_axis("", 0.0, 1.0), [epsilon]))
-    return tuple(charts)
+    highest = max((point.y for point in loss.points), default=1.0)
+    lowest = min((point.y for each in accuracies for point in each.points), default=0.0)
+    charts = (
+        line_chart("Training loss", span, nice_axis("", 0.0, highest), [loss]),
+        line_chart(_sample_title(metrics), span, percent_axis(lowest), accuracies),
+        line_chart("Reach of the patch (epsilon)", span, nice_axis("", 0.0, 1.0), [epsilon]),
+    )
+    return tuple(chart for chart in charts if chart.series)
 
 
 def _sample_title(metrics: Metrics) -> str:
@@ -316,77 +262,52 @@ class Measured:
     high: float | None = None
     anchor: str = ""
     note: str = ""
+    decimals: int = 1
 
+    @property
+    def paper_text(self) -> str:
+        """The paper's number."""
+        return "-" if self.paper is None else self._show(self.paper)
 
-@dataclass(frozen=True)
-class Dots:
-    """A drawn row: places along the axis in per cent of its length, and the words for them."""
+    @property
+    def ours_text(self) -> str:
+        """Our number, or why there is none."""
+        return self.note if self.ours is None else self._show(self.ours)
 
-    label: str
-    anchor: str
-    paper: float | None
-    ours: float | None
-    low: float | None
-    high: float | None
-    paper_text: str
-    ours_text: str
-    note: str
-    summary: str
+    @property
+    def caveat(self) -> str:
+        """What keeps our number from being compared with the paper's."""
+        return "" if self.ours is None else self.note
+
+    @property
+    def summary(self) -> str:
+        """The row in words."""
+        stated = "the paper has no number" if self.paper is None else f"paper {self.paper_text}%"
+        found = f"ours {self.ours_text}{'' if self.ours is None else '%'}"
+        is_point = self.low is None or self.high is None
+        interval = "" if is_point else f" ({self._show(self.low)} to {self._show(self.high)}%)"
+        return f"{self.label}: {stated}, {found}{interval}{', ' if self.caveat else ''}{self.caveat}"
+
+    def _show(self, value: float) -> str:
+        return f"{value:.{self.decimals}f}"
 
 
 @dataclass(frozen=True)
 class DotGroup:
-    """Dots over one axis, which holds all that is drawn but need not begin at zero."""
+    """Rows over one axis, which holds all that is drawn but need not begin at zero."""
 
     title: str
-    rows: tuple[Dots, ...]
-    ticks: tuple[Tick, ...]
+    rows: tuple[Measured, ...]
 
-
-def dot_group(title: str, rows: Sequence[Measured], decimals: int = 1) -> DotGroup:
-    """The rows over the smallest axis of round ticks that holds every number and interval."""
-    values = [
-        value for row in rows for value in (row.paper, row.ours, row.low, row.high) if value is not None
-    ]
-    axis = _dot_axis(min(values), max(values))
-    place = Scale(axis.low, axis.high, 0.0, 100.0)
-    drawn = tuple(_dots(row, place, decimals) for row in rows)
-    return DotGroup(title, drawn, tuple(Tick(place(at), axis.show(at)) for at in axis.ticks))
-
-
-def _dot_axis(low: float, high: float) -> Axis:
-    """Wide enough that small differences look small, within 0 to 100 per cent."""
-    if high - low < LEAST_SPAN:
-        middle = (low + high) / 2
-        low, high = middle - LEAST_SPAN / 2, middle + LEAST_SPAN / 2
-        shift = max(0.0, -low) - max(0.0, high - 100)
-        low, high = low + shift, high + shift
-    return nice_axis("", max(0.0, math.floor(low)), min(100.0, math.ceil(high)), wanted=6, suffix="%")
-
-
-def _dots(row: Measured, scale: Scale, decimals: int) -> Dots:
-    def place(value: float | None) -> float | None:
-        return None if value is None else scale(value)
-
-    paper = "-" if row.paper is None else f"{row.paper:.{decimals}f}"
-    ours = row.note if row.ours is None else f"{row.ours:.{decimals}f}"
-    return Dots(
-        label=row.label,
-        anchor=row.anchor,
-        paper=place(row.paper),
-        ours=place(row.ours),
-        low=place(row.low),
-        high=place(row.high),
-        paper_text=paper,
-        ours_text=ours,
-        note="" if row.ours is None else row.note,
-        summary=_dots_in_words(row, paper, ours, decimals),
-    )
-
-
-def _dots_in_words(row: Measured, paper: str, ours: str, decimals: int) -> str:
-    stated = "the paper has no number" if row.paper is None else f"paper {paper}%"
-    found = f"ours {ours}" if row.ours is None else f"ours {ours}%"
-    interval = "" if row.low is None else f" ({row.low:.{decimals}f} to {row.high:.{decimals}f}%)"
-    caveat = f", {row.note}" if row.note and row.ours is not None else ""
-    return f"{row.label}: {stated}, {found}{interval}{caveat}"
+    @cached_property
+    def axis(self) -> Axis:
+        """The smallest axis of round ticks that holds every number; wide enough that small differences look small."""
+        found = [value for row in self.rows for value in (row.paper, row.ours, row.low, row.high)]
+        values = [value for value in found if value is not None]
+        low, high = min(values), max(values)
+        if high - low < LEAST_SPAN:
+            middle = (low + high) / 2
+            low, high = middle - LEAST_SPAN / 2, middle + LEAST_SPAN / 2
+            shift = max(0.0, -low) - max(0.0, high - 100)
+            low, high = low + shift, high + shift
+        return nice_axis("", max(0.0, math.floor(low)), min(100.0, math.ceil(high)), wanted=6, suffix="%")

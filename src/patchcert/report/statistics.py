@@ -14,16 +14,20 @@ from patchcert.errors import InvalidInput
 
 def clopper_pearson(successes: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """The exact binomial interval: it covers the true proportion with at least this confidence."""
-    if total < 1 or not 0 <= successes <= total:
-        raise InvalidInput(
-            f"a proportion needs 0 <= successes <= total and total >= 1, got {successes} of {total}"
-        )
+    _check_counts(successes, total)
     if not 0 < confidence < 1:
         raise InvalidInput(f"confidence must lie strictly between 0 and 1, got {confidence}")
     tail = (1 - confidence) / 2
     low = float(beta.ppf(tail, successes, total - successes + 1)) if successes > 0 else 0.0
     high = float(beta.ppf(1 - tail, successes + 1, total - successes)) if successes < total else 1.0
     return low, high
+
+
+def _check_counts(successes: int, total: int) -> None:
+    if total < 1 or not 0 <= successes <= total:
+        raise InvalidInput(
+            f"a proportion needs 0 <= successes <= total and total >= 1, got {successes} of {total}"
+        )
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Proportion:
 
     def __post_init__(self) -> None:
         """A proportion of nothing is an error here, so that it can never be shown as zero."""
-        clopper_pearson(self.successes, self.total)
+        _check_counts(self.successes, self.total)
 
     @classmethod
     def of(cls, outcomes: NDArray[np.bool_]) -> "Proportion":
@@ -46,6 +50,11 @@ class Proportion:
     def value(self) -> float:
         """The share itself, in [0, 1]."""
         return self.successes / self.total
+
+    @property
+    def percent(self) -> float:
+        """The share in per cent."""
+        return 100 * self.successes / self.total
 
     @property
     def interval(self) -> tuple[float, float]:

@@ -1,10 +1,8 @@
-"""One table for the terminal, Markdown, CSV, LaTeX, HTML and JSON; a missing number stays visibly missing."""
+"""One table for the terminal, Markdown, CSV and LaTeX; a missing number stays visibly missing."""
 
 import csv
-import html
 import io
 from dataclasses import dataclass
-from typing import Any
 
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -117,25 +115,6 @@ class Table:
             + "\n"
         )
 
-    def to_html(self) -> str:
-        """A `table` element with its title as the caption; numbers have the class `numeric`."""
-        heading = _html_row("th", [column.name for column in self.columns], self.columns)
-        body = "".join(_html_row("td", row, self.columns) for row in self.shown())
-        return (
-            f"<table><caption>{html.escape(self.title)}</caption>"
-            f"<thead>{heading}</thead><tbody>{body}</tbody></table>\n"
-        )
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """One object per row, by the columns' names; a proportion is an object too, a missing value null."""
-        return [
-            {
-                column.name: cell.to_dict() if isinstance(cell, Proportion) else cell
-                for column, cell in zip(self.columns, row, strict=True)
-            }
-            for row in self.rows
-        ]
-
 
 def _csv_names(column: Column, counted: bool) -> list[str]:
     parts = ("", " low", " high", " n") if counted else ("",)
@@ -146,15 +125,6 @@ def _csv_values(cell: Cell, counted: bool) -> list[str | int | float | None]:
     if isinstance(cell, Proportion):
         return [cell.value, *cell.interval, cell.total]
     return [cell, None, None, None] if counted else [cell]
-
-
-def _html_row(tag: str, cells: list[str], columns: tuple[Column, ...]) -> str:
-    opening = {True: f'<{tag} class="numeric">', False: f"<{tag}>"}
-    shown = (
-        f"{opening[column.numeric]}{html.escape(cell)}</{tag}>"
-        for cell, column in zip(cells, columns, strict=True)
-    )
-    return f"<tr>{''.join(shown)}</tr>"
 
 
 def _markdown(text: str) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from patchcert.errors import InvalidInput
-from patchcert.papers.chiang2020.counting import Count, CountedRow, CountedRun, count_rows
+from patchcert.papers.chiang2020.counting import CountedRow, CountedRun, count_rows
 from patchcert.papers.chiang2020.page import charts, duration, page_table, write_page
 from patchcert.papers.chiang2020.tables import find_table, table_names
 from patchcert.papers.chiang2020.view import TableView
-from patchcert.report.statistics import clopper_pearson
+from patchcert.report.statistics import Proportion, clopper_pearson
 from patchcert.threats import Patch
 from patchcert.train.spec import read_spec
 
@@ -26,8 +26,10 @@ MLP, CNN2, GUIDED = (
 def counted_run(certified, seed=2019, tf32=False, loss=None):
     spec = replace(read_spec("paper-mnist"), seed=seed)
     spec = replace(spec, optimiser=replace(spec.optimiser, tf32=tf32))
-    counts = ((Patch(5), Count(certified, 10_000)),)
-    return CountedRun("f" * 16, spec, Count(9401, 10_000), counts, 55.4, "NVIDIA H200", training_loss=loss)
+    counts = ((Patch(5), Proportion(certified, 10_000)),)
+    return CountedRun(
+        "f" * 16, spec, Proportion(9401, 10_000), counts, 55.4, "NVIDIA H200", training_loss=loss
+    )
 
 
 MEASURED = CountedRow(MLP, "measured", (counted_run(6207),))
@@ -85,12 +87,12 @@ def test_what_was_not_run_says_so(page, parse):
 
 def test_a_shortened_schedule_is_named_and_not_compared(page, parse):
     view = view_of(TABLE, ROWS)
-    assert (view.measured, view.full, len(view.gaps), view.above) == (2, 1, 1, 1)
+    assert (view.view.measured, view.view.full, view.view.not_below) == (2, 1, "1 of 1")
     text = parse(page).text
     assert "schedule scaled by 0.1" in text
     assert "ours, shortened schedule" in text
     (chart,) = charts(TableView.of(TABLE, ROWS), ["a", "b", "c"])
-    notes = {row.label: row.note for group in chart.groups for row in group.rows}
+    notes = {row.label: row.caveat for group in chart.groups for row in group.rows}
     assert sorted(notes.values()) == ["", "", "schedule scaled by 0.1"]
 
 
@@ -102,7 +104,7 @@ def test_of_several_seeds_one_counts_and_all_are_behind_the_row():
         (f"{low:.2f} to {high:.2f}", "seeds: 1 of 2, deviation 1.41"),
     )
     (row,) = view_of(TABLE, [SHORTENED]).rows
-    assert [run.words for run in row.runs] == [
+    assert [words.rpartition(": ")[0] for _, words in row.runs] == [
         "mlp, seed 2019, 55 s on NVIDIA H200, training loss 0.5000",
         "mlp, seed 2020, 55 s on NVIDIA H200, training loss 0.6000, passed over: another seed has less",
     ]

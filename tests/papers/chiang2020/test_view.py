@@ -6,9 +6,10 @@ import pytest
 
 from patchcert.evidence import Question, Selection
 from patchcert.evidence.results import Results, collect, collect_all
-from patchcert.papers.chiang2020.counting import Count, CountedRow, CountedRun, count_rows
+from patchcert.papers.chiang2020.counting import CountedRow, CountedRun, count_rows
 from patchcert.papers.chiang2020.tables import find_table
 from patchcert.papers.chiang2020.view import TableView, document
+from patchcert.report.statistics import Proportion
 from patchcert.threats import Patch
 from patchcert.train.spec import read_spec
 
@@ -18,8 +19,10 @@ TABLE = find_table("strategy-detail-5x5")
 
 def counted_run(certified, seed=2019, loss=None):
     spec = replace(read_spec("paper-mnist"), seed=seed)
-    counts = ((Patch(5), Count(certified, 10_000)),)
-    return CountedRun("f" * 16, spec, Count(9401, 10_000), counts, 55.4, "NVIDIA H200", training_loss=loss)
+    counts = ((Patch(5), Proportion(certified, 10_000)),)
+    return CountedRun(
+        "f" * 16, spec, Proportion(9401, 10_000), counts, 55.4, "NVIDIA H200", training_loss=loss
+    )
 
 
 def cells(outcome, **options):
@@ -59,7 +62,9 @@ def test_one_of_several_seeds_counts_and_they_have_a_spread():
 
 def test_attacks_with_several_seeds_all_count():
     runs = tuple(
-        CountedRun("f", None, Count(7, 10), (), 9.0, "cpu", attacked=Count(count, 10), network="resnet50")
+        CountedRun(
+            "f", None, Proportion(7, 10), (), 9.0, "cpu", attacked=Proportion(count, 10), network="resnet50"
+        )
         for count in (2, 4)
     )
     table = find_table("break-imagenet")
@@ -70,7 +75,7 @@ def test_attacks_with_several_seeds_all_count():
 
 
 def test_attacked_images_have_a_certified_share_of_their_own():
-    attack = {"attacked": Count(70, 100), "certified_of_attacked": Count(58, 100)}
+    attack = {"attacked": Proportion(70, 100), "certified_of_attacked": Proportion(58, 100)}
     outcome = CountedRow(ENTRY, "measured", (replace(counted_run(6207), **attack),))
     shown = cells(outcome)
     assert (shown["certified"], shown["certified of those attacked"]) == ("62.07", "58.00")

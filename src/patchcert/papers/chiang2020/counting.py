@@ -7,32 +7,18 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
 
-import numpy as np
-
 from patchcert.certificates import AnyThreat
 from patchcert.evidence.record import Evidence
 from patchcert.evidence.results import Result, Results
 from patchcert.papers.chiang2020.networks import initially_correct, network_results
 from patchcert.papers.chiang2020.recipes import PAPER_SCALE, Recipe, Scale, recipe
 from patchcert.papers.chiang2020.tables import Entry
+from patchcert.report.statistics import Proportion
 from patchcert.train.spec import Spec
 
 Status = Literal["measured", "partly run", "not run"]
 ATTACKED_SEEDS = 1
 """How many seeds of rows under attack are considered unless a number is given: not all were attacked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """How many images of how many."""
-
-    successes: int
-    total: int
-
-    @property
-    def percent(self) -> float:
-        """The share in per cent."""
-        return 100 * self.successes / self.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +32,15 @@ class CountedRun:
 
     fingerprint: str
     spec: Spec | None
-    clean: Count
-    certified: tuple[tuple[AnyThreat, Count], ...]
+    clean: Proportion
+    certified: tuple[tuple[AnyThreat, Proportion], ...]
     seconds: float
     device: str
-    attacked: Count | None = None
-    certified_of_attacked: Count | None = None
+    attacked: Proportion | None = None
+    certified_of_attacked: Proportion | None = None
     defense: str = ""
     drawn_images: int | None = None
-    initially_correct: Count | None = None
+    initially_correct: Proportion | None = None
     network: str = ""
     attack_seed: int = 0
     training_loss: float | None = None
@@ -75,7 +61,7 @@ class CountedRun:
         return () if self.spec is None else self.spec.optimiser.roundings
 
     @property
-    def worst(self) -> Count | None:
+    def worst(self) -> Proportion | None:
         """What is proven against the threat that leaves the fewest images proven."""
         return min((count for _, count in self.certified), key=lambda count: count.percent, default=None)
 
@@ -180,7 +166,7 @@ class CountedRow:
         """Whether clean accuracy too is that of the attacked images alone."""
         return all(run.attacked is not None and run.clean.total == run.attacked.total for run in self.runs)
 
-    def _share(self, count: Callable[[CountedRun], Count | None]) -> float | None:
+    def _share(self, count: Callable[[CountedRun], Proportion | None]) -> float | None:
         """The mean of one number over the runs that count, where all have it."""
         return _mean(None if (found := count(run)) is None else found.percent for run in self.runs)
 
@@ -270,11 +256,11 @@ def _count(result: Result, asked: Recipe) -> CountedRun:
     return CountedRun(
         fingerprint=result.path.name,
         spec=result.spec,
-        clean=Count(basis.correct, basis.total),
+        clean=Proportion(basis.correct, basis.total),
         certified=tuple(_proven(proof, asked.against or proof.threat) for proof in proofs),
         seconds=float(summary["training_seconds"]),
         device=_device(summary),
-        attacked=None if attacked is None else Count(attacked.withstood, attacked.total),
+        attacked=None if attacked is None else Proportion(attacked.withstood, attacked.total),
         certified_of_attacked=None if attacked is None else _certified_of(attacked, proofs),
         defense="" if attacked is None else attacked.meta["classifier"].get("defense", ""),
         drawn_images=basis.selection.drawn if asked.against is not None else None,
@@ -288,19 +274,19 @@ def _device(summary: Mapping[str, Any]) -> str:
     return f"{summary['device']}, {jobs} runs at once" if jobs > 1 else str(summary["device"])
 
 
-def _proven(proof: Evidence, threat: AnyThreat) -> tuple[AnyThreat, Count]:
+def _proven(proof: Evidence, threat: AnyThreat) -> tuple[AnyThreat, Proportion]:
     certified = proof.certified_against(threat)
     assert certified is not None
-    return threat, Count(int(np.count_nonzero(certified)), proof.total)
+    return threat, Proportion.of(certified)
 
 
-def _certified_of(attacked: Evidence, proofs: Sequence[Evidence]) -> Count | None:
+def _certified_of(attacked: Evidence, proofs: Sequence[Evidence]) -> Proportion | None:
     """How many of the attacked images are proven, where certificates are about the very model that was attacked."""
     if not attacked.is_undefended:
         return None
     for proof in proofs:
         if proof.threat == attacked.threat and proof.selection.is_whole_test_set:
-            return Count(int(proof.columns["certified"][attacked.columns["index"]].sum()), attacked.total)
+            return Proportion.of(proof.columns["certified"][attacked.columns["index"]])
     return None
 
 
@@ -321,14 +307,14 @@ def _count_network(name: str, evidence: Evidence) -> CountedRun:
     return CountedRun(
         fingerprint=name,
         spec=None,
-        clean=Count(evidence.correct, evidence.total),
+        clean=Proportion(evidence.correct, evidence.total),
         certified=(),
         seconds=float(evidence.meta["seconds"]),
         device=evidence.meta["device"],
-        attacked=Count(evidence.withstood, evidence.total),
+        attacked=Proportion(evidence.withstood, evidence.total),
         defense=evidence.meta["classifier"]["defense"],
         drawn_images=evidence.total,
-        initially_correct=Count(kept, right) if right else None,
+        initially_correct=Proportion(kept, right) if right else None,
         network=evidence.meta["network"],
         attack_seed=evidence.selection.seed,
     )

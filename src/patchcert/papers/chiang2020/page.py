@@ -9,7 +9,7 @@ from statistics import fmean
 import patchcert
 from patchcert.errors import InvalidInput
 from patchcert.files import atomic_write
-from patchcert.papers.chiang2020.counting import Count, CountedRow, CountedRun
+from patchcert.papers.chiang2020.counting import CountedRow, CountedRun
 from patchcert.papers.chiang2020.tables import Entry
 from patchcert.papers.chiang2020.view import (
     ABSENT,
@@ -18,11 +18,12 @@ from patchcert.papers.chiang2020.view import (
     Quantity,
     RowView,
     TableView,
-    data_name,
+    not_below,
 )
-from patchcert.report.charts import DotGroup, Measured, dot_group
+from patchcert.report.charts import DotGroup, Measured
 from patchcert.report.page import page_environment
 from patchcert.report.statistics import Proportion, mean_interval
+from patchcert.report.tables import NOT_MEASURED
 
 TITLE = "Tables of the paper, and ours"
 ON_PAGE = (
@@ -30,16 +31,6 @@ ON_PAGE = (
     *("paper certified", "certified", "difference"),
 )
 _MINUS = "\N{MINUS SIGN}"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number at the top of the page."""
-
-    label: str
-    value: str
-    meaning: str
-    style: str
 
 
 @dataclass(frozen=True)
@@ -53,111 +44,66 @@ class PageCell:
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """One run behind a row."""
-
-    fingerprint: str
-    words: str
-    counts: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class PageRow:
-    """One row of a table with its cells by column, and what is behind it."""
+    """One row of a table with its cells by column, and what is behind it: runs by fingerprint, and a command.
 
+    The words of the command are also in `also` other rows.
+    """
+
+    view: RowView
     anchor: str
-    label: str
-    data: str
-    threat: str
-    status: str
     cells: tuple[PageCell, ...]
-    runs: tuple[RunFacts, ...]
+    runs: tuple[tuple[str, str], ...]
     command: str
     also: int
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table: its words, its charts, its rows."""
+    """A table with its charts and rows; commands have a few words on what they do."""
 
-    name: str
-    title: str
-    source: str
-    caption: str
-    notes: tuple[str, ...]
+    view: TableView
     columns: tuple[tuple[str, bool], ...]
     rows: tuple[PageRow, ...]
     charts: tuple["Chart", ...]
-    measured: int
-    full: int
-    gaps: tuple[float, ...]
     commands: tuple[tuple[str, str], ...]
-
-    @property
-    def above(self) -> int:
-        """How many rows are not below the paper."""
-        return sum(gap >= 0 for gap in self.gaps)
 
 
 def write_page(views: Sequence[TableView], path: Path, source: str) -> Path:
     """The page of the tables, written whole or not at all; `source` is the folder of their evidence."""
     if not views:
         raise InvalidInput("a page needs at least one table, got none", hint="name a table")
-    with atomic_write(path) as stream:
-        stream.write(render([page_table(view, source) for view in views], views[0].quick).encode())
-    return path
-
-
-def render(tables: Sequence[PageTable], quick: bool = False) -> str:
-    """The page as text; the same tables give the same text."""
-    environment = page_environment("patchcert.papers.chiang2020")
-    return environment.get_template("tables.html.j2").render(
-        title=tables[0].title if len(tables) == 1 else TITLE,
+    gaps = [gap for view in views for gap in view.gaps]
+    rows, measured = sum(len(view.rows) for view in views), sum(view.measured for view in views)
+    template = page_environment("patchcert.papers.chiang2020").get_template("tables.html.j2")
+    text = template.render(
+        title=views[0].paper.title if len(views) == 1 else TITLE,
         version=patchcert.__version__,
-        tables=tables,
-        figures=_figures(tables),
-        quick=QUICK_LABEL if quick else "",
+        tables=[page_table(view, source) for view in views],
+        run=f"{measured} of {rows}",
+        above=not_below(gaps, NOT_MEASURED),
+        apart=f"{_signed(min(gaps), 1)} to {_signed(max(gaps), 1)}" if gaps else NOT_MEASURED,
+        quick=QUICK_LABEL if views[0].quick else "",
     )
-
-
-def _figures(tables: Sequence[PageTable]) -> tuple[Figure, ...]:
-    rows, measured = sum(len(table.rows) for table in tables), sum(table.measured for table in tables)
-    gaps = [gap for table in tables for gap in table.gaps]
-    apart = f"{_signed(min(gaps), 1)} to {_signed(max(gaps), 1)}" if gaps else "not measured"
-    share = f"{sum(table.above for table in tables)} of {len(gaps)}" if gaps else "not measured"
-    return (
-        Figure("Rows run", f"{measured} of {rows}", "rows of tables; some tables share runs", "plain"),
-        Figure(
-            "At or above the paper",
-            share,
-            "rows with the full schedule where the paper has a certified accuracy",
-            "accent",
-        ),
-        Figure("Differences", apart, "lowest and highest, in points: ours less that of the paper", "soft"),
-    )
+    with atomic_write(path) as stream:
+        stream.write(text.encode())
+    return path
 
 
 def page_table(view: TableView, source: str) -> PageTable:
     """What the page shows of a table; `source` is the folder of evidence that its numbers were counted from."""
-    paper = view.paper
+    name = view.paper.name
     shown = [each for each in QUANTITIES if each.name in ON_PAGE and _is_shown(each, view)]
-    anchors = [f"{paper.name}-{position}" for position in range(1, len(view.rows) + 1)]
-    recount = f"patchcert reproduce {paper.name} --from {shlex.quote(source)}"
+    anchors = [f"{name}-{position}" for position in range(1, len(view.rows) + 1)]
+    recount = f"patchcert reproduce {name} --from {shlex.quote(source)}"
     return PageTable(
-        name=paper.name,
-        title=paper.title,
-        source=f"Section {paper.section} of the paper" if paper.section else "",
-        caption=paper.caption,
-        notes=paper.notes,
+        view,
         columns=(*((each.name.capitalize(), each.numeric) for each in shown), ("Training time", True)),
         rows=tuple(_row(view, *each, shown) for each in zip(anchors, view.rows, strict=True)),
         charts=charts(view, anchors),
-        measured=view.measured,
-        full=0 if view.quick else view.full,
-        gaps=() if view.quick else view.gaps,
         commands=(
             ("Recount from evidence, without training", recount),
-            ("Train, certify and attack again", f"patchcert reproduce {paper.name} --data-dir DATA"),
+            ("Train, certify and attack again", f"patchcert reproduce {name} --data-dir DATA"),
         ),
     )
 
@@ -178,11 +124,8 @@ def _row(view: TableView, anchor: str, row: RowView, shown: Sequence[Quantity]) 
         *(_facts(run, "passed over: another seed has less") for run in counted.passed_over),
     )
     return PageRow(
-        anchor=anchor,
-        label=entry.label,
-        data=data_name(entry.dataset),
-        threat=entry.threat_words,
-        status=counted.status,
+        row,
+        anchor,
         cells=(*(_cell(each, row, digits) for each in shown), _time(row)),
         runs=runs,
         command=shlex.join([*command, "--data-dir", "DATA"]),
@@ -266,17 +209,20 @@ def _effort(row: RowView) -> list[str]:
     ]
 
 
-def _facts(run: CountedRun, remark: str = "") -> RunFacts:
-    counts = [f"{run.clean.successes:,} of {run.clean.total:,} images right"]
-    counts += [
-        f"{count.successes:,} of {count.total:,} proven against {threat}" for threat, count in run.certified
-    ]
+def _facts(run: CountedRun, remark: str = "") -> tuple[str, str]:
+    """The fingerprint of a run behind a row, and what was counted."""
+    counts = [f"{_of(run.clean)} images right"]
+    counts += [f"{_of(count)} proven against {threat}" for threat, count in run.certified]
     if run.attacked is not None:
         behind = f" behind {run.defense}" if run.defense else ""
-        counts.append(f"{run.attacked.successes:,} of {run.attacked.total:,} right under attack{behind}")
+        counts.append(f"{_of(run.attacked)} right under attack{behind}")
     loss = "" if run.training_loss is None else f"training loss {run.training_loss:.4f}"
     words = (f"{run.model}, seed {run.seed}", f"{duration(run.seconds)} on {run.device}", loss, remark)
-    return RunFacts(run.fingerprint, ", ".join(_lines(*words)), tuple(counts))
+    return run.fingerprint, f"{', '.join(_lines(*words))}: {'; '.join(counts)}"
+
+
+def _of(count: Proportion) -> str:
+    return f"{count.successes:,} of {count.total:,}"
 
 
 @dataclass(frozen=True)
@@ -289,7 +235,7 @@ class Chart:
     @property
     def is_mixed(self) -> bool:
         """Whether some of our numbers cannot be compared with the paper's."""
-        return any(row.note for group in self.groups for row in group.rows)
+        return any(row.caveat for group in self.groups for row in group.rows)
 
 
 @dataclass(frozen=True)
@@ -301,10 +247,10 @@ class Share:
     high: float
 
 
-def share_of(row: CountedRow, count: Callable[[CountedRun], Count | None]) -> Share | None:
+def share_of(row: CountedRow, count: Callable[[CountedRun], Proportion | None]) -> Share | None:
     """The mean of one number over the runs of a row that count; None unless all have it."""
     counts = [count(run) for run in row.runs]
-    found = [Proportion(each.successes, each.total) for each in counts if each is not None]
+    found = [each for each in counts if each is not None]
     if not found or len(found) < len(counts):
         return None
     low, high = mean_interval(found)
@@ -321,13 +267,12 @@ def charts(view: TableView, anchors: Sequence[str]) -> tuple[Chart, ...]:
         for anchor, row in zip(anchors, view.rows, strict=True):
             stated, share = paper.value(row), share_of(row.counted, ours.count)
             if stated is not None or share is not None:
-                point = _measured(
-                    label(row), stated if isinstance(stated, float) else None, share, anchor, row
-                )
+                point = _measured(row, stated if isinstance(stated, float) else None, share)
+                point = replace(point, label=label(row), anchor=anchor, decimals=view.digits)
                 groups.setdefault(_group(row.entry), []).append(point)
         if groups:
-            joined = _joined(groups)
-            drawn.append(Chart(title, tuple(dot_group(*group, view.digits) for group in joined.items())))
+            joined = _joined(groups).items()
+            drawn.append(Chart(title, tuple(DotGroup(name, tuple(rows)) for name, rows in joined)))
     return tuple(drawn)
 
 
@@ -342,18 +287,19 @@ def _joined(groups: Mapping[str, Sequence[Measured]]) -> Mapping[str, Sequence[M
     return {"": [replace(row, label=f"{name}: {row.label}") for name, (row,) in groups.items()]}
 
 
-def _measured(label: str, paper: float | None, ours: Share | None, anchor: str, row: RowView) -> Measured:
+def _measured(row: RowView, paper: float | None, ours: Share | None) -> Measured:
     counted = row.counted
     if ours is None:
-        note = "not measured" if counted.status == "measured" else counted.status
-        return Measured(label, paper, None, anchor=anchor, note=note)
+        return Measured(
+            "", paper, None, note=NOT_MEASURED if counted.status == "measured" else counted.status
+        )
     note = counted.note if counted.scale == 1.0 else f"schedule {replace(row, quick=False).schedule}"
-    return Measured(label, paper, ours.value, ours.low, ours.high, anchor, note)
+    return Measured("", paper, ours.value, ours.low, ours.high, note=note)
 
 
 def _group(entry: Entry) -> str:
     threat = f"{entry.patch} and shapes of as many pixels" if entry.shape else entry.threat_words
-    return f"{data_name(entry.dataset)}, {threat}"
+    return f"{entry.data_name}, {threat}"
 
 
 def _labels(rows: Sequence[RowView]) -> Callable[[RowView], str]:

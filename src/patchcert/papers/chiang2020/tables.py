@@ -43,6 +43,11 @@ class Entry:
     hours: float | None = None
 
     @property
+    def data_name(self) -> str:
+        """The data set as it is usually written."""
+        return DATA_NAMES.get(self.dataset, self.dataset)
+
+    @property
     def threat_words(self) -> str:
         """The threat in a few words."""
         if self.pixels:
@@ -60,9 +65,8 @@ class Entry:
     def label(self) -> str:
         """All that tells the row apart, in one line; `--rows` looks for its words here."""
         attack = f"{self.attack} attack" if self.attack else ""
-        data = DATA_NAMES.get(self.dataset, self.dataset)
-        words = (data, self.threat_words, self.strategy, self.defense, attack, self.model_words, self.preset)
-        return " ".join(word for word in words if word)
+        words = (self.data_name, self.threat_words, self.strategy, self.defense, attack)
+        return " ".join(filter(None, (*words, self.model_words, self.preset)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,11 @@ class PaperTable:
     caption: str
     notes: tuple[str, ...]
     entries: tuple[Entry, ...]
+
+    @property
+    def source(self) -> str:
+        """A sentence that says where the paper has it; empty for our own."""
+        return f"Section {self.section} of the paper. " if self.section else ""
 
     def matching(self, texts: Sequence[str]) -> tuple[Entry, ...]:
         """The rows that hold all words of at least one text; without any, all that are not on request."""

@@ -8,8 +8,9 @@ from typing import Any
 
 from patchcert.evidence.record import Evidence
 from patchcert.evidence.results import Result
-from patchcert.papers.chiang2020.counting import Count, CountedRow, CountedRun, certified_gaps
+from patchcert.papers.chiang2020.counting import CountedRow, CountedRun, certified_gaps
 from patchcert.papers.chiang2020.tables import DATA_NAMES, Entry, PaperTable
+from patchcert.report.statistics import Proportion
 from patchcert.report.tables import Cell, Column, Table
 
 ABSENT = "-"
@@ -59,7 +60,7 @@ class RowView:
     @property
     def data(self) -> str:
         """The data set, and what stands in for it in a quick look."""
-        return data_name(self.entry.dataset) + (" (by mnist-mini)" if self.quick else "")
+        return self.entry.data_name + (" (by mnist-mini)" if self.quick else "")
 
     @property
     def training(self) -> str:
@@ -182,7 +183,7 @@ class Quantity:
     decimals: int | None = None
     signed: bool = False
     shown: Shown = lambda view: True
-    count: Callable[[CountedRun], Count | None] | None = None
+    count: Callable[[CountedRun], Proportion | None] | None = None
 
     def column(self, digits: int) -> Column:
         """How its cells are written."""
@@ -280,12 +281,17 @@ class TableView:
     @property
     def full(self) -> int:
         """How many rows were run with the paper's schedule."""
-        return sum(row.status == "measured" and row.scale == 1.0 for row in self.counted)
+        return 0 if self.quick else sum(row.status == "measured" and row.scale == 1.0 for row in self.counted)
 
     @property
     def gaps(self) -> tuple[float, ...]:
         """Our certified accuracies less the paper's, where they can be compared."""
-        return certified_gaps(self.counted)
+        return () if self.quick else certified_gaps(self.counted)
+
+    @property
+    def not_below(self) -> str:
+        """How many of these are not below the paper."""
+        return not_below(self.gaps)
 
     def to_table(self) -> Table:
         """One row for each row of the paper's table, with its numbers and ours."""
@@ -302,9 +308,8 @@ class TableView:
 
     def to_section(self) -> str:
         """The table as a section of a Markdown document."""
-        source = f"Section {self.paper.section} of the paper. " if self.paper.section else ""
         notes = "".join(f"- {note}\n" for note in self.paper.notes)
-        head = f"## {self.paper.title}\n\n{source}{self.paper.caption}\n"
+        head = f"## {self.paper.title}\n\n{self.paper.source}{self.paper.caption}\n"
         return "\n".join(filter(None, [head, notes, _grid(self.to_table())]))
 
 
@@ -343,14 +348,15 @@ def _overview_row(view: TableView) -> tuple[Cell, ...]:
         len(view.rows),
         view.measured,
         view.full,
-        _not_below(gaps),
-        _not_below(certified_gaps([row.by_first_seed for row in view.counted])),
+        view.not_below,
+        not_below(certified_gaps([row.by_first_seed for row in view.counted])),
         *((min(gaps), median(gaps), max(gaps)) if gaps else (ABSENT,) * 3),
     )
 
 
-def _not_below(gaps: Sequence[float]) -> str:
-    return f"{sum(gap >= 0 for gap in gaps)} of {len(gaps)}" if gaps else ABSENT
+def not_below(gaps: Sequence[float], absent: str = ABSENT) -> str:
+    """How many differences are not negative, of how many."""
+    return f"{sum(gap >= 0 for gap in gaps)} of {len(gaps)}" if gaps else absent
 
 
 def seeds_table(views: Sequence[TableView]) -> Table:
@@ -376,7 +382,7 @@ def seeds_table(views: Sequence[TableView]) -> Table:
 def _seed_row(row: RowView, best: CountedRun, run: CountedRun) -> tuple[Cell, ...]:
     entry, scale = row.entry, row.counted.scale
     return (
-        data_name(entry.dataset),
+        entry.data_name,
         entry.threat_words,
         row.training if scale == 1.0 else f"{row.training}, scaled by {scale:g}",
         run.model if entry.model == "average" else entry.model_words,
@@ -406,7 +412,7 @@ def challenged_table(results: Sequence[Result]) -> Table:
 def _challenged_row(result: Result, trimmed: str, evidence: Evidence) -> tuple[Cell, ...]:
     spec = result.spec
     return (
-        data_name(spec.data.name),
+        DATA_NAMES.get(spec.data.name, spec.data.name),
         str(evidence.threat),
         f"{spec.strategy.kind}, {spec.schedule.epochs} epochs",
         f"{spec.model.name}{trimmed}",
@@ -415,8 +421,3 @@ def _challenged_row(result: Result, trimmed: str, evidence: Evidence) -> tuple[C
         evidence.total - evidence.withstood,
         str(evidence.meta.get("device", ABSENT)),
     )
-
-
-def data_name(name: str) -> str:
-    """A data set as it is usually written."""
-    return DATA_NAMES.get(name, name)
