@@ -6,7 +6,7 @@ import pytest
 
 from patchcert import __version__
 from patchcert.cli import app
-from patchcert.cli.app import Command, run
+from patchcert.cli.app import run
 from patchcert.errors import InvalidInput
 from patchcert.models import registry
 
@@ -16,11 +16,10 @@ def command(monkeypatch):
     """Makes a function the command `probe`."""
 
     def install(function):
-        module = types.ModuleType("patchcert_probe")
+        module = types.ModuleType("patchcert.cli.probe")
         module.probe = function
-        module.__spec__ = types.SimpleNamespace(name="patchcert_probe")
-        monkeypatch.setitem(sys.modules, "patchcert_probe", module)
-        monkeypatch.setattr(app, "COMMANDS", (Command("probe", "patchcert_probe", "probe", "A probe."),))
+        monkeypatch.setitem(sys.modules, "patchcert.cli.probe", module)
+        monkeypatch.setattr(app, "COMMANDS", {"probe": "A probe."})
 
     return install
 
@@ -37,17 +36,10 @@ def test_help_lists_the_commands(capsys, arguments):
     assert all(f" {name} " in shown for name in ("certify", "data"))
 
 
-def test_commands_that_are_not_there_are_left_out(capsys, monkeypatch):
-    monkeypatch.setattr(app, "COMMANDS", (Command("ghost", "patchcert.cli.ghost", "ghost", "Boo."),))
-    assert run(["--help"]) == 0
-    assert "ghost" not in capsys.readouterr().out
-
-
 def test_every_command_can_be_loaded(capsys):
-    for entry in app.COMMANDS:
-        if app.importlib.util.find_spec(entry.module):
-            assert run([entry.name, "--help"]) == 0
-            assert capsys.readouterr().out
+    for name in app.COMMANDS:
+        assert run([name, "--help"]) == 0
+        assert capsys.readouterr().out
 
 
 def test_a_module_of_ones_own_is_imported_first(capsys, tmp_path, monkeypatch):

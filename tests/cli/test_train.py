@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from patchcert.cli.app import run
-from patchcert.cli.train import Figures, Several, TensorBoard, training_view
+from patchcert.cli.train import TrainingView, training_view
 from patchcert.train.loop import Position
 from patchcert.train.run_folder import Run
 
@@ -124,9 +124,9 @@ def test_tensorboard_gets_every_number():
         def add_scalar(self, tag, scalar_value, global_step):
             points.append((tag, scalar_value, global_step))
 
-    several = Several([TensorBoard(Writer())])
-    several.on_batch(Position(0, 1), 5)
-    several.on_epoch({"epoch": 3, "loss": 0.5, "checked_on": "train"})
+    view = TrainingView(5, writer=Writer())
+    view.on_batch(Position(0, 1), 5)
+    view.on_epoch({"epoch": 3, "loss": 0.5, "checked_on": "train"})
     assert points == [("loss", 0.5, 3)]
 
 
@@ -139,10 +139,10 @@ def test_a_terminal_gets_a_bar(monkeypatch, capsys):
 
 
 def test_figures_keep_the_last_check():
-    figures = Figures()
-    figures.update({"epsilon": 0.1, "loss": 1.0, "certified_accuracy": 0.5})
-    figures.update({"epsilon": 0.2, "loss": 0.9})
-    assert figures.text() == "  eps 0.20  loss 0.900  certified 50.0%"
+    view = TrainingView(2)
+    view.on_epoch({"epsilon": 0.1, "loss": 1.0, "certified_accuracy": 0.5})
+    view.on_epoch({"epsilon": 0.2, "loss": 0.9})
+    assert view.figures == "  eps 0.20  loss 0.900  certified 50.0%"
 
 
 def test_an_unusable_device_is_named(capsys):

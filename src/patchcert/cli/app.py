@@ -4,10 +4,8 @@ Only the module of the command that is called is imported, so that `patchcert --
 """
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -21,34 +19,19 @@ USAGE_ERROR = 2
 INTERRUPTED = 130
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command and where it lives: `function` names a plain function or a `typer.Typer` with commands."""
-
-    name: str
-    module: str
-    function: str
-    help: str
-
-
-COMMANDS = (
-    Command(
-        "demo", "patchcert.cli.demo", "demo", "Train, certify and attack a small model; no network needed."
-    ),
-    Command(
-        "train", "patchcert.cli.train", "train", "Train a model that can be certified, from a SPEC.toml."
-    ),
-    Command("certify", "patchcert.cli.certify", "certify", "Prove a model's predictions against a threat."),
-    Command(
-        "attack", "patchcert.cli.attack", "attack", "Look for patches that change a model's predictions."
-    ),
-    Command("reproduce", "patchcert.cli.reproduce", "reproduce", "Recompute a table of the paper."),
-    Command("report", "patchcert.cli.report", "report", "Put runs and their evidence into one HTML page."),
-    Command("bench", "patchcert.cli.bench", "bench", "Measure how fast certificates are computed here."),
-    Command("trim", "patchcert.cli.trim", "trim", "Remove units that are zero on every training image."),
-    Command("zoo", "patchcert.cli.zoo", "app", "List, show and add trained models that come with patchcert."),
-    Command("data", "patchcert.cli.data", "app", "List, fetch and verify data sets."),
-)
+COMMANDS = {
+    "demo": "Train, certify and attack a small model; no network needed.",
+    "train": "Train a model that can be certified, from a SPEC.toml.",
+    "certify": "Prove a model's predictions against a threat.",
+    "attack": "Look for patches that change a model's predictions.",
+    "reproduce": "Recompute a table of the paper.",
+    "report": "Put runs and their evidence into one HTML page.",
+    "bench": "Measure how fast certificates are computed here.",
+    "trim": "Remove units that are zero on every training image.",
+    "zoo": "List, show and add trained models that come with patchcert.",
+    "data": "List, fetch and verify data sets.",
+}
+"""Each command with its help; its module here has a function of its name, or an `app` with commands below it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,13 +73,11 @@ def create_app(arguments: Sequence[str] = ()) -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_root)
     wanted = _called(arguments)
-    for command in COMMANDS:
-        if importlib.util.find_spec(command.module) is None:
-            continue
-        if command.name == wanted:
-            _register(app, command)
+    for name, words in COMMANDS.items():
+        if name == wanted:
+            _register(app, name)
         else:
-            app.command(command.name, help=command.help)(_elsewhere)
+            app.command(name, help=words)(_elsewhere)
     return app
 
 
@@ -109,12 +90,12 @@ def _called(arguments: Sequence[str]) -> str | None:
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
-def _register(app: typer.Typer, command: Command) -> None:
-    target = getattr(importlib.import_module(command.module), command.function)
-    if isinstance(target, typer.Typer):
-        app.add_typer(target, name=command.name, help=command.help)
+def _register(app: typer.Typer, name: str) -> None:
+    module = importlib.import_module(f"patchcert.cli.{name}")
+    if hasattr(module, "app"):
+        app.add_typer(module.app, name=name, help=COMMANDS[name])
     else:
-        app.command(command.name)(target)
+        app.command(name)(getattr(module, name))
 
 
 def _elsewhere() -> None:
@@ -166,6 +147,5 @@ def _usage_message(error: Exception) -> str:
 
 
 def _usage_hint(arguments: Sequence[str]) -> str:
-    names = {command.name for command in COMMANDS}
-    called = next((f" {argument}" for argument in arguments if argument in names), "")
+    called = next((f" {argument}" for argument in arguments if argument in COMMANDS), "")
     return f"run `patchcert{called} --help` for the options there are."

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from patchcert.attacks import Attack
-    from patchcert.attacks.climbing import Loss
     from patchcert.attacks.patch import Search
     from patchcert.certificates import AnyThreat
     from patchcert.data import Dataset
@@ -222,26 +221,16 @@ class AttackOptions:
         from patchcert.threats import SparsePixels
 
         batch_size = self._batch_size(is_imagenet)
-        loss = None if self.loss is None else cast("Loss", self.loss)
+        options = {"step_size": self.step_size, "restarts": self.restarts, "loss": self.loss}
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         if isinstance(threat, SparsePixels):
             if self.search is not None:
                 raise InvalidInput("--search is about patches, not --sparse", hint="leave it out.")
-            return SparseAttack(
-                self.steps,
-                0.1 if self.step_size is None else self.step_size,
-                20 if self.restarts is None else self.restarts,
-                loss or "margin",
-                batch_size=batch_size,
-            )
-        usual = 4 if is_imagenet else 80
-        return PatchAttack(
-            self.steps,
-            0.05 if self.step_size is None else self.step_size,
-            usual if self.restarts is None else self.restarts,
-            loss or "cross-entropy",
-            cast("Search", self.search or "random"),
-            batch_size=batch_size,
-        )
+            return SparseAttack(self.steps, batch_size=batch_size, **given)
+        if is_imagenet:
+            given = {"restarts": 4, **given}
+        search = cast("Search", self.search or "random")
+        return PatchAttack(self.steps, search=search, batch_size=batch_size, **given)
 
     def _batch_size(self, is_imagenet: bool) -> int:
         from patchcert.attacks import default_batch_size
@@ -252,6 +241,7 @@ class AttackOptions:
 def _attack_one(attacked: AttackedTarget, asked: AttackOptions, targets: list[str]) -> dict[str, Any]:
     """What is printed of one target; its evidence names the command without the other targets."""
     from patchcert.evidence import Attacking, EvidenceFolder
+    from patchcert.report.statistics import summarise
 
     words = [word for word in sys.argv[1:] if word == attacked.name or word not in targets]
     subject, tuning = _subject(attacked, asked)
@@ -284,25 +274,6 @@ def _attack_one(attacked: AttackedTarget, asked: AttackOptions, targets: list[st
         _say_of_proofs(attacked.name, evidence)
     file = None if evidence.path is None else str(evidence.path)
     return {**summarise(evidence), **evidence.meta, "target": attacked.name, "evidence": file}
-
-
-def summarise(evidence: "Evidence") -> dict[str, Any]:
-    """Counts and shares, with the exact 95 % intervals of the latter; null where nothing was attacked."""
-    from patchcert.report.statistics import clopper_pearson
-
-    total, right, withstood = evidence.total, evidence.correct, evidence.withstood
-    broken = evidence.columns["succeeded"] & (evidence.columns["prediction"] == evidence.columns["label"])
-    return {
-        "images": total,
-        "correct": right,
-        "withstood": withstood,
-        "broken": int(broken.sum()),
-        "clean_accuracy": right / total if total else None,
-        "clean_interval": list(clopper_pearson(right, total)) if total else None,
-        "attacked_accuracy": withstood / total if total else None,
-        "attacked_interval": list(clopper_pearson(withstood, total)) if total else None,
-        "gradient_steps": int(evidence.columns["steps"].sum()),
-    }
 
 
 def totals(summaries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def certify(
     """
     from patchcert.evidence import Certification, EvidenceFolder, Subject
     from patchcert.files import sha256
+    from patchcert.report.statistics import summarise
 
     opened = open_target(target)
     threat = parse_threat(patch, shape, sparse, bound, placements, opened.threat)
@@ -110,22 +111,6 @@ def _prove(certification: "Certification", count: int) -> "Evidence":
         elif certification.kept:
             say(f"{certification.kept} of {count} images are kept: the same command resumes from there")
         raise
-
-
-def summarise(evidence: "Evidence") -> dict[str, Any]:
-    """Counts and shares, with the exact 95 % intervals of the latter."""
-    from patchcert.report.statistics import clopper_pearson
-
-    total, correct, certified = evidence.total, evidence.correct, evidence.certified
-    return {
-        "images": total,
-        "correct": correct,
-        "certified": certified,
-        "clean_accuracy": correct / total,
-        "clean_interval": list(clopper_pearson(correct, total)),
-        "certified_accuracy": certified / total,
-        "certified_interval": list(clopper_pearson(certified, total)),
-    }
 
 
 def _compare(target: Target, evidence: "Evidence") -> dict[str, Any]:

@@ -12,7 +12,6 @@ import typer
 
 from patchcert.cli.options import DeviceOption, parse_device
 from patchcert.cli.output import print_error, print_json, progress_bar, say, stderr_console
-from patchcert.cli.report import share
 
 if TYPE_CHECKING:
     import torch
@@ -232,9 +231,7 @@ def _result(summary: "RunSummary", out: Path, page: Path, consistent: bool, seco
         "run": str(out),
         "page": str(page),
         "threat": summary.threat.to_dict() if summary.threat else None,
-        "clean": share(summary.clean),
-        "empirical": share(summary.empirical),
-        "certified": share(summary.certified),
+        **summary.shares(),
         "consistent": consistent,
         "seconds": round(seconds, 1),
     }

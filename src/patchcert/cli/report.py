@@ -1,7 +1,7 @@
 """`patchcert report RUN...`: one page about runs and their evidence."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,7 +9,6 @@ from patchcert.cli.output import print_error, print_json, say
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from patchcert.report.statistics import Proportion
     from patchcert.report.summary import RunSummary
     from patchcert.train.run_folder import Run
 
@@ -41,7 +40,9 @@ def report(
     _tell_of_missing_images(opened, summaries)
     page = write_report(summaries, path)
     say(f"the page is {path.resolve()}")
-    results = [_result(folder, summary) for folder, summary in zip(runs, summaries, strict=True)]
+    results = [
+        {"run": str(folder), **summary.shares()} for folder, summary in zip(runs, summaries, strict=True)
+    ]
     print_json({"page": str(path), "consistent": page.consistent, "runs": results})
     if not page.consistent:
         print_error("the evidence contradicts itself", f"see the red box at the top of {path}")
@@ -61,17 +62,3 @@ def _page(runs: list[Path], out: Path | None) -> Path:
     if path.is_dir():
         raise InvalidInput(f"--out {path} is a folder", hint="name a file, like --out page.html")
     return path
-
-
-def _result(folder: Path, summary: "RunSummary") -> dict[str, Any]:
-    return {
-        "run": str(folder),
-        "clean": share(summary.clean),
-        "empirical": share(summary.empirical),
-        "certified": share(summary.certified),
-    }
-
-
-def share(proportion: "Proportion | None") -> dict[str, Any] | None:
-    """A proportion for programs; null where nothing was measured."""
-    return None if proportion is None else proportion.to_dict()

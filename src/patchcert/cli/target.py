@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from patchcert.cli.options import parse_settings
 from patchcert.cli.output import say
 from patchcert.errors import DataError, InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -165,7 +165,8 @@ def choose_classifier(
             f"--{option} is a setting of interval bounds, not of {chosen}", hint="leave it out."
         )
     words = parse_settings(chosen, kind, settings, without=("model", *of_intervals))
-    return kind(target.model, **{**(learned if chosen == "ablation" else {}), **given, **words})
+    made = cast("Callable[..., Classifier]", kind)
+    return made(target.model, **{**(learned if chosen == "ablation" else {}), **given, **words})
 
 
 def _learned_votes(target: Target) -> dict[str, int]:

@@ -1,13 +1,13 @@
 """`patchcert train SPEC`."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from patchcert.cli.options import parse_device
 from patchcert.cli.output import print_json, say, stderr_console
@@ -15,12 +15,13 @@ from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
     import torch
+    from torch.utils.tensorboard import SummaryWriter
 
     from patchcert.train.loop import Position
     from patchcert.train.spec import Spec
-    from patchcert.train.training import Listener
 
 INTERRUPTED = 130
+REDRAW_SECONDS = 0.1
 
 
 def train(
@@ -81,10 +82,9 @@ def _carry_out(
         if not world.is_main:
             train_run(spec, folder, place, resume)
             return {}
-        listeners = [stack.enter_context(training_view(spec.schedule.epochs))]
-        if tensorboard:
-            listeners.append(stack.enter_context(tensorboard_view(folder)))
-        return summarise(train_run(spec, folder, place, resume, Several(listeners)))
+        curves = folder / "tensorboard" if tensorboard else None
+        view = stack.enter_context(training_view(spec.schedule.epochs, curves))
+        return summarise(train_run(spec, folder, place, resume, view))
 
 
 def _warn_of_half_a_threat(spec: "Spec") -> None:
@@ -110,114 +110,66 @@ def _request(source: str, changes: list[str], scale: float, out: Path | None) ->
     return spec, out or default
 
 
-REDRAW_SECONDS = 0.1
+class TrainingView:
+    """A bar over all batches of all epochs, or else a line per check; with a writer, TensorBoard's curves too."""
+
+    def __init__(
+        self, epochs: int, progress: Progress | None = None, writer: "SummaryWriter | None" = None
+    ) -> None:
+        self.epochs, self.progress, self.writer = epochs, progress, writer
+        self.task = TaskID(0) if progress is None else progress.add_task("preparing", total=None)
+        self.latest: dict[str, Any] = {}
+        self.drawn_at = 0.0
+
+    def on_batch(self, position: "Position", batches: int) -> None:
+        """Move the bar, a few times a second at most."""
+        now = time.monotonic()
+        if self.progress is None or (now - self.drawn_at < REDRAW_SECONDS and position.batch):
+            return
+        self.drawn_at = now
+        done, total = position.epoch * batches + position.batch, self.epochs * batches
+        text = f"epoch {min(position.epoch + 1, self.epochs)}/{self.epochs}{self.figures}"
+        self.progress.update(self.task, completed=done, total=total, description=text)
+
+    def on_epoch(self, row: Mapping[str, Any]) -> None:
+        """Remember the epoch's figures; without a bar, say them if the epoch ended with a check."""
+        self.latest.update(row)
+        if self.progress is None and "checked_on" in row:
+            say(f"epoch {row['epoch'] + 1}/{self.epochs}{self.figures}")
+        for key, value in row.items():
+            if self.writer is not None and key != "epoch" and isinstance(value, int | float):
+                self.writer.add_scalar(key, value, row["epoch"])
+
+    @property
+    def figures(self) -> str:
+        """The latest value of every figure worth showing, in a line."""
+        shown = {"epsilon": "  eps {:.2f}", "loss": "  loss {:.3f}"}
+        percent = {"clean_accuracy": "  clean {:.1%}", "certified_accuracy": "  certified {:.1%}"}
+        return "".join(
+            form.format(self.latest[key]) for key, form in (shown | percent).items() if key in self.latest
+        )
 
 
 @contextmanager
-def training_view(epochs: int) -> "Iterator[Listener]":
-    """A listener that draws a progress bar, or writes a line per check where stderr is not a terminal."""
+def training_view(epochs: int, curves: Path | None = None) -> "Iterator[TrainingView]":
+    """A view on stderr, with a bar where that is a terminal; TensorBoard events go to the folder of curves."""
     console = stderr_console()
-    if not console.is_terminal:
-        yield Lines(epochs)
-        return
     columns = (
         BarColumn(bar_width=24),
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as progress:
-        yield Bar(progress, epochs)
+    with ExitStack() as stack:
+        writer = None if curves is None else stack.enter_context(_scalar_writer(curves))
+        progress = None
+        if console.is_terminal:
+            progress = stack.enter_context(Progress(*columns, console=console))
+        yield TrainingView(epochs, progress, writer)
 
 
-class Bar:
-    """One bar over all batches of all epochs, with the latest figures beside it."""
-
-    def __init__(self, progress: Progress, epochs: int) -> None:
-        self.progress = progress
-        self.epochs = epochs
-        self.task = progress.add_task("preparing", total=None)
-        self.figures = Figures()
-        self.drawn_at = 0.0
-
-    def on_batch(self, position: "Position", batches: int) -> None:
-        """Move the bar, a few times a second at most."""
-        now = time.monotonic()
-        if now - self.drawn_at < REDRAW_SECONDS and position.batch:
-            return
-        self.drawn_at = now
-        done, total = position.epoch * batches + position.batch, self.epochs * batches
-        text = f"epoch {min(position.epoch + 1, self.epochs)}/{self.epochs}{self.figures.text()}"
-        self.progress.update(self.task, completed=done, total=total, description=text)
-
-    def on_epoch(self, row: Mapping[str, Any]) -> None:
-        """Remember the epoch's figures."""
-        self.figures.update(row)
-
-
-class Lines:
-    """One line on stderr for every epoch that was checked."""
-
-    def __init__(self, epochs: int) -> None:
-        self.epochs = epochs
-        self.figures = Figures()
-
-    def on_batch(self, position: "Position", batches: int) -> None:
-        """Batches are not worth a line."""
-
-    def on_epoch(self, row: Mapping[str, Any]) -> None:
-        """A line, if the epoch ended with a check."""
-        self.figures.update(row)
-        if "checked_on" in row:
-            say(f"epoch {row['epoch'] + 1}/{self.epochs}{self.figures.text()}")
-
-
-class Figures:
-    """The latest value of every figure worth showing."""
-
-    def __init__(self) -> None:
-        self.row: dict[str, Any] = {}
-
-    def update(self, row: Mapping[str, Any]) -> None:
-        """Take over a row of metrics; figures it lacks keep their last value."""
-        self.row.update(row)
-
-    def text(self) -> str:
-        """The figures known so far, in a line."""
-        shown = {"epsilon": "  eps {:.2f}", "loss": "  loss {:.3f}"}
-        percent = {"clean_accuracy": "  clean {:.1%}", "certified_accuracy": "  certified {:.1%}"}
-        return "".join(
-            form.format(self.row[key]) for key, form in (shown | percent).items() if key in self.row
-        )
-
-
-class ScalarWriter(Protocol):
-    """The part of TensorBoard's writer that is used."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Add one point to a curve."""
-        ...
-
-
-class TensorBoard:
-    """Every number of every epoch's row as a TensorBoard scalar."""
-
-    def __init__(self, writer: ScalarWriter) -> None:
-        self.writer = writer
-
-    def on_batch(self, position: "Position", batches: int) -> None:
-        """Only epochs are written."""
-
-    def on_epoch(self, row: Mapping[str, Any]) -> None:
-        """One point per number."""
-        for key, value in row.items():
-            if key != "epoch" and isinstance(value, int | float):
-                self.writer.add_scalar(key, value, row["epoch"])
-
-
-@contextmanager
-def tensorboard_view(folder: Path) -> "Iterator[Listener]":
-    """A listener that writes TensorBoard events into the run folder; the package is needed only here."""
+def _scalar_writer(folder: Path) -> "SummaryWriter":
+    """TensorBoard's writer; the package is needed only here."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -225,22 +177,4 @@ def tensorboard_view(folder: Path) -> "Iterator[Listener]":
             "--tensorboard needs the package tensorboard, which is not installed",
             hint="pip install 'patchcert[tensorboard]', or read the figures from metrics.jsonl",
         ) from error
-    with SummaryWriter(str(folder / "tensorboard")) as writer:
-        yield TensorBoard(writer)
-
-
-class Several:
-    """Passes everything on to several listeners."""
-
-    def __init__(self, listeners: "Sequence[Listener]") -> None:
-        self.listeners = listeners
-
-    def on_batch(self, position: "Position", batches: int) -> None:
-        """To each in turn."""
-        for listener in self.listeners:
-            listener.on_batch(position, batches)
-
-    def on_epoch(self, row: Mapping[str, Any]) -> None:
-        """To each in turn."""
-        for listener in self.listeners:
-            listener.on_epoch(row)
+    return SummaryWriter(str(folder))

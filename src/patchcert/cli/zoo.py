@@ -39,15 +39,17 @@ def list_models(
 @app.command()
 def show(name: Name, zoo: Folder = None) -> None:
     """Print a model's card: counts with exact 95 % intervals, sums, training, commands."""
+    from patchcert.report.statistics import Proportion, accuracies
+
     card = _open(zoo).card(name)
-    plain = card.to_dict()
+    plain, proof = card.to_dict(), card.proof
     for key in ("right_images", "certified_images"):
         del plain["proof"][key]
-    attacks = [
-        {**each, "interval": None if each["certified_only"] else _interval(each["withstood"], each["images"])}
-        for each in plain["attacks"]
-    ]
-    print_json({**plain, "proof": {**plain["proof"], **_shares(card)}, "attacks": attacks, **_commands(card)})
+    plain["proof"] |= accuracies(proof.images, clean=proof.right, certified=proof.certified)
+    for each in plain["attacks"]:
+        share = None if each["certified_only"] else Proportion(each["withstood"], each["images"])
+        each["interval"] = share and list(share.interval)
+    print_json({**plain, "commands": {"certify": card.command, "train": card.training.command}})
 
 
 @app.command()
@@ -145,23 +147,3 @@ def _cells(row: "Mapping[str, Any]") -> "tuple[Cell, ...]":
     keys = ("clean_accuracy", "certified_accuracy", "certified_of_attacked", "attacked_accuracy")
     percent = [None if row[key] is None else 100 * row[key] for key in keys]
     return row["name"], row["parameters"], *percent[:2], row["attacked_images"], *percent[2:]
-
-
-def _shares(card: "Card") -> dict[str, Any]:
-    proof = card.proof
-    return {
-        "clean_accuracy": proof.right / proof.images,
-        "clean_interval": _interval(proof.right, proof.images),
-        "certified_accuracy": proof.certified / proof.images,
-        "certified_interval": _interval(proof.certified, proof.images),
-    }
-
-
-def _interval(successes: int, total: int) -> list[float]:
-    from patchcert.report.statistics import clopper_pearson
-
-    return list(clopper_pearson(successes, total))
-
-
-def _commands(card: "Card") -> dict[str, Any]:
-    return {"commands": {"certify": card.command, "train": card.training.command}}

@@ -284,8 +284,9 @@ class Measured:
         """The row in words."""
         stated = "the paper has no number" if self.paper is None else f"paper {self.paper_text}%"
         found = f"ours {self.ours_text}{'' if self.ours is None else '%'}"
-        is_point = self.low is None or self.high is None
-        interval = "" if is_point else f" ({self._show(self.low)} to {self._show(self.high)}%)"
+        interval = ""
+        if self.low is not None and self.high is not None:
+            interval = f" ({self._show(self.low)} to {self._show(self.high)}%)"
         return f"{self.label}: {stated}, {found}{interval}{', ' if self.caveat else ''}{self.caveat}"
 
     def _show(self, value: float) -> str:

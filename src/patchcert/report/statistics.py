@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy.stats import beta
 
 from patchcert.errors import InvalidInput
+from patchcert.evidence import Evidence
 
 
 def clopper_pearson(successes: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -69,6 +70,36 @@ class Proportion:
             "images": self.total,
             "right": self.successes,
         }
+
+
+def accuracies(total: int, **counts: int) -> dict[str, Any]:
+    """Of each count NAME_accuracy, its share of the total, with NAME_interval; null where the total is 0."""
+    shares = {name: Proportion(count, total) if total else None for name, count in counts.items()}
+    return {
+        key: value
+        for name, share in shares.items()
+        for key, value in (
+            (f"{name}_accuracy", share and share.value),
+            (f"{name}_interval", share and list(share.interval)),
+        )
+    }
+
+
+def summarise(evidence: Evidence) -> dict[str, Any]:
+    """Counts of images, and shares with exact 95 % intervals; of an attack also how many gradient steps it took."""
+    total, right = evidence.total, evidence.correct
+    counts = {"images": total, "correct": right}
+    if evidence.kind == "certify":
+        proven = evidence.certified
+        return {**counts, "certified": proven, **accuracies(total, clean=right, certified=proven)}
+    broken = evidence.columns["succeeded"] & (evidence.columns["prediction"] == evidence.columns["label"])
+    return {
+        **counts,
+        "withstood": evidence.withstood,
+        "broken": int(broken.sum()),
+        **accuracies(total, clean=right, attacked=evidence.withstood),
+        "gradient_steps": int(evidence.columns["steps"].sum()),
+    }
 
 
 def mean_interval(shares: Sequence[Proportion], confidence: float = 0.95) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -141,6 +142,11 @@ class RunSummary:
         """Accuracy under all attacks with the headline's threat, on the sample attacked."""
         outcomes = [self.withstood[index] for index in self.sample.tolist()]
         return Proportion.of(np.array(outcomes)) if outcomes else None
+
+    def shares(self) -> dict[str, dict[str, Any] | None]:
+        """The three accuracies in plain types; null where nothing was measured."""
+        found = {"clean": self.clean, "empirical": self.empirical, "certified": self.certified}
+        return {name: share and share.to_dict() for name, share in found.items()}
 
     @cached_property
     def on_the_same_images(self) -> Accuracies | None:
