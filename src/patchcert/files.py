@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,12 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file, which appears whole or not at all."""
+    with source.open("rb") as read, atomic_write(target) as write:
+        shutil.copyfileobj(read, write)
 
 
 def sha256(path: Path) -> str:

@@ -113,7 +113,7 @@ def test_ctrl_c_may_come_while_a_line_is_written(monkeypatch):
     )
     with stop_on_signals() as stop:
         sys.stderr.write("running: a run\n")
-    assert stop.is_given
+    assert stop.is_set()
 
 
 def test_without_a_table_all_are_listed(capsys):

@@ -9,7 +9,7 @@ from patchcert.report.page import write_report
 
 @pytest.fixture
 def page(run, tmp_path) -> Path:
-    return write_report([run], tmp_path / "page.html").path
+    return write_report([run], tmp_path / "page.html")
 
 
 def test_the_table_sorts_and_filters(page, evaluate):
@@ -46,7 +46,7 @@ def test_the_table_sorts_and_filters(page, evaluate):
 
 
 def test_columns_are_those_of_the_certificates(voted_run, tmp_path, evaluate):
-    page = write_report([voted_run], tmp_path / "voted.html").path
+    page = write_report([voted_run], tmp_path / "voted.html")
     cells = evaluate(
         page,
         """

@@ -272,8 +272,7 @@ def _attack_one(attacked: AttackedTarget, asked: AttackOptions, targets: list[st
         raise
     if asked.certified_only:
         _say_of_proofs(attacked.name, evidence)
-    file = None if evidence.path is None else str(evidence.path)
-    return {**summarise(evidence), **evidence.meta, "target": attacked.name, "evidence": file}
+    return {**summarise(evidence), "target": attacked.name}
 
 
 def totals(summaries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -92,8 +92,7 @@ def certify(
     say(f"certifying {count} {split} images of {dataset.name} against {threat} on {place}")
     evidence = _prove(certification, count)
     card = _compare(opened, evidence)
-    file = None if evidence.path is None else str(evidence.path)
-    print_json({**summarise(evidence), **evidence.meta, "evidence": file, **card})
+    print_json({**summarise(evidence), **card})
     if card.get("card", {}).get("differences"):
         raise typer.Exit(DIFFERS)
 

@@ -46,19 +46,28 @@ def demo(
     """
     started = time.perf_counter()
     try:
-        summary, page, consistent = _carry_out(out, quick, device, threads)
+        summary = _carry_out(out, quick, device, threads)
     except KeyboardInterrupt as interruption:
         say(f"nothing is lost: the same command resumes in {out}")
         raise typer.Exit(INTERRUPTED) from interruption
-    seconds = time.perf_counter() - started
+    seconds, page = time.perf_counter() - started, out / PAGE
     _talk(summary, page, seconds)
-    print_json(_result(summary, out, page, consistent, seconds))
-    if not consistent:
+    print_json(
+        {
+            "run": str(out),
+            "page": str(page),
+            "threat": summary.threat.to_dict() if summary.threat else None,
+            **summary.shares(),
+            "consistent": not summary.contradictions,
+            "seconds": round(seconds, 1),
+        }
+    )
+    if summary.contradictions:
         print_error("the evidence contradicts itself", f"see the red box at the top of {page}")
         raise typer.Exit(INCONSISTENT)
 
 
-def _carry_out(out: Path, quick: bool, device: str, threads: int) -> "tuple[RunSummary, Path, bool]":
+def _carry_out(out: Path, quick: bool, device: str, threads: int) -> "RunSummary":
     from patchcert.cli.train import training_view
     from patchcert.report.page import write_report
     from patchcert.report.summary import summarise_run
@@ -71,8 +80,8 @@ def _carry_out(out: Path, quick: bool, device: str, threads: int) -> "tuple[RunS
             run = train_run(plan.spec, out, Workplace(place), resume=True, listener=view)
         measure(plan, run, place)
         summary = replace(summarise_run(run), name=TITLE)
-        page = write_report([summary], out / PAGE)
-    return summary, page.path, page.consistent
+        write_report([summary], out / PAGE)
+    return summary
 
 
 @final
@@ -223,15 +232,3 @@ def _table(summary: "RunSummary") -> "Table":
         Column("meaning", numeric=False),
     )
     return Table("", columns, rows)
-
-
-def _result(summary: "RunSummary", out: Path, page: Path, consistent: bool, seconds: float) -> dict[str, Any]:
-    """The result for programs."""
-    return {
-        "run": str(out),
-        "page": str(page),
-        "threat": summary.threat.to_dict() if summary.threat else None,
-        **summary.shares(),
-        "consistent": consistent,
-        "seconds": round(seconds, 1),
-    }

@@ -38,13 +38,14 @@ def report(
     pictures = Pictures(maps=maps, data_dir=data_dir)
     summaries = [summarise_run(run, pictures) for run in opened]
     _tell_of_missing_images(opened, summaries)
-    page = write_report(summaries, path)
+    write_report(summaries, path)
+    consistent = not any(summary.contradictions for summary in summaries)
     say(f"the page is {path.resolve()}")
     results = [
         {"run": str(folder), **summary.shares()} for folder, summary in zip(runs, summaries, strict=True)
     ]
-    print_json({"page": str(path), "consistent": page.consistent, "runs": results})
-    if not page.consistent:
+    print_json({"page": str(path), "consistent": consistent, "runs": results})
+    if not consistent:
         print_error("the evidence contradicts itself", f"see the red box at the top of {path}")
         raise typer.Exit(INCONSISTENT)
 

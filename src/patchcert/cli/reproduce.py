@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ from patchcert.errors import DataError, InvalidInput
 
 if TYPE_CHECKING:
     from patchcert.papers.chiang2020.planning import Assignment, Effort
-    from patchcert.papers.chiang2020.runner import Job, State, StopOrder, Workshop
+    from patchcert.papers.chiang2020.runner import Job, State, Workshop
     from patchcert.papers.chiang2020.tables import Entry, PaperTable
     from patchcert.papers.chiang2020.view import TableView
 
@@ -143,11 +144,8 @@ def _choose(name: str, texts: list[str], everything: bool) -> "list[tuple[PaperT
 
     if name != "all":
         table = find_table(name)
-        return [(table, table.entries if everything and not texts else table.chosen(texts))]
-    tables = [find_table(each) for each in table_names()]
-    chosen = [
-        (table, table.entries if everything and not texts else table.matching(texts)) for table in tables
-    ]
+        return [(table, table.chosen(texts, everything))]
+    chosen = [(table, table.matching(texts, everything)) for table in map(find_table, table_names())]
     if not any(entries for _, entries in chosen):
         raise InvalidInput(f"no table has a row with the words {' or '.join(map(repr, texts))}")
     return [(table, entries) for table, entries in chosen if entries or not texts]
@@ -228,7 +226,7 @@ def carry_out(entries: "Sequence[Entry]", effort: "Effort", shop: "Workshop") ->
         states = Runner(shop, Talk(), stop).run((*runs, *networks))
     ended = Counter(states.values())
     say(", ".join(f"{count} {state}" for state, count in ended.items()) or "nothing to run")
-    if stop.is_given:
+    if stop.is_set():
         say("stopped; give the same command again to resume")
         return INTERRUPTED
     return FAILED if ended["failed"] or ended["interrupted"] else 0
@@ -276,21 +274,19 @@ class Talk:
 
 
 @contextmanager
-def stop_on_signals() -> "Iterator[StopOrder]":
+def stop_on_signals() -> Iterator[Event]:
     """While this lasts Ctrl-C and a polite kill ask for a clean stop; a second one does not wait.
 
     A signal may come while a line is being written, and the stream refuses another one then: so what is said
     goes past the stream.
     """
-    from patchcert.papers.chiang2020.runner import StopOrder
-
-    order = StopOrder()
+    order = Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if order.is_given:
+        if order.is_set():
             raise KeyboardInterrupt
-        order.is_given = True
+        order.set()
         os.write(STDERR, b"stopping: every run saves its state\n")
 
     for number in before:

@@ -86,7 +86,6 @@ class Certification:
     threat: AnyThreat
     file: Path | None = None
     command: str = ""
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def into(self, folder: EvidenceFolder) -> "Certification":
         """The same, written to the file of its question in a folder."""
@@ -109,12 +108,8 @@ class Certification:
         images = self.subject.images(positions)
         kept = self._partial.read(images.labels)
         found, seconds = self._prove(images, kept, progress)
-        facts = {
-            **self.extra,
-            "guarantee": asdict(found.guarantee),
-            "command": self.command,
-            "seconds": round(seconds, 3),
-        }
+        guarantee = asdict(found.guarantee)
+        facts = {"guarantee": guarantee, "command": self.command, "seconds": round(seconds, 3)}
         evidence = self.subject.evidence(self.question, certificate_columns(found, positions), facts)
         if self.file is not None:
             evidence = evidence.write(self.file)
@@ -223,7 +218,7 @@ class Attacking:
         )
 
     def run(self, progress: Progress | None = None) -> Evidence:
-        """The evidence; an interruption leaves nothing."""
+        """The evidence, whose file appears whole once all images are attacked; an interruption leaves nothing."""
         began = time.perf_counter()
         positions = self.subject.positions() if self.among is None else self.among
         images = self.subject.images(positions)
@@ -235,14 +230,9 @@ class Attacking:
             Generator().manual_seed(self.seed),
             progress,
         )
-        facts = {
-            **self.extra,
-            "command": self.command,
-            "seconds": round(time.perf_counter() - began, 3),
-        }
-        columns = dict(result.columns(positions))
-        if self.save_images:
-            columns |= _broken_images(result)
+        seconds = round(time.perf_counter() - began, 3)
+        facts = {**self.extra, "command": self.command, "seconds": seconds}
+        columns = result.columns(positions) | (_broken_images(result) if self.save_images else {})
         evidence = self.subject.evidence(self.question, columns, facts)
         return evidence if self.file is None else evidence.write(self.file)
 

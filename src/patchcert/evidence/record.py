@@ -282,9 +282,8 @@ class Evidence:
             _ = self.question.key
         except (PatchcertError, KeyError, TypeError, AttributeError) as error:
             raise RunError(f"{self.where} does not say what it is evidence of: {error}") from error
-        missing = [name for name in ("weights_sha256",) if name not in self.meta]
-        if missing:
-            raise RunError(f"{self.where} does not name its {missing[0]}", hint="gather the evidence again")
+        if "weights_sha256" not in self.meta:
+            raise RunError(f"{self.where} does not name its weights_sha256", hint="gather the evidence again")
 
     def _check_columns(self) -> None:
         missing = [name for name in COLUMNS[self.kind] if name not in self.columns]

@@ -1,7 +1,6 @@
 """The folder of results: of each finished run its specification, circumstances and evidence, no weights."""
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -12,7 +11,7 @@ import numpy as np
 
 from patchcert.errors import RunError
 from patchcert.evidence.record import Evidence, EvidenceFolder, Question, refuted
-from patchcert.files import atomic_write, sha256
+from patchcert.files import copy_file, sha256
 from patchcert.train.environment import source_sha256
 from patchcert.train.run_folder import ENVIRONMENT, EVIDENCE, SPEC, Run, write_text
 from patchcert.train.schedules import Schedule
@@ -177,7 +176,7 @@ def collect(run: Run, folder: Path) -> Result:
     copy_evidence(run.path / EVIDENCE, target, sha256(run.weights))
     write_text(target / ENVIRONMENT, json.dumps(run.environment(), indent=2) + "\n")
     write_text(target / SUMMARY, json.dumps(_summary(run, target), indent=2) + "\n")
-    _copy(run.path / SPEC, target / SPEC)
+    copy_file(run.path / SPEC, target / SPEC)
     return Result.open(target)
 
 
@@ -210,7 +209,7 @@ def copy_evidence(source: Path, target: Path, weights: str) -> None:
             each.path.unlink()
     for each in EvidenceFolder(source).all():
         if each.weights == weights and each.path is not None:
-            _copy(each.path, target / each.path.name)
+            copy_file(each.path, target / each.path.name)
 
 
 def last_loss(run: Run) -> float | None:
@@ -257,8 +256,3 @@ def _before(run: Run, target: Path) -> dict[str, Any]:
         return {}
     before = json.loads((target / SUMMARY).read_text(encoding="utf-8"))
     return before if before.get("weights_sha256") == sha256(run.weights) else {}
-
-
-def _copy(source: Path, target: Path) -> None:
-    with source.open("rb") as read, atomic_write(target) as write:
-        shutil.copyfileobj(read, write)

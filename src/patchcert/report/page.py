@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,9 @@ from patchcert.files import atomic_write
 from patchcert.report.charts import Chart, sizes_chart, training_curves
 from patchcert.report.pictures import PROVEN, UNPROVEN, colour_limit, data_address, heat_map, sprite
 from patchcert.report.statistics import Proportion
-from patchcert.report.summary import Pictures, RunSummary, summarise_run
+from patchcert.report.summary import RunSummary
 from patchcert.report.tables import NOT_MEASURED, percent
 from patchcert.threats import Patch, shapes
-from patchcert.train.run_folder import Run
 
 NOT_STATED = "not stated"
 KEEP_PICTURES = "Pictures are kept by `patchcert attack` with --save-images."
@@ -33,32 +31,14 @@ VERDICTS = ("certified", "not certified", "wrong", "abstained")
 OUTCOMES = ("withstood", "broken", "wrong already", "not attacked")
 
 
-@dataclass(frozen=True)
-class Page(os.PathLike[str]):
-    """A written page; not `consistent` when its evidence contradicts itself, which it shows in red."""
+def write_report(runs: Sequence[RunSummary], path: Path) -> Path:
+    """One self-contained page about the runs, side by side where there are several, written whole or not at all.
 
-    path: Path
-    consistent: bool
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-
-def write_report(
-    runs: Sequence[Run | RunSummary], path: str | Path, pictures: Pictures | None = None
-) -> Page:
-    """One self-contained page about the runs, side by side where there are several, written whole or not at all."""
+    Evidence that contradicts itself is shown in red. The same runs give the same page.
+    """
     if not runs:
         raise InvalidInput("a report needs at least one run, got none", hint="name a run folder")
-    summaries = [run if isinstance(run, RunSummary) else summarise_run(run, pictures) for run in runs]
-    with atomic_write(Path(path)) as stream:
-        stream.write(render(summaries).encode())
-    return Page(Path(path), not any(run.contradictions for run in summaries))
-
-
-def render(runs: Sequence[RunSummary]) -> str:
-    """The page as text; the same runs give the same text."""
-    return (
+    text = (
         page_environment()
         .get_template("report.html.j2")
         .render(
@@ -70,6 +50,9 @@ def render(runs: Sequence[RunSummary]) -> str:
             ramp=_gradient(),
         )
     )
+    with atomic_write(path) as stream:
+        stream.write(text.encode())
+    return path
 
 
 def page_environment(*packages: str) -> jinja2.Environment:
@@ -86,6 +69,11 @@ def page_environment(*packages: str) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {"percent": percent, "data_address": data_address, "margin": margin_text}
+    environment.globals |= {
+        "lead_sentence": lead_sentence,
+        "training_curves": training_curves,
+        "flatten": flatten,
+    }
     return environment
 
 
@@ -184,11 +172,6 @@ class RunView:
     anchor: str
 
     @property
-    def sentence(self) -> str:
-        """The main result."""
-        return lead_sentence(self.run)
-
-    @property
     def facts(self) -> tuple[tuple[str, str], ...]:
         """What the numbers are about."""
         run, rows = self.run, self.run.headline
@@ -212,11 +195,6 @@ class RunView:
         """Accuracies on the images that all three were measured on."""
         found = self.run.on_the_same_images
         return accuracies(found.clean, found.empirical, found.certified) if found else ()
-
-    @property
-    def curves(self) -> tuple[Chart, ...]:
-        """How training went."""
-        return training_curves(self.run.metrics)
 
     @property
     def sizes(self) -> Chart | None:
@@ -265,11 +243,6 @@ class RunView:
             (f"{each.kind}: {describe_threat(each.threat)}", each.meta.get("command") or NOT_STATED)
             for each in rows
         )
-
-    @property
-    def environment(self) -> tuple[tuple[str, str], ...]:
-        """Versions and device."""
-        return flatten(self.run.environment)
 
     @property
     def table(self) -> "ImageTable | None":

@@ -86,6 +86,12 @@ def accuracies(total: int, **counts: int) -> dict[str, Any]:
 
 
 def summarise(evidence: Evidence) -> dict[str, Any]:
+    """What a command prints of evidence: its counts, its circumstances, and its file."""
+    file = None if evidence.path is None else str(evidence.path)
+    return {**count(evidence), **evidence.meta, "evidence": file}
+
+
+def count(evidence: Evidence) -> dict[str, Any]:
     """Counts of images, and shares with exact 95 % intervals; of an attack also how many gradient steps it took."""
     total, right = evidence.total, evidence.correct
     counts = {"images": total, "correct": right}

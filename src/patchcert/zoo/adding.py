@@ -14,15 +14,15 @@ import numpy as np
 from patchcert.certificates import AnyThreat
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence, EvidenceFolder
-from patchcert.evidence.results import SUMMARY, TRIMMED, Circumstances
-from patchcert.files import sha256
+from patchcert.evidence.results import SUMMARY, TRIMMED, Circumstances, fingerprint
+from patchcert.files import copy_file, sha256
 from patchcert.models import is_half
 from patchcert.report.summary import RunSummary, read_test_evidence
 from patchcert.threats import Patch, SparsePixels, shapes
 from patchcert.train.run_folder import EVIDENCE, SPEC, WEIGHTS, Run, check_new, write_text
 from patchcert.train.spec import Spec, read_spec, write_spec
 from patchcert.zoo.card import AttackCount, Card, ProofCount, Training, pack_marks
-from patchcert.zoo.shelf import Zoo, copy_file
+from patchcert.zoo.shelf import Zoo
 
 NOTE = (
     "The numbers are those of this one run as it ended: {weights_of}. Of several runs for the same images, threat "
@@ -209,15 +209,14 @@ def _without_places(words: Sequence[str]) -> list[str]:
 
 
 def _training(run: Run, name: str, results: Path | None) -> Training:
-    environment = run.environment()
-    fingerprint = run.spec.fingerprint(environment.get("data", {}).get("checksums", {}))
+    environment, name_of_results = run.environment(), fingerprint(run)
     return Training(
-        run=fingerprint,
+        run=name_of_results,
         command=_training_command(run, name),
         weights_of=_weights_of(run),
         seconds=round(run.training_seconds, 1),
         device=environment.get("device", ""),
-        runs_at_once=_runs_at_once(run, None if results is None else results / fingerprint),
+        runs_at_once=_runs_at_once(run, None if results is None else results / name_of_results),
         versions=dict(environment.get("versions", {})),
         commit=environment.get("commit", ""),
         spec=write_spec(run.spec),

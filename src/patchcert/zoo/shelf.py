@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import shutil
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import final
 from torch import nn
 
 from patchcert.errors import ModelError, PatchcertError
-from patchcert.files import atomic_write, sha256
+from patchcert.files import atomic_write, copy_file, sha256
 from patchcert.models import load as load_model
 from patchcert.zoo.card import Card
 
@@ -93,12 +92,6 @@ class Zoo:
             f"there is no model named {name!r} in the zoo; known: {', '.join(known) or 'none yet'}",
             hint=f"{advice}A file of your own is loaded with patchcert.models.load(path).",
         )
-
-
-def copy_file(source: Path, target: Path) -> None:
-    """Copy a file, which appears whole or not at all."""
-    with source.open("rb") as read, atomic_write(target) as write:
-        shutil.copyfileobj(read, write)
 
 
 def shipped() -> Zoo:

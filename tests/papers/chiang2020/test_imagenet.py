@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from patchcert.papers.chiang2020.networks import (
     network_results,
 )
 from patchcert.papers.chiang2020.recipes import recipe
-from patchcert.papers.chiang2020.runner import Runner, StopOrder, Workshop
+from patchcert.papers.chiang2020.runner import Runner, Workshop
 from patchcert.papers.chiang2020.tables import find_table
 
 TABLE = find_table("break-imagenet")
@@ -223,7 +224,7 @@ class Quiet:
 def run_rows(data_dir, place, text):
     shop = Workshop(place / "runs", place / "results", data_dir=data_dir, worker=runner.WORKER)
     watcher = Quiet()
-    states = Runner(shop, watcher, StopOrder()).run(plan_networks(TABLE.chosen([text]), 1, data_dir))
+    states = Runner(shop, watcher, Event()).run(plan_networks(TABLE.chosen([text]), 1, data_dir))
     return list(states.values()), watcher.note
 
 

@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from patchcert.attacks import FastCopy, PatchAttack
+from patchcert.attacks import AttackJob, FastCopy, PatchAttack
 from patchcert.defenses import Defended, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.papers.chiang2020.imagenet_corners import CornerExperiment, imagenet_defense
+from patchcert.threats import Patch
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -27,6 +28,13 @@ def smooth_images(count: int) -> torch.Tensor:
     return nn.functional.interpolate(coarse, 40, mode="bilinear", align_corners=False)
 
 
+def attacked(model, images, labels, patch, experiment, defenses=("lgs", "dw"), tell=None):
+    """The weak and the adaptive attack on each defense."""
+    job = AttackJob.of(images, labels, Patch(patch, placements="corners"), None)
+    transferred = experiment.transferred(model, job, tell)
+    return {name: experiment.rows(name, model, job, transferred, tell) for name in defenses}
+
+
 @pytest.mark.parametrize("reduced", [False, True])
 def test_every_cell_of_the_table_is_filled_and_adaptive_is_the_stronger_attack(reduced):
     model, images = small_model(), smooth_images(12)
@@ -34,13 +42,12 @@ def test_every_cell_of_the_table_is_filled_and_adaptive_is_the_stronger_attack(r
     labels[0] = (labels[0] + 1) % 5
     attack = PatchAttack(steps=8, step_size=0.1, restarts=4, loss="margin", batch_size=16)
     experiment = CornerExperiment(attack, judged_at_once=5, reduced=reduced)
-    rows = [row for patch in (8, 12) for row in experiment.run(model, images, labels, patch)]
-    cells = [(row.patch, row.defense, row.adaptive) for row in rows]
-    assert cells == [
-        (patch, name, adaptive) for patch in (8, 12) for name in ("lgs", "dw") for adaptive in (False, True)
+    pairs = [
+        pair for patch in (8, 12) for pair in attacked(model, images, labels, patch, experiment).values()
     ]
+    assert [(weak.adaptive, strong.adaptive) for weak, strong in pairs] == [(False, True)] * 4
     corners = {(top, left) for side in (8, 12) for top in (0, 40 - side) for left in (0, 40 - side)}
-    for weak, strong in zip(rows[::2], rows[1::2], strict=True):
+    for weak, strong in pairs:
         right = strong.result.clean_predictions == labels
         assert not (weak.result.succeeded & right & ~strong.result.succeeded).any()
         places = {tuple(place) for place in strong.result.placement[right].tolist()}
@@ -48,18 +55,16 @@ def test_every_cell_of_the_table_is_filled_and_adaptive_is_the_stronger_attack(r
         assert (strong.result.placement[~right] == -1).all()
         assert torch.equal(strong.undefended, model(images).argmax(dim=1))
         assert torch.equal(weak.undefended_after, model(weak.result.adversarial).argmax(dim=1))
-    assert any(
-        strong.result.accuracy < weak.result.accuracy
-        for weak, strong in zip(rows[::2], rows[1::2], strict=True)
-    )
+    assert any(strong.result.accuracy < weak.result.accuracy for weak, strong in pairs)
 
 
 def test_results_are_what_the_defended_network_itself_says():
     model, images = small_model(), smooth_images(8)
     labels = model(images).argmax(dim=1).detach()
     attack = PatchAttack(steps=6, step_size=0.1, restarts=2, batch_size=16)
-    for row in CornerExperiment(attack, reduced=True).run(model, images, labels, 12):
-        defended = Defended(imagenet_defense(row.defense, model, 12), model)
+    found = attacked(model, images, labels, 12, CornerExperiment(attack, 64, reduced=True))
+    for name, row in ((name, row) for name, rows in found.items() for row in rows):
+        defended = Defended(imagenet_defense(name, model, 12), model)
         with torch.no_grad():
             predictions = defended(row.result.adversarial).argmax(dim=1)
         assert torch.equal(row.result.predictions, predictions)
@@ -67,7 +72,7 @@ def test_results_are_what_the_defended_network_itself_says():
 
 
 def test_the_surrogate_past_the_clip_comes_first_and_again_by_the_margin():
-    model, experiment = small_model(), CornerExperiment()
+    model, experiment = small_model(), CornerExperiment(PatchAttack(restarts=4), 64, reduced=False)
     copy = FastCopy(model)
     smoothing = LocalGradientSmoothing.imagenet()
     attacks = experiment.attacks(Defended(smoothing, copy))
@@ -85,7 +90,8 @@ def test_every_pass_is_told_of_and_may_be_the_last():
     labels = model(images).argmax(dim=1).detach()
     attack = PatchAttack(steps=3, restarts=4, batch_size=16)
     said = []
-    CornerExperiment(attack).run(model, images, labels, 8, ("lgs",), tell=said.append)
+    experiment = CornerExperiment(attack, 64, reduced=False)
+    attacked(model, images, labels, 8, experiment, ("lgs",), tell=said.append)
     assert said[:4] == ["weak attack"] * 4
     assert set(said[4:]) == {"adaptive attack on lgs"}
 
@@ -96,7 +102,7 @@ def test_every_pass_is_told_of_and_may_be_the_last():
         raise EnoughError
 
     with pytest.raises(EnoughError):
-        CornerExperiment(attack).run(model, images, labels, 8, tell=stop)
+        attacked(model, images, labels, 8, experiment, tell=stop)
 
 
 def test_defenses_have_their_imagenet_settings():

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import torch
 
@@ -13,7 +14,7 @@ from patchcert.data import load_dataset
 from patchcert.evidence.results import Result
 from patchcert.papers.chiang2020.planning import Assignment, Effort, plan
 from patchcert.papers.chiang2020.recipes import QUICK_DATA, Scale
-from patchcert.papers.chiang2020.runner import LOG, Runner, StopOrder, Workshop
+from patchcert.papers.chiang2020.runner import LOG, Runner, Workshop
 from patchcert.papers.chiang2020.tables import find_table
 from patchcert.threats import Patch
 from patchcert.train.run_folder import Run
@@ -40,7 +41,8 @@ class StopAfter(Quiet):
         self.epochs, self.stop = epochs, stop
 
     def passed(self, states, running):
-        self.stop.is_given = any(job.epochs_done >= self.epochs for job in running)
+        if any(job.epochs_done >= self.epochs for job in running):
+            self.stop.set()
 
 
 def planned(text, table="strategy-detail-5x5"):
@@ -53,7 +55,7 @@ def test_one_run_that_fails_does_not_stop_the_others(tmp_path):
     bad = Assignment("a" * 16, "bad", good.questions, missing)
     watcher = Quiet()
     shop = Workshop(tmp_path / "runs", tmp_path / "results", jobs=2)
-    assert Runner(shop, watcher, StopOrder()).run([bad, good]) == {bad.name: "failed", good.name: "done"}
+    assert Runner(shop, watcher, Event()).run([bad, good]) == {bad.name: "failed", good.name: "done"}
     (note,) = [note for name, state, note in watcher.said if state == "failed"]
     assert "exit code 2" in note
     assert str(tmp_path / "runs" / bad.name / LOG) in note
@@ -64,7 +66,7 @@ def test_one_run_that_fails_does_not_stop_the_others(tmp_path):
 
     watcher = Quiet()
     (tmp_path / "runs" / good.name / "weights.safetensors").unlink()
-    assert Runner(shop, watcher, StopOrder()).run([good]) == {good.name: "already done"}
+    assert Runner(shop, watcher, Event()).run([good]) == {good.name: "already done"}
 
 
 def test_other_threats_than_that_of_training_get_verdicts_without_margins(tmp_path):
@@ -72,7 +74,7 @@ def test_other_threats_than_that_of_training_get_verdicts_without_margins(tmp_pa
     (own,), line = made.questions, Patch((1, 2))
     other = replace(own, threat=line, classifier={**own.classifier, "verdicts_only": True})
     shop = Workshop(tmp_path / "runs", tmp_path / "results")
-    Runner(shop, Quiet(), StopOrder()).run([replace(made, questions=(own, other))])
+    Runner(shop, Quiet(), Event()).run([replace(made, questions=(own, other))])
     evidence = {each.threat: each.columns for each in Result.open(tmp_path / "results" / made.name).evidence}
     assert ("margin" in evidence[Patch(5)], "margin" in evidence[line]) == (True, False)
     test = load_dataset(QUICK_DATA).test.take(10)
@@ -86,10 +88,10 @@ def test_a_run_that_must_be_trained_again_answers_what_the_results_had(tmp_path)
     (made,) = planned("mnist random(1) mlp")
     (own,) = made.questions
     shop = Workshop(tmp_path / "runs", tmp_path / "results")
-    Runner(shop, Quiet(), StopOrder()).run([made])
+    Runner(shop, Quiet(), Event()).run([made])
     (tmp_path / "runs" / made.name / "weights.safetensors").unlink()
     again = replace(made, questions=(replace(own, threat=Patch(2)),))
-    assert Runner(shop, Quiet(), StopOrder()).run([again]) == {made.name: "done"}
+    assert Runner(shop, Quiet(), Event()).run([again]) == {made.name: "done"}
     assert {each.threat for each in Result.open(tmp_path / "results" / made.name).evidence} == {
         Patch(2),
         Patch(5),
@@ -100,9 +102,9 @@ def test_a_stopped_run_resumes_where_it_stopped(tmp_path):
     (made,) = planned("mnist random(1) mlp")
     long = replace(made.spec, schedule=replace(made.spec.schedule, epochs=100_000))
     made = replace(made, spec=long, name=long.fingerprint())
-    shop, stop = Workshop(tmp_path / "runs", tmp_path / "results"), StopOrder()
+    shop, stop = Workshop(tmp_path / "runs", tmp_path / "results"), Event()
     assert Runner(shop, StopAfter(3, stop), stop).run([made]) == {made.name: "interrupted"}
-    run, stop = Run.open(tmp_path / "runs" / made.name), StopOrder()
+    run, stop = Run.open(tmp_path / "runs" / made.name), Event()
     done = len(run.metrics())
     assert Runner(shop, StopAfter(done + 3, stop), stop).run([made]) == {made.name: "interrupted"}
     sessions = run.environment()["sessions"]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from patchcert.certificates import AnyThreat
 from patchcert.evidence.record import Evidence
 from patchcert.evidence.results import Result, Results
-from patchcert.papers.chiang2020.networks import initially_correct, network_results
+from patchcert.papers.chiang2020.networks import initially_correct, network_results, with_seed
 from patchcert.papers.chiang2020.recipes import PAPER_SCALE, Recipe, Scale, recipe
 from patchcert.papers.chiang2020.tables import Entry
 from patchcert.report.statistics import Proportion
@@ -295,9 +295,10 @@ def _network_row(entry: Entry, folder: Path, asked: Recipe, seeds: int | None) -
     assert asked.attack is not None
     found: dict[int, CountedRun] = {}
     for result in network_results(folder, asked.network):
-        evidence = result.find(asked.attack)
-        if evidence is not None:
-            found.setdefault(evidence.selection.seed, _count_network(result.path.name, evidence))
+        for evidence in result.evidence:
+            seed = evidence.selection.seed
+            if evidence.question == with_seed(asked.attack, seed):
+                found.setdefault(seed, _count_network(result.path.name, evidence))
     runs = tuple(found[seed] for seed in sorted(found)[:seeds])
     return CountedRow(entry, "measured", runs) if runs else CountedRow(entry, "not run")
 

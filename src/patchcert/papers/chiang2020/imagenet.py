@@ -118,15 +118,15 @@ def answer_corners(
         return
     model, experiment = load_imagenet(network, material.folder).to(device), planned_experiment(first, device)
     subject = Subject(model, material.weights_sha256, material.dataset, first.selection, device)
-    images, clock = subject.images(subject.positions()), Clock()
+    images, began = subject.images(subject.positions()), time.perf_counter()
     job = AttackJob(images.floats(), images.labels, first.threat, _generator(first, device))
     transferred = experiment.transferred(model, job, tell)
-    shared = clock.lap()
+    shared = time.perf_counter() - began
     for defense in dict.fromkeys(str(each.classifier["defense"]) for each in missing):
         name: DefenseName = "lgs" if defense.startswith(LocalGradientSmoothing.__name__) else "dw"
-        again = replace(job, generator=_generator(first, device))
+        again, began = replace(job, generator=_generator(first, device)), time.perf_counter()
         rows = experiment.rows(name, model, again, transferred, tell)
-        seconds = shared, shared + clock.lap()
+        seconds = shared, shared + time.perf_counter() - began
         for row, taken in zip(rows, seconds, strict=True):
             asked = _question(first, defense, experiment, row.adaptive)
             facts = {
@@ -167,17 +167,3 @@ def _columns(row: CornerRow, subject: Subject) -> dict[str, NDArray[Any]]:
 
 def _generator(question: Question, device: torch.device) -> Generator:
     return Generator(device).manual_seed(question.selection.seed)
-
-
-@final
-class Clock:
-    """Counts the seconds from one lap to the next."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-
-    def lap(self) -> float:
-        """The seconds since the last one."""
-        now = time.perf_counter()
-        passed, self._began = now - self._began, now
-        return passed

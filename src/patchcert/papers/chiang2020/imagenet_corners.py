@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from patchcert.attacks import AttackedModel, AttackJob, AttackResult, FastCopy, Findings, PatchAttack
 from patchcert.attacks.base import judged
@@ -16,17 +16,12 @@ from patchcert.threats import Patch
 DefenseName = Literal["lgs", "dw"]
 Tell = Callable[[str], None]
 
-DEFENSES: tuple[DefenseName, ...] = ("lgs", "dw")
-CORNER_ATTACK = PatchAttack(restarts=4, batch_size=64, check_every=10)
-
 
 @final
 @dataclass(frozen=True, eq=False)
 class CornerRow:
-    """One cell of the table: a defense, a patch and a kind of attack, with the outcome image by image."""
+    """One cell of the table: the outcome of an attack on a defense, image by image."""
 
-    defense: DefenseName
-    patch: int
     adaptive: bool
     result: AttackResult
     undefended: Tensor
@@ -46,28 +41,13 @@ class CornerExperiment:
 
     Ascents follow a fast copy of the network, in bfloat16 on a GPU. Whatever counts is said by the network itself in
     float32, `judged_at_once` images at a time: clean predictions, successes before an image is given up, and
-    the results. The default attack visits every corner once in each of its stages, with 150 steps of 0.05.
+    the results.
     """
 
-    attack: PatchAttack = CORNER_ATTACK
-    judged_at_once: int = 64
-    reduced: bool | None = None
-    """Whether the fast copy computes in bfloat16; None for a GPU only."""
-
-    def run(
-        self,
-        model: nn.Module,
-        images: Tensor,
-        labels: Tensor,
-        patch: int,
-        defenses: tuple[DefenseName, ...] = DEFENSES,
-        generator: Generator | None = None,
-        tell: Tell | None = None,
-    ) -> tuple[CornerRow, ...]:
-        """All cells of one patch size."""
-        job = AttackJob.of(images, labels, Patch(patch, placements="corners"), generator)
-        transferred = self.transferred(model, job, tell)
-        return tuple(row for name in defenses for row in self.rows(name, model, job, transferred, tell))
+    attack: PatchAttack
+    judged_at_once: int
+    reduced: bool
+    """Whether the fast copy computes in bfloat16."""
 
     @precise_arithmetic()
     def transferred(self, model: nn.Module, job: AttackJob, tell: Tell | None = None) -> Findings:
@@ -90,7 +70,8 @@ class CornerExperiment:
         tell: Tell | None = None,
     ) -> tuple[CornerRow, CornerRow]:
         """The weak and the adaptive attack on one defense, from what was found on the undefended model."""
-        patch, at_once = _side(job), self.judged_at_once
+        assert isinstance(job.threat, Patch)
+        patch, at_once = job.threat.height, self.judged_at_once
         defended = Defended(imagenet_defense(name, model, patch), model)
         target = AttackedModel(defended, defended, at_once)
         clean = target.evaluate(job.images, job.labels, at_once).predictions
@@ -99,7 +80,7 @@ class CornerExperiment:
         imitated = Defended(imagenet_defense(name, copy, patch), copy)
         found = self._adapted(target, imitated, job, transferred, clean)
         adaptive = judged(target, job, found, clean, at_once)
-        return self._row(name, model, job, weak, False), self._row(name, model, job, adaptive, True)
+        return self._row(model, job, weak, False), self._row(model, job, adaptive, True)
 
     def attacks(self, defended: Defended) -> list[tuple[PatchAttack, nn.Module]]:
         """What the adaptive attack tries, and on which surrogate: the most passable one first, and last again."""
@@ -126,14 +107,12 @@ class CornerExperiment:
         found = strongest(target, attempts, job.part(right), transferred.part(right), self.judged_at_once)
         return Findings.unchanged(job.images).updated(right, found)
 
-    def _row(
-        self, name: DefenseName, model: nn.Module, job: AttackJob, result: AttackResult, adaptive: bool
-    ) -> CornerRow:
+    def _row(self, model: nn.Module, job: AttackJob, result: AttackResult, adaptive: bool) -> CornerRow:
         before, after = (
             AttackedModel.of(model).evaluate(images, job.labels, self.judged_at_once).predictions
             for images in (job.images, result.adversarial)
         )
-        return CornerRow(name, _side(job), adaptive, result, before, after)
+        return CornerRow(adaptive, result, before, after)
 
 
 def imagenet_defense(name: DefenseName, model: nn.Module, patch: int) -> Defense:
@@ -141,8 +120,3 @@ def imagenet_defense(name: DefenseName, model: nn.Module, patch: int) -> Defense
     if name == "lgs":
         return LocalGradientSmoothing.imagenet()
     return DigitalWatermarking.imagenet(model, patch).to(next(model.parameters()).device)
-
-
-def _side(job: AttackJob) -> int:
-    assert isinstance(job.threat, Patch)
-    return job.threat.height

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Literal, Protocol
 
 import patchcert
-from patchcert.evidence.record import EvidenceFolder, Question
+from patchcert.evidence.record import EvidenceFolder
 from patchcert.evidence.results import Result, collect
 from patchcert.files import sha256
 from patchcert.papers.chiang2020.networks import NetworkResult, collect_network
@@ -50,13 +51,6 @@ class Watcher(Protocol):
 
 
 @dataclass(slots=True)
-class StopOrder:
-    """Set from outside to have everything stop cleanly."""
-
-    is_given: bool = False
-
-
-@dataclass(slots=True)
 class Job:
     """A run in progress."""
 
@@ -86,9 +80,12 @@ class Job:
 
 
 class Runner:
-    """Carries out assignments, as many at a time as there are jobs; one that fails does not stop the others."""
+    """Carries out assignments, as many at a time as there are jobs, until a stop is asked for.
 
-    def __init__(self, shop: Workshop, watcher: Watcher, stop: StopOrder) -> None:
+    One that fails does not stop the others.
+    """
+
+    def __init__(self, shop: Workshop, watcher: Watcher, stop: Event) -> None:
         self.shop, self.watcher, self.stop = shop, watcher, stop
         self.states: dict[str, State] = {}
         self._running: list[Job] = []
@@ -98,9 +95,7 @@ class Runner:
         self.states = {each.name: "waiting" for each in assignments}
         waiting = deque(each for each in assignments if not self._is_done(each))
         try:
-            while (waiting and not self.stop.is_given) or self._running:
-                if self.stop.is_given:
-                    break
+            while (waiting or self._running) and not self.stop.is_set():
                 while waiting and len(self._running) < self.shop.jobs:
                     self._start(waiting.popleft())
                 time.sleep(POLL_SECONDS)
@@ -152,8 +147,9 @@ class Runner:
         results answer by certificates and plain attacks, since evidence of earlier weights is replaced."""
         path = self.shop.results / assignment.name
         if assignment.spec is None:
-            left = [each for each in assignment.questions if not _answered(NetworkResult(path), each)]
-            return replace(assignment, questions=tuple(left))
+            known = NetworkResult(path)
+            left = tuple(each for each in assignment.questions if known.find(each) is None)
+            return replace(assignment, questions=left)
         has_weights = (self.shop.runs / assignment.name / WEIGHTS).is_file()
         if has_weights or not (path / SPEC).is_file():
             return assignment
@@ -212,13 +208,8 @@ def is_answered(results: Path, assignment: Assignment) -> bool:
     """Whether the results have an answer to every question of an assignment."""
     path = results / assignment.name
     if assignment.spec is None:
-        return all(_answered(NetworkResult(path), each) for each in assignment.questions)
+        return NetworkResult(path).answers(assignment.questions)
     return (path / SPEC).is_file() and Result.open(path).answers(assignment.questions)
-
-
-def _answered(result: NetworkResult, question: Question) -> bool:
-    found = result.find(question)
-    return found is not None and found.question == question
 
 
 def _environment(jobs: int) -> dict[str, str]:

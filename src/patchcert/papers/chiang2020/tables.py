@@ -85,15 +85,15 @@ class PaperTable:
         """A sentence that says where the paper has it; empty for our own."""
         return f"Section {self.section} of the paper. " if self.section else ""
 
-    def matching(self, texts: Sequence[str]) -> tuple[Entry, ...]:
-        """The rows that hold all words of at least one text; without any, all that are not on request."""
+    def matching(self, texts: Sequence[str], on_request: bool = False) -> tuple[Entry, ...]:
+        """The rows that hold all words of at least one text; without any, all, with those on request if wanted."""
         if not texts:
-            return tuple(entry for entry in self.entries if not entry.on_request)
+            return tuple(entry for entry in self.entries if on_request or not entry.on_request)
         return tuple(entry for entry in self.entries if any(_holds(entry, text) for text in texts))
 
-    def chosen(self, texts: Sequence[str]) -> tuple[Entry, ...]:
+    def chosen(self, texts: Sequence[str], on_request: bool = False) -> tuple[Entry, ...]:
         """The matching rows, of which there must be some."""
-        found = self.matching(texts)
+        found = self.matching(texts, on_request)
         if texts and not found:
             raise InvalidInput(
                 f"no row of {self.name} has the words {' or '.join(map(repr, texts))}",
