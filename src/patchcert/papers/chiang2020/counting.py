@@ -1,5 +1,6 @@
 """Rows of tables counted from evidence: nothing here reads an accuracy that was written down before."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan
@@ -16,6 +17,7 @@ from patchcert.papers.chiang2020.tables import Entry
 from patchcert.report.statistics import Proportion
 from patchcert.train.spec import Spec
 
+ABSENT = "-"
 Status = Literal["measured", "partly run", "not run"]
 ATTACKED_SEEDS = 1
 """How many seeds of rows under attack are considered unless a number is given: not all were attacked."""
@@ -71,7 +73,7 @@ class CountedRow:
     """What there is for a row: the runs that count, one of each model, and seeds of them that were passed over.
 
     Attacks on a network that was not trained here all count, one for each seed of the attack. The note says what
-    is missing, or what sets a measured row apart.
+    is missing, or what sets a measured row apart. A `quick` look is no result.
     """
 
     entry: Entry
@@ -80,6 +82,7 @@ class CountedRow:
     passed_over: tuple[CountedRun, ...] = ()
     scale: float = 1.0
     note: str = ""
+    quick: bool = False
 
     def seeds_of(self, run: CountedRun) -> tuple[CountedRun, ...]:
         """A run that counts among the other seeds of its model, in their order."""
@@ -166,9 +169,116 @@ class CountedRow:
         """Whether clean accuracy too is that of the attacked images alone."""
         return all(run.attacked is not None and run.clean.total == run.attacked.total for run in self.runs)
 
+    @property
+    def data(self) -> str:
+        """The data set, and what stands in for it in a quick look."""
+        return self.entry.data_name + (" (by mnist-mini)" if self.quick else "")
+
+    @property
+    def training(self) -> str:
+        """How the row's models were trained, or the defense in front of them."""
+        entry = self.entry
+        attack = f", {entry.attack} attack" if entry.attack else ""
+        return entry.preset or (f"{entry.defense}{attack}" if entry.defense else entry.strategy)
+
+    @property
+    def model(self) -> str:
+        """The paper's model, and ours where it is another."""
+        words, network = self.entry.model_words, self.network
+        return f"{words} (ours: {network})" if network else words
+
+    @property
+    def missing(self) -> str:
+        """Why there is no number of ours, where there is none."""
+        status, note = self.status, self.note
+        if status == "measured":
+            return ""
+        return f"{status} ({note})" if note else status
+
+    @property
+    def schedule(self) -> str:
+        """Whether the schedule was that of the paper, whether only some test images were asked, and the row's note."""
+        if not self.runs:
+            return ABSENT
+        if self.quick:
+            return "quick"
+        words = ["full" if self.scale == 1.0 else f"scaled by {self.scale:g}"]
+        if self.drawn_images is not None:
+            words.append(f"{self.drawn_images:,} random test images")
+        if self.attacked_images is not None:
+            where = "all" if self.is_counted_on_attacked else "attack"
+            words.append(f"{where} on {self.attacked_images:,} random test images")
+        return "; ".join([*words, *filter(None, [self.note])])
+
+    @property
+    def seeds(self) -> str:
+        """How many seeds there are and that one of them counts, with the models' names where they differ in it."""
+        if not self.runs:
+            return ABSENT
+        if not self.passed_over:
+            return str(self.number_of_seeds)
+        counts = {run.model: len(self.seeds_of(run)) for run in self.runs}
+        if len(set(counts.values())) == 1:
+            return f"1 of {self.number_of_seeds}"
+        alike = {count: [model for model in counts if counts[model] == count] for count in counts.values()}
+        return "; ".join(
+            f"1 of {count} for {', '.join(models)}" for count, models in alike.items() if count > 1
+        )
+
+    @property
+    def number_of_seeds(self) -> int:
+        """The most seeds that any model of the row was run with, or its network attacked with."""
+        counts = Counter(run.model for run in (*self.runs, *self.passed_over))
+        return max(counts.values(), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """All that is known, down to the counts of every run."""
+        entry = self.entry
+        return {
+            "row": entry.label,
+            "status": self.status,
+            "note": self.note,
+            "paper": {name: getattr(entry, name) for name in ("clean", "empirical", "certified", "hours")},
+            "clean": self.clean,
+            "empirical": self.empirical,
+            "empirical_of_initially_correct": self.empirical_of_correct,
+            "certified": self.certified,
+            "certified_of_attacked": self.certified_of_attacked,
+            "difference": self.difference,
+            "spread": self.spread,
+            "seconds": self.seconds,
+            "scale": self.scale if self.runs else None,
+            "seeds": self.number_of_seeds,
+            "runs": [_run_to_json(run) for run in self.runs],
+            "passed_over": [_run_to_json(run) for run in self.passed_over],
+        }
+
     def _share(self, count: Callable[[CountedRun], Proportion | None]) -> float | None:
         """The mean of one number over the runs that count, where all have it."""
         return _mean(None if (found := count(run)) is None else found.percent for run in self.runs)
+
+
+def _run_to_json(run: CountedRun) -> dict[str, Any]:
+    attacked, right = run.attacked, run.initially_correct
+    return {
+        "fingerprint": run.fingerprint,
+        "model": run.model,
+        "seed": run.seed,
+        "training_loss": run.training_loss,
+        "images": run.clean.total,
+        "correct": run.clean.successes,
+        "certified": [
+            {"threat": threat.to_dict(), "certified": count.successes} for threat, count in run.certified
+        ],
+        "attacked": attacked and attacked.total,
+        "withstood": attacked and attacked.successes,
+        "certified_of_attacked": run.certified_of_attacked and run.certified_of_attacked.successes,
+        "initially_correct": right and right.total,
+        "withstood_of_them": right and right.successes,
+        "defense": run.defense,
+        "seconds": run.seconds,
+        "device": run.device,
+    }
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -9,14 +9,12 @@ from statistics import fmean
 import patchcert
 from patchcert.errors import InvalidInput
 from patchcert.files import atomic_write
-from patchcert.papers.chiang2020.counting import CountedRow, CountedRun
+from patchcert.papers.chiang2020.counting import ABSENT, CountedRow, CountedRun
 from patchcert.papers.chiang2020.tables import Entry
 from patchcert.papers.chiang2020.view import (
-    ABSENT,
     QUANTITIES,
     QUICK_LABEL,
     Quantity,
-    RowView,
     TableView,
     not_below,
 )
@@ -50,7 +48,7 @@ class PageRow:
     The words of the command are also in `also` other rows.
     """
 
-    view: RowView
+    view: CountedRow
     anchor: str
     cells: tuple[PageCell, ...]
     runs: tuple[tuple[str, str], ...]
@@ -110,18 +108,16 @@ def page_table(view: TableView, source: str) -> PageTable:
 
 def _is_shown(quantity: Quantity, view: TableView) -> bool:
     """Certified accuracies are left out where neither the paper nor we have any."""
-    has_proofs = any(
-        row.entry.certified is not None or row.counted.certified is not None for row in view.rows
-    )
+    has_proofs = any(row.entry.certified is not None or row.certified is not None for row in view.rows)
     return quantity.shown(view) and (has_proofs or "certified" not in quantity.name)
 
 
-def _row(view: TableView, anchor: str, row: RowView, shown: Sequence[Quantity]) -> PageRow:
-    entry, counted, digits = row.entry, row.counted, view.digits
+def _row(view: TableView, anchor: str, row: CountedRow, shown: Sequence[Quantity]) -> PageRow:
+    entry, digits = row.entry, view.digits
     command = ["patchcert", "reproduce", view.paper.name, "--rows", entry.label, *_effort(row)]
     runs = (
-        *(_facts(run) for run in counted.runs),
-        *(_facts(run, "passed over: another seed has less") for run in counted.passed_over),
+        *(_facts(run) for run in row.runs),
+        *(_facts(run, "passed over: another seed has less") for run in row.passed_over),
     )
     return PageRow(
         row,
@@ -133,18 +129,18 @@ def _row(view: TableView, anchor: str, row: RowView, shown: Sequence[Quantity]) 
     )
 
 
-def _cell(quantity: Quantity, row: RowView, digits: int) -> PageCell:
+def _cell(quantity: Quantity, row: CountedRow, digits: int) -> PageCell:
     """A number of ours has its interval beneath it, or says why there is none."""
     value = quantity.value(row)
     if not quantity.numeric:
         return PageCell(str(value), str(value))
     if quantity.signed:
-        return _difference(row.counted.difference, digits)
+        return _difference(row.difference, digits)
     if quantity.count is None:
         return PageCell(ABSENT) if not isinstance(value, float) else PageCell(f"{value:.{digits}f}", value)
     if row.missing:
-        return PageCell(row.counted.status, None, _lines(row.counted.note), "missing")
-    share = share_of(row.counted, quantity.count)
+        return PageCell(row.status, None, _lines(row.note), "missing")
+    share = share_of(row, quantity.count)
     beneath = _beneath(quantity.name, row, digits)
     if share is None:
         return PageCell(ABSENT, small=beneath)
@@ -152,16 +148,15 @@ def _cell(quantity: Quantity, row: RowView, digits: int) -> PageCell:
     return PageCell(f"{share.value:.{digits}f}", share.value, (interval, *beneath), "ours")
 
 
-def _beneath(name: str, row: RowView, digits: int) -> tuple[str, ...]:
+def _beneath(name: str, row: CountedRow, digits: int) -> tuple[str, ...]:
     """Shares of some images alone, and which of several seeds counts and how they differ."""
-    counted = row.counted
     if name == "under attack":
-        share = counted.empirical_of_correct
+        share = row.empirical_of_correct
         return () if share is None else (f"{share:.{digits}f} of those right at first",)
     if name == "certified":
-        share = counted.certified_of_attacked
-        apart = "" if counted.spread is None else f", deviation {counted.spread:.2f}"
-        seeds = f"seeds: {row.seeds}{apart}" if counted.passed_over else ""
+        share = row.certified_of_attacked
+        apart = "" if row.spread is None else f", deviation {row.spread:.2f}"
+        seeds = f"seeds: {row.seeds}{apart}" if row.passed_over else ""
         return _lines("" if share is None else f"{share:.{digits}f} of those attacked", seeds)
     return ()
 
@@ -176,13 +171,13 @@ def _signed(points: float, digits: int) -> str:
     return f"{points:+.{digits}f}".replace("-", _MINUS)
 
 
-def _time(row: RowView) -> PageCell:
-    counted, hours = row.counted, row.entry.hours
+def _time(row: CountedRow) -> PageCell:
+    hours = row.entry.hours
     paper = "" if hours is None else f"paper {hours:g} h"
-    if counted.seconds is None:
+    if row.seconds is None:
         return PageCell(ABSENT, None, _lines(paper))
     shortened = "" if row.schedule == "full" else f"schedule {row.schedule}"
-    return PageCell(duration(counted.seconds), counted.seconds, _lines(shortened, counted.hardware, paper))
+    return PageCell(duration(row.seconds), row.seconds, _lines(shortened, row.hardware, paper))
 
 
 def _lines(*texts: str) -> tuple[str, ...]:
@@ -196,11 +191,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _effort(row: RowView) -> list[str]:
+def _effort(row: CountedRow) -> list[str]:
     """The options with which the runs behind a row were made; none for one that was not run."""
-    counted, seeds = row.counted, row.number_of_seeds
-    scale = "quick" if row.quick else "" if counted.scale == 1.0 else f"{counted.scale:g}"
-    rounded = {words for run in (*counted.runs, *counted.passed_over) for words in run.roundings}
+    seeds = row.number_of_seeds
+    scale = "quick" if row.quick else "" if row.scale == 1.0 else f"{row.scale:g}"
+    rounded = {words for run in (*row.runs, *row.passed_over) for words in run.roundings}
     rounding = "--bfloat16" if "bfloat16 windows" in rounded else "--tf32" if "TF32" in rounded else ""
     return [
         *(["--scale", scale] if scale else []),
@@ -265,7 +260,7 @@ def charts(view: TableView, anchors: Sequence[str]) -> tuple[Chart, ...]:
         assert ours.count is not None
         groups: dict[str, list[Measured]] = {}
         for anchor, row in zip(anchors, view.rows, strict=True):
-            stated, share = paper.value(row), share_of(row.counted, ours.count)
+            stated, share = paper.value(row), share_of(row, ours.count)
             if stated is not None or share is not None:
                 point = _measured(row, stated if isinstance(stated, float) else None, share)
                 point = replace(point, label=label(row), anchor=anchor, decimals=view.digits)
@@ -287,13 +282,10 @@ def _joined(groups: Mapping[str, Sequence[Measured]]) -> Mapping[str, Sequence[M
     return {"": [replace(row, label=f"{name}: {row.label}") for name, (row,) in groups.items()]}
 
 
-def _measured(row: RowView, paper: float | None, ours: Share | None) -> Measured:
-    counted = row.counted
+def _measured(row: CountedRow, paper: float | None, ours: Share | None) -> Measured:
     if ours is None:
-        return Measured(
-            "", paper, None, note=NOT_MEASURED if counted.status == "measured" else counted.status
-        )
-    note = counted.note if counted.scale == 1.0 else f"schedule {replace(row, quick=False).schedule}"
+        return Measured("", paper, None, note=NOT_MEASURED if row.status == "measured" else row.status)
+    note = row.note if row.scale == 1.0 else f"schedule {replace(row, quick=False).schedule}"
     return Measured("", paper, ours.value, ours.low, ours.high, note=note)
 
 
@@ -302,9 +294,9 @@ def _group(entry: Entry) -> str:
     return f"{entry.data_name}, {threat}"
 
 
-def _labels(rows: Sequence[RowView]) -> Callable[[RowView], str]:
+def _labels(rows: Sequence[CountedRow]) -> Callable[[CountedRow], str]:
     """A row's label without the words that all rows of the table share."""
-    parts: tuple[Callable[[RowView], str], ...] = (
+    parts: tuple[Callable[[CountedRow], str], ...] = (
         lambda row: row.entry.shape,
         lambda row: row.training,
         lambda row: row.entry.model_words,

@@ -1,19 +1,17 @@
 """The paper's tables beside ours, in one view for every format; what was not run says so."""
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from patchcert.evidence.record import Evidence
 from patchcert.evidence.results import Result
-from patchcert.papers.chiang2020.counting import CountedRow, CountedRun, certified_gaps
-from patchcert.papers.chiang2020.tables import DATA_NAMES, Entry, PaperTable
+from patchcert.papers.chiang2020.counting import ABSENT, CountedRow, CountedRun, certified_gaps
+from patchcert.papers.chiang2020.tables import DATA_NAMES, PaperTable
 from patchcert.report.statistics import Proportion
 from patchcert.report.tables import Cell, Column, Table
 
-ABSENT = "-"
 QUICK_LABEL = "QUICK LOOK, NOT A RESULT (small images, networks and schedules stand in for the paper's)"
 
 HEADING = """# Results
@@ -45,128 +43,6 @@ losses, and every placement of the largest square. None may break.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class RowView:
-    """A counted row in words."""
-
-    counted: CountedRow
-    quick: bool = False
-
-    @property
-    def entry(self) -> Entry:
-        """What the paper has."""
-        return self.counted.entry
-
-    @property
-    def data(self) -> str:
-        """The data set, and what stands in for it in a quick look."""
-        return self.entry.data_name + (" (by mnist-mini)" if self.quick else "")
-
-    @property
-    def training(self) -> str:
-        """How the row's models were trained, or the defense in front of them."""
-        entry = self.entry
-        attack = f", {entry.attack} attack" if entry.attack else ""
-        return entry.preset or (f"{entry.defense}{attack}" if entry.defense else entry.strategy)
-
-    @property
-    def model(self) -> str:
-        """The paper's model, and ours where it is another."""
-        words, network = self.entry.model_words, self.counted.network
-        return f"{words} (ours: {network})" if network else words
-
-    @property
-    def missing(self) -> str:
-        """Why there is no number of ours, where there is none."""
-        status, note = self.counted.status, self.counted.note
-        if status == "measured":
-            return ""
-        return f"{status} ({note})" if note else status
-
-    @property
-    def schedule(self) -> str:
-        """Whether the schedule was that of the paper, whether only some test images were asked, and the row's note."""
-        counted = self.counted
-        if not counted.runs:
-            return ABSENT
-        if self.quick:
-            return "quick"
-        words = ["full" if counted.scale == 1.0 else f"scaled by {counted.scale:g}"]
-        if counted.drawn_images is not None:
-            words.append(f"{counted.drawn_images:,} random test images")
-        if counted.attacked_images is not None:
-            where = "all" if counted.is_counted_on_attacked else "attack"
-            words.append(f"{where} on {counted.attacked_images:,} random test images")
-        return "; ".join([*words, *filter(None, [counted.note])])
-
-    @property
-    def seeds(self) -> str:
-        """How many seeds there are and that one of them counts, with the models' names where they differ in it."""
-        counted = self.counted
-        if not counted.runs:
-            return ABSENT
-        if not counted.passed_over:
-            return str(self.number_of_seeds)
-        counts = {run.model: len(counted.seeds_of(run)) for run in counted.runs}
-        if len(set(counts.values())) == 1:
-            return f"1 of {self.number_of_seeds}"
-        alike = {count: [model for model in counts if counts[model] == count] for count in counts.values()}
-        return "; ".join(
-            f"1 of {count} for {', '.join(models)}" for count, models in alike.items() if count > 1
-        )
-
-    @property
-    def number_of_seeds(self) -> int:
-        """The most seeds that any model of the row was run with, or its network attacked with."""
-        counts = Counter(run.model for run in (*self.counted.runs, *self.counted.passed_over))
-        return max(counts.values(), default=0)
-
-    def to_json(self) -> dict[str, Any]:
-        """All that is known, down to the counts of every run."""
-        counted, entry = self.counted, self.entry
-        return {
-            "row": entry.label,
-            "status": counted.status,
-            "note": counted.note,
-            "paper": {name: getattr(entry, name) for name in ("clean", "empirical", "certified", "hours")},
-            "clean": counted.clean,
-            "empirical": counted.empirical,
-            "empirical_of_initially_correct": counted.empirical_of_correct,
-            "certified": counted.certified,
-            "certified_of_attacked": counted.certified_of_attacked,
-            "difference": counted.difference,
-            "spread": counted.spread,
-            "seconds": counted.seconds,
-            "scale": counted.scale if counted.runs else None,
-            "seeds": self.number_of_seeds,
-            "runs": [_run_to_json(run) for run in counted.runs],
-            "passed_over": [_run_to_json(run) for run in counted.passed_over],
-        }
-
-
-def _run_to_json(run: CountedRun) -> dict[str, Any]:
-    attacked, right = run.attacked, run.initially_correct
-    return {
-        "fingerprint": run.fingerprint,
-        "model": run.model,
-        "seed": run.seed,
-        "training_loss": run.training_loss,
-        "images": run.clean.total,
-        "correct": run.clean.successes,
-        "certified": [
-            {"threat": threat.to_dict(), "certified": count.successes} for threat, count in run.certified
-        ],
-        "attacked": attacked and attacked.total,
-        "withstood": attacked and attacked.successes,
-        "certified_of_attacked": run.certified_of_attacked and run.certified_of_attacked.successes,
-        "initially_correct": right and right.total,
-        "withstood_of_them": right and right.successes,
-        "defense": run.defense,
-        "seconds": run.seconds,
-        "device": run.device,
-    }
-
-
 Shown = Callable[["TableView"], bool]
 
 
@@ -178,7 +54,7 @@ class Quantity:
     """
 
     name: str
-    value: Callable[[RowView], Cell]
+    value: Callable[[CountedRow], Cell]
     numeric: bool = True
     decimals: int | None = None
     signed: bool = False
@@ -191,7 +67,7 @@ class Quantity:
             self.name, digits if self.decimals is None else self.decimals, self.signed, self.numeric
         )
 
-    def cell(self, row: RowView) -> Cell:
+    def cell(self, row: CountedRow) -> Cell:
         """What it says of a row."""
         value = self.value(row)
         return ABSENT if value is None else value
@@ -202,7 +78,7 @@ def _has_attacks(view: "TableView") -> bool:
 
 
 def _any(value: Callable[[CountedRow], float | None]) -> Shown:
-    return lambda view: any(value(row.counted) is not None for row in view.rows)
+    return lambda view: any(value(row) is not None for row in view.rows)
 
 
 def _float(value: float | None) -> float | None:
@@ -215,34 +91,32 @@ QUANTITIES = (
     Quantity("training", lambda row: row.training, numeric=False),
     Quantity("model", lambda row: row.model, numeric=False),
     Quantity("paper clean", lambda row: _float(row.entry.clean)),
-    Quantity("clean", lambda row: row.counted.clean, count=lambda run: run.clean),
+    Quantity("clean", lambda row: row.clean, count=lambda run: run.clean),
     Quantity("paper under attack", lambda row: _float(row.entry.empirical), shown=_has_attacks),
     Quantity(
         "under attack",
-        lambda row: row.missing or row.counted.empirical,
+        lambda row: row.missing or row.empirical,
         shown=_has_attacks,
         count=lambda run: run.attacked,
     ),
     Quantity(
         "under attack, of those right at first",
-        lambda row: row.counted.empirical_of_correct,
+        lambda row: row.empirical_of_correct,
         shown=_any(lambda row: row.empirical_of_correct),
     ),
     Quantity("paper certified", lambda row: _float(row.entry.certified)),
-    Quantity("certified", lambda row: row.missing or row.counted.certified, count=lambda run: run.worst),
+    Quantity("certified", lambda row: row.missing or row.certified, count=lambda run: run.worst),
     Quantity(
         "certified of those attacked",
-        lambda row: row.counted.certified_of_attacked,
+        lambda row: row.certified_of_attacked,
         shown=_any(lambda row: row.certified_of_attacked),
     ),
-    Quantity("difference", lambda row: row.counted.difference, signed=True),
-    Quantity(
-        "spread over seeds", lambda row: row.counted.spread, decimals=2, shown=_any(lambda row: row.spread)
-    ),
+    Quantity("difference", lambda row: row.difference, signed=True),
+    Quantity("spread over seeds", lambda row: row.spread, decimals=2, shown=_any(lambda row: row.spread)),
     Quantity("seeds", lambda row: row.seeds, decimals=1),
     Quantity("paper hours", lambda row: _float(row.entry.hours), decimals=1),
-    Quantity("training seconds", lambda row: _float(row.counted.seconds), decimals=0),
-    Quantity("hardware", lambda row: row.counted.hardware or ABSENT, numeric=False),
+    Quantity("training seconds", lambda row: _float(row.seconds), decimals=0),
+    Quantity("hardware", lambda row: row.hardware or ABSENT, numeric=False),
     Quantity("schedule", lambda row: row.schedule, numeric=False),
 )
 
@@ -252,18 +126,13 @@ class TableView:
     """A table of the paper with its counted rows."""
 
     paper: PaperTable
-    rows: tuple[RowView, ...]
+    rows: tuple[CountedRow, ...]
     quick: bool = False
 
     @classmethod
     def of(cls, paper: PaperTable, rows: Sequence[CountedRow], quick: bool = False) -> "TableView":
         """The view of counted rows."""
-        return cls(paper, tuple(RowView(row, quick) for row in rows), quick)
-
-    @property
-    def counted(self) -> tuple[CountedRow, ...]:
-        """The rows as they were counted."""
-        return tuple(row.counted for row in self.rows)
+        return cls(paper, tuple(replace(row, quick=quick) for row in rows), quick)
 
     @property
     def digits(self) -> int:
@@ -276,17 +145,17 @@ class TableView:
     @property
     def measured(self) -> int:
         """How many rows were run."""
-        return sum(row.status == "measured" for row in self.counted)
+        return sum(row.status == "measured" for row in self.rows)
 
     @property
     def full(self) -> int:
         """How many rows were run with the paper's schedule."""
-        return 0 if self.quick else sum(row.status == "measured" and row.scale == 1.0 for row in self.counted)
+        return 0 if self.quick else sum(row.status == "measured" and row.scale == 1.0 for row in self.rows)
 
     @property
     def gaps(self) -> tuple[float, ...]:
         """Our certified accuracies less the paper's, where they can be compared."""
-        return () if self.quick else certified_gaps(self.counted)
+        return () if self.quick else certified_gaps(self.rows)
 
     @property
     def not_below(self) -> str:
@@ -349,7 +218,7 @@ def _overview_row(view: TableView) -> tuple[Cell, ...]:
         view.measured,
         view.full,
         view.not_below,
-        not_below(certified_gaps([row.by_first_seed for row in view.counted])),
+        not_below(certified_gaps([row.by_first_seed for row in view.rows])),
         *((min(gaps), median(gaps), max(gaps)) if gaps else (ABSENT,) * 3),
     )
 
@@ -367,20 +236,20 @@ def seeds_table(views: Sequence[TableView]) -> Table:
         *(Column(name, decimals=2) for name in ("clean", "certified")),
         Column("counts", numeric=False),
     )
-    several: dict[Hashable, tuple[RowView, CountedRun]] = {}
+    several: dict[Hashable, tuple[CountedRow, CountedRun]] = {}
     rows = [row for view in views for row in view.rows]
-    for row, run in ((each, run) for each in rows for run in each.counted.runs):
-        seeds = [each.fingerprint for each in row.counted.seeds_of(run)]
+    for row, run in ((each, run) for each in rows for run in each.runs):
+        seeds = [each.fingerprint for each in row.seeds_of(run)]
         if len(seeds) > 1:
             threats = tuple(threat for threat, _ in run.certified)
             several.setdefault((run.fingerprint, *seeds, threats, run.defense), (row, run))
     found = several.values()
-    shown = (_seed_row(row, run, each) for row, run in found for each in row.counted.seeds_of(run))
+    shown = (_seed_row(row, run, each) for row, run in found for each in row.seeds_of(run))
     return Table("Seeds", columns, tuple(shown))
 
 
-def _seed_row(row: RowView, best: CountedRun, run: CountedRun) -> tuple[Cell, ...]:
-    entry, scale = row.entry, row.counted.scale
+def _seed_row(row: CountedRow, best: CountedRun, run: CountedRun) -> tuple[Cell, ...]:
+    entry, scale = row.entry, row.scale
     return (
         entry.data_name,
         entry.threat_words,
