@@ -341,13 +341,12 @@ def _defended(
     threat = attacked.threat
     if not isinstance(threat, Patch):
         raise InvalidInput(f"--defense {asked.defense} is for patches, not {threat}", hint="give --patch.")
+    side = max(threat.height, threat.width)
     if asked.tune is None:
-        defense = build_defense(
-            asked.defense, asked.settings, model, attacked, max(threat.height, threat.width)
-        )
-        return Defended(defense, model).to(asked.device), {}
-    defense, tuning = _tuned(model, attacked, asked, max(threat.height, threat.width))
-    return Defended(defense, model).to(asked.device), {"tuning": tuning}
+        defense, tuning = build_defense(asked.defense, asked.settings, model, attacked, side), {}
+    else:
+        defense, tuning = _tuned(model, attacked, asked, side)
+    return Defended(defense, model).to(asked.device), tuning
 
 
 def build_defense(
@@ -407,4 +406,4 @@ def _tuned(
             hint="allow more with --largest-drop.",
         )
     reached = {"clean_accuracy": best.clean_accuracy, "weak_accuracy": best.weak_accuracy}
-    return best.defense, {"images": count, "largest_drop": asked.largest_drop, **reached}
+    return best.defense, {"tuning": {"images": count, "largest_drop": asked.largest_drop, **reached}}

@@ -1,24 +1,21 @@
 """`patchcert data list | fetch | verify`."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from patchcert.cli.options import DataSearchOption
 from patchcert.cli.output import Report, print_json, progress_bar, say
 from patchcert.errors import DataError
 
 app = typer.Typer(add_completion=False, no_args_is_help=False)
 
 Name = Annotated[str, typer.Argument(help="Name of the data set; `patchcert data list` shows them.")]
-DataDir = Annotated[
-    Path | None, typer.Option(help="Folder of the data; else $PATCHCERT_DATA, else the cache.")
-]
 
 
 @app.command("list")
-def list_data(data_dir: DataDir = None) -> None:
+def list_data(data_dir: DataSearchOption = None) -> None:
     """Say which data sets there are and which of them are on this machine."""
     from patchcert.data import SOURCES
     from patchcert.data.files import data_folders, locate
@@ -39,7 +36,7 @@ def list_data(data_dir: DataDir = None) -> None:
 @app.command()
 def fetch(
     name: Name,
-    data_dir: DataDir = None,
+    data_dir: DataSearchOption = None,
     mirror: Annotated[
         str | None,
         typer.Option(help="URL or path of a folder that holds the published files, instead of the official."),
@@ -57,7 +54,7 @@ def fetch(
 
 
 @app.command()
-def verify(name: Name, data_dir: DataDir = None) -> None:
+def verify(name: Name, data_dir: DataSearchOption = None) -> None:
     """Compare every file of a data set with its known SHA-256 sum, and read all of it."""
     from patchcert.data.files import locate, read
     from patchcert.data.loading import assemble

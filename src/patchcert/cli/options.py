@@ -28,6 +28,9 @@ PlacementsOption = Annotated[
 ]
 DataOption = Annotated[str | None, typer.Option(help="Data set; a run folder knows its own.")]
 DataFolderOption = Annotated[Path | None, typer.Option(help="Folder of the data.")]
+DataSearchOption = Annotated[
+    Path | None, typer.Option(help="Folder of the data; else $PATCHCERT_DATA, else the cache.")
+]
 SplitOption = Annotated[str, typer.Option(help="test or train.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")]
 EvidenceOption = Annotated[

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from patchcert.cli.options import DataSearchOption
 from patchcert.cli.output import print_error, print_json, say
 from patchcert.errors import InvalidInput
 
@@ -20,9 +21,7 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The page; by default report.html in the folder of a single run.")
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the data; else $PATCHCERT_DATA, else the cache.")
-    ] = None,
+    data_dir: DataSearchOption = None,
     maps: Annotated[int, typer.Option(min=0, help="Certificate maps per run.")] = 8,
 ) -> None:
     """Put runs and their evidence into one self-contained HTML page.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.options import parse_device
+from patchcert.cli.options import DataFolderOption, DeviceOption, parse_device
 from patchcert.cli.output import print_json, print_table, say
 from patchcert.errors import DataError, InvalidInput
 
@@ -40,7 +40,7 @@ def reproduce(
     rows: Annotated[
         list[str] | None, typer.Option(help="Only rows with all these words: 'MNIST all mlp'. Repeatable.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")] = "auto",
+    device: DeviceOption = "auto",
     jobs: Annotated[int, typer.Option(min=1, help="How many runs at once on the device.")] = 1,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds for each run.")] = None,
     tf32: Annotated[
@@ -52,7 +52,7 @@ def reproduce(
             "--bfloat16", help="As --tf32, and windows kept in bfloat16 on a GPU: for large networks."
         ),
     ] = False,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data.")] = None,
+    data_dir: DataFolderOption = None,
     runs: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/reproduce"),
     results: Annotated[
         Path | None, typer.Option(help="Folder for evidence; by default RUNS/results.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from patchcert.cli.options import parse_device
+from patchcert.cli.options import DataSearchOption, DeviceOption, parse_device
 from patchcert.cli.output import print_json, say, stderr_console
 from patchcert.errors import InvalidInput
 
@@ -36,11 +36,9 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="Run folder; by default runs/NAME-FINGERPRINT.", file_okay=False)
     ] = None,
-    device: Annotated[str, typer.Option(help="`cpu`, `cuda`, `cuda:1` or `auto`.")] = "auto",
+    device: DeviceOption = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Resume an unfinished run.")] = False,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the data; else $PATCHCERT_DATA, else the cache.")
-    ] = None,
+    data_dir: DataSearchOption = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")
