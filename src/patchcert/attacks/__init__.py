@@ -6,14 +6,12 @@ from patchcert.attacks.base import AttackLeftThreat as AttackLeftThreat
 from patchcert.attacks.base import AttackResult as AttackResult
 from patchcert.attacks.base import Findings as Findings
 from patchcert.attacks.base import default_batch_size as default_batch_size
-from patchcert.attacks.campaign import CertifiedAttackResult as CertifiedAttackResult
-from patchcert.attacks.campaign import attack_certified as attack_certified
-from patchcert.attacks.campaign import strongest_attack as strongest_attack
 from patchcert.attacks.composite import AdaptiveAfterTransfer as AdaptiveAfterTransfer
 from patchcert.attacks.composite import AdaptiveAttack as AdaptiveAttack
 from patchcert.attacks.composite import AttackSeries as AttackSeries
 from patchcert.attacks.composite import AttackWithin as AttackWithin
 from patchcert.attacks.composite import TransferAttack as TransferAttack
+from patchcert.attacks.composite import strongest_attack as strongest_attack
 from patchcert.attacks.patch import PatchAttack as PatchAttack
 from patchcert.attacks.patch import reference_patch_attack as reference_patch_attack
 from patchcert.attacks.sparse import SparseAttack as SparseAttack

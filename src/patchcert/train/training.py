@@ -24,7 +24,7 @@ from patchcert.train.loop import EpochSummary, Position, train
 from patchcert.train.run_folder import Run, exclusive, prepare_run
 from patchcert.train.spec import Spec
 from patchcert.train.step import Plan, Trainee
-from patchcert.train.strategy import Strategy, Subject, derived_seed
+from patchcert.train.strategy import Subject, derived_seed
 
 SAVE_SHARE = 0.02
 """At most this share of the time is spent on saving the state."""
@@ -143,10 +143,10 @@ class _Training:
         data, held_out = spec.data.split(dataset)
         self.held_out = None if held_out is None else held_out.to(place.device)
         self.plan = Plan(spec, data.to(place.device), place.world)
-        windows = spec.optimiser.windows_dtype
+        is_rounded = spec.optimiser.windows is not None and place.device.type == "cuda"
+        windows = torch.bfloat16 if is_rounded else None
         subject = Subject(self.model, self.model_spec, spec.threat, spec.seed, windows)
-        strategy: Strategy = spec.strategy
-        self.trainee = Trainee(self.model, strategy.bind(subject), spec.optimiser)
+        self.trainee = Trainee(self.model, spec.strategy.bind(subject), spec.optimiser)
         self.best = Best()
         self._saved_at, self._save_took = 0.0, 0.0
 
