@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, final
+from typing import Annotated, Literal, Self, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchcert.attacks.base import AttackJob
+from patchcert.attacks.base import Attack, AttackJob
 from patchcert.attacks.views import AttackedModel, PerImage, View, put, require_finite, sure_lead, wrong_lead
 from patchcert.errors import InvalidInput
 from patchcert.tensors import Images, Labels
@@ -198,25 +198,45 @@ def segments_of(steps: int, length: int) -> list[int]:
     return [min(length, steps - start) for start in range(0, steps, length)]
 
 
-def check_ascent(steps: int, step_size: float, restarts: int, loss: str, batch_size: int) -> None:
-    """Refuse settings with which no ascent can run."""
-    if steps < 0:
-        raise InvalidInput(f"an attack needs 0 steps or more, got steps={steps}", hint="150 is usual")
-    if not 0 < step_size < math.inf:
-        raise InvalidInput(
-            f"an attack needs a positive step size, got step_size={step_size}", hint="0.05 is usual"
-        )
-    if restarts < 1:
-        raise InvalidInput(
-            f"an attack needs at least one restart, got restarts={restarts}",
-            hint="the first start counts as one",
-        )
-    if batch_size < 1:
-        raise InvalidInput(
-            f"an attack needs a batch of at least one image, got batch_size={batch_size}",
-            hint="use as many as the memory holds",
-        )
-    check_choice("loss", loss, tuple(LOSSES))
+class GradientAttack(Attack):
+    """An attack whose ascents are given by these settings; subclasses are dataclasses with their defaults."""
+
+    steps: int
+    step_size: float
+    restarts: int
+    loss: Loss
+    early_stop: bool
+
+    def __post_init__(self) -> None:
+        """Refuse settings with which no ascent can run."""
+        if self.steps < 0:
+            raise InvalidInput(
+                f"an attack needs 0 steps or more, got steps={self.steps}", hint="150 is usual"
+            )
+        if not 0 < self.step_size < math.inf:
+            raise InvalidInput(
+                f"an attack needs a positive step size, got step_size={self.step_size}", hint="0.05 is usual"
+            )
+        if self.restarts < 1:
+            raise InvalidInput(
+                f"an attack needs at least one restart, got restarts={self.restarts}",
+                hint="the first start counts as one",
+            )
+        if self.batch_size < 1:
+            raise InvalidInput(
+                f"an attack needs a batch of at least one image, got batch_size={self.batch_size}",
+                hint="use as many as the memory holds",
+            )
+        check_choice("loss", self.loss, tuple(LOSSES))
+
+    @property
+    def climb(self) -> Climb:
+        """The rule of its ascents."""
+        return Climb(self.loss, self.step_size, self.early_stop)
+
+    def exhaustive(self) -> Self:
+        """The same attack without an early stop: it continues after a success, to the largest margin."""
+        return replace(self, early_stop=False)  # pyright: ignore[reportArgumentType]
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -39,10 +39,6 @@ class EpsilonSchedule:
         """The first epoch whose every batch has epsilon 1."""
         return self.natural_epochs + self.ramp_epochs
 
-    def start(self, epoch: int) -> float:
-        """Epsilon of the epoch's first batch."""
-        return self._bend(self._line(epoch))
-
     def end(self, epoch: int) -> float:
         """Epsilon of the epoch's last batch; the next epoch starts there, unless there is no ramp."""
         return self._bend(self._line_end(epoch))
@@ -53,13 +49,9 @@ class EpsilonSchedule:
         share = batch / (batches - 1) if batches > 1 else 1.0
         return self._bend(start + (end - start) * share)
 
-    def is_natural(self, epoch: int) -> bool:
-        """Epsilon stays at 0 throughout the epoch, so that it trains by plain cross entropy."""
-        return self.end(epoch) < NATURAL_BELOW
-
     def phase(self, epoch: int) -> Phase:
-        """Whether epsilon is 0, grows, or is 1 throughout the epoch."""
-        if self.is_natural(epoch):
+        """Whether epsilon is 0, grows, or is 1 throughout the epoch; at 0 it trains by plain cross entropy."""
+        if self.end(epoch) < NATURAL_BELOW:
             return "natural"
         return "full" if epoch >= self.full_from else "growing"
 

@@ -89,7 +89,7 @@ class Objective:
 
 
 class Strategy(ABC):
-    """One way to train against a threat: a frozen dataclass whose fields are the keys of `[strategy]`, `kind` the first."""
+    """One way to train against a threat: a frozen dataclass whose fields are the keys of `[strategy]`."""
 
     __slots__ = ()
     threats: ClassVar[tuple[type, ...]] = (Patch,)

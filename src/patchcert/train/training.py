@@ -14,7 +14,7 @@ import torch
 from torch import Generator, nn
 
 from patchcert.certificates.checks import check_fit
-from patchcert.data import Dataset, Split
+from patchcert.data import Dataset
 from patchcert.errors import PatchcertError, RunError, SpecError
 from patchcert.models import ModelSpec, build, save
 from patchcert.train.checkpoint import Best, load_state, save_state
@@ -152,7 +152,9 @@ class _Training:
 
     def carry_out(self, stop: StopRequest) -> None:
         """Train from the saved state, or from the start, to the end or until a stop is asked for."""
-        self.stop, start = stop, self._restore()
+        self.stop, start = stop, Position()
+        if self.run.state.is_file():
+            start, self.best = load_state(self.run.state, self.trainee)
         if self.place.world.is_main:
             self.run.truncate_metrics(start.epoch)
             self._record_session(start)
@@ -198,12 +200,6 @@ class _Training:
         self._saved_at = time.monotonic()
         self._save_took = self._saved_at - began
 
-    def _restore(self) -> Position:
-        if not self.run.state.is_file():
-            return Position()
-        position, self.best = load_state(self.run.state, self.trainee)
-        return position
-
     def _record_session(self, start: Position) -> None:
         device = self.place.device
         before = self.run.environment().get("sessions", [])
@@ -219,21 +215,18 @@ class _Training:
             return {}
         images = self.plan.data if self.held_out is None else self.held_out
         sample = images if chooses else images.take(self.spec.run.check_images)
-        found = self._accuracies(sample)
-        if chooses and found["certified_accuracy"] > self.best.accuracy:
+        found = shared_accuracies(
+            self.model, sample.floats(), sample.labels, self.spec.threat, self.place.world
+        )
+        if chooses and found.certified_accuracy > self.best.accuracy:
             weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-            self.best = Best(found["certified_accuracy"], summary.epoch, weights)
+            self.best = Best(found.certified_accuracy, summary.epoch, weights)
         name = "train" if self.held_out is None else "validation"
-        return found | {"checked_on": name, "checked_images": len(sample)}
+        return asdict(found) | {"checked_on": name, "checked_images": len(sample)}
 
     def _is_due(self, epoch: int) -> bool:
         every = self.spec.run.check_every if self.spec.strategy.has_bounds else 0
         return bool(every) and ((epoch + 1) % every == 0 or epoch + 1 == self.spec.schedule.epochs)
-
-    def _accuracies(self, sample: Split) -> dict[str, float]:
-        world = self.place.world
-        found = shared_accuracies(self.model, sample.floats(), sample.labels, self.spec.threat, world)
-        return {"clean_accuracy": found.clean, "certified_accuracy": found.certified}
 
 
 def summarise(run: Run) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Literal, final
 from torch import Generator, Tensor, nn
 
 from patchcert.attacks import AttackedModel, AttackJob, AttackResult, FastCopy, Findings, PatchAttack
-from patchcert.attacks.base import judged
+from patchcert.attacks.base import judged, seeded
 from patchcert.attacks.composite import Attempt, strongest
 from patchcert.bounds import precise_arithmetic
 from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
@@ -82,7 +82,7 @@ class CornerExperiment:
         tell: Tell | None = None,
     ) -> tuple[CornerRow, ...]:
         """All cells of one patch size."""
-        job = AttackJob.of(images, labels, Patch(patch, placements="corners"), generator)
+        job = AttackJob(images, labels, Patch(patch, placements="corners"), generator or seeded())
         transferred = self.transferred(model, job, tell)
         return tuple(row for name in defenses for row in self.rows(name, model, job, transferred, tell))
 
