@@ -137,9 +137,9 @@ class _PatchAscents:
         `draw` is called once per restart for noise for all images, including broken ones, so that a restart does
         not depend on how batches were cut. Returns the largest lead met at every placement.
         """
-        corners, early_stop, batch_size = self.corners, self.attack.early_stop, self.attack.batch_size
+        corners = self.corners
         leads = self.job.images.new_full((len(self.job.images), len(corners)), -torch.inf)
-        for still_open, turns in self.record.restarts(self.job, restarts, early_stop, batch_size):
+        for still_open, turns in self.attack.turns(self.record, self.job, restarts):
             starts = torch.cat([draw()[still_open] for _ in turns])
             columns = torch.arange(turns.start, turns.stop, device=still_open.device) % order.shape[1]
             owner = still_open.repeat(len(turns))
@@ -169,7 +169,7 @@ class _PatchAscents:
             yield Climbers.at(owner[part], placement[part], view, start)
 
     def _climb(self, climbers: Climbers, steps: int, leads: PerPlacement) -> None:
-        rest = self.attack.climb.run(climbers, self.record, segments_of(steps, self.attack.check_every))
+        rest = self.attack.ascend(climbers, self.record, segments_of(steps, self.attack.check_every))
         place = (rest.owner, rest.placement)
         leads[place] = torch.maximum(leads[place], rest.lead)
 

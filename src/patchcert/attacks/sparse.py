@@ -49,7 +49,7 @@ class SparseAttack(GradientAttack):
                 f"SparseAttack attacks with SparsePixels, got {threat}", hint="use PatchAttack for a Patch"
             )
         record = Record(target, images, job.labels)
-        for still_open, turns in record.restarts(job, self.restarts, self.early_stop, self.batch_size):
+        for still_open, turns in self.turns(record, job, self.restarts):
             starts = torch.cat([_start(turn, images, threat, job.generator)[still_open] for turn in turns])
             owners = still_open.repeat(len(turns)).split(self.batch_size)
             for owner, start in zip(owners, starts.split(self.batch_size), strict=True):
@@ -68,7 +68,7 @@ class SparseAttack(GradientAttack):
         for steps in self._shares():
             gradient = self._gradient(model, current, record.labels[owner])
             climbers = freed(model, owner, record.clean[owner], current, gradient, threat)
-            climbers = self.climb.run(climbers, record, [steps] if steps else [])
+            climbers = self.ascend(climbers, record, [steps] if steps else [])
             if not len(climbers):
                 return
             owner = climbers.owner

@@ -24,6 +24,7 @@ from patchcert.errors import PatchcertError
 from patchcert.tensors import Images
 from patchcert.threats import Patch
 from patchcert.windows.layout import Layout
+from patchcert.windows.passes import common_steps
 from patchcert.windows.products import is_worth_a_matrix, window_matrix
 
 logger = logging.getLogger(__name__)
@@ -157,17 +158,11 @@ class WindowPlan:
         """Raises NotCovered where windows cannot follow the network."""
         values = network.values(images[:1])
         layout = Layout.of(network, values)
-        known = [window for window in layout.windows(Window(0, 0, patch.height, patch.width)) if window]
-        rows, columns = math.lcm(*(w.row_step for w in known)), math.lcm(*(w.column_step for w in known))
+        rows, columns = common_steps(layout.windows(Window(0, 0, patch.height, patch.width)))
         start = Window(0, 0, patch.height + rows - 1, patch.width + columns - 1)
         stages = _Builder(layout, layout.windows(start)).stages()
         numbers = sum(values[stage.index][0].numel() for stage in stages)
         return cls(network, start, (rows, columns), stages, numbers)
-
-    def drawn_back(self, corners: Tensor) -> Tensor:
-        """The corners (m, 2) moved to the last multiples of the network's strides."""
-        step = torch.tensor(self.step, device=corners.device)
-        return torch.div(corners, step, rounding_mode="floor") * step
 
     @torch.no_grad()
     def clean(self, images: Tensor) -> list[Tensor]:
@@ -352,7 +347,8 @@ class WindowViews:
         cells = stamp_cells(self.patch, corners, self.images.shape[1:])
         clean = self.images.flatten(1)[owner[:, None], cells]
         maps, rows = self._clean(owner)
-        base = self.plan.drawn_back(corners)
+        step = torch.tensor(self.plan.step, device=corners.device)
+        base = torch.div(corners, step, rounding_mode="floor") * step
         start = self._start(corners - base)
         layers = []
         for number, stage in enumerate(self.plan.stages):

@@ -96,10 +96,6 @@ class LearningRateSchedule:
         at_least(1, "decay_every", self.decay_every)
         at_least(0, "decay_from", self.decay_from or 0)
 
-    def at(self, epoch: int, decay_from: int) -> float:
-        """The rate of a whole epoch; the first decay comes `decay_every` epochs after `decay_from`."""
-        return self.initial * self.decay_factor ** (max(epoch - decay_from, 0) // self.decay_every)
-
     def scaled(self, factor: float) -> "LearningRateSchedule":
         """The same rates with the decays closer together, in proportion."""
         start = None if self.decay_from is None else scale(self.decay_from, factor)
@@ -129,8 +125,9 @@ class Schedule:
         return self.epsilon.full_from + 1 if given is None else given
 
     def rate(self, epoch: int) -> float:
-        """The learning rate of an epoch."""
-        return self.learning_rate.at(epoch, self.decay_from)
+        """The learning rate of a whole epoch; the first decay comes `decay_every` epochs after `decay_from`."""
+        rates = self.learning_rate
+        return rates.initial * rates.decay_factor ** (max(epoch - self.decay_from, 0) // rates.decay_every)
 
     def scaled(self, factor: float) -> "Schedule":
         """Every part shrunk (or stretched) in proportion, each at least 1 epoch where it was above 0."""

@@ -56,7 +56,6 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"nothing is lost; resume with: patchcert train {folder} --resume")
-        self.folder = folder
 
 
 @dataclass(slots=True)
