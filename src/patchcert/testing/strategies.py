@@ -1,6 +1,6 @@
 """Hypothesis strategies for soundness tests: small random networks, images and threats that fit together.
 
-The only module of patchcert that imports Hypothesis, which is no requirement of the package.
+The only module of patchcert that imports Hypothesis, which the package does not require.
 """
 
 from collections.abc import Callable
