@@ -15,8 +15,6 @@ from patchcert.attacks.composite import strongest_attack as strongest_attack
 from patchcert.attacks.patch import PatchAttack as PatchAttack
 from patchcert.attacks.patch import reference_patch_attack as reference_patch_attack
 from patchcert.attacks.sparse import SparseAttack as SparseAttack
-from patchcert.attacks.tuning import TuningResult as TuningResult
-from patchcert.attacks.tuning import TuningTrial as TuningTrial
 from patchcert.attacks.tuning import smoothing_grid as smoothing_grid
 from patchcert.attacks.tuning import tune_defense as tune_defense
 from patchcert.attacks.tuning import watermarking_grid as watermarking_grid

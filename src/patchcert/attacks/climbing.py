@@ -104,10 +104,6 @@ class Record:
         self.placement[index] = torch.where(better, placement, self.placement[index])
         self.lead[index] = torch.maximum(lead, self.lead[index])
 
-    def count(self, climbers: Climbers, steps: int) -> None:
-        """Write down steps spent by the ascents."""
-        self.steps.index_add_(0, climbers.owner, torch.full_like(climbers.owner, steps))
-
 
 def segments_of(steps: int, length: int) -> list[int]:
     """The steps in segments of at most `length`."""
@@ -168,7 +164,7 @@ class GradientAttack(Attack):
     def ascend(self, climbers: Climbers, record: Record, segments: list[int]) -> Climbers:
         """Run the ascents in segments of steps, after each of which those on broken images end; the rest."""
         for steps in segments:
-            record.count(climbers, steps)
+            record.steps.index_add_(0, climbers.owner, torch.full_like(climbers.owner, steps))
             climbers = record.update(self._advance(record.labels, climbers, steps))
             if self.early_stop:
                 climbers = climbers.keep((record.lead[climbers.owner] <= 0).nonzero().flatten())
