@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from patchcert.certificates import certify
 from patchcert.errors import UnsupportedLayer
 from patchcert.testing.brute_force import members, other_classes, reached_margins, supports
-from patchcert.testing.strategies import Case, image_batches, networks, seeds, threats
 from patchcert.threats import Patch, SparsePixels
+from strategies import Case, image_batches, networks, seeds, threats
 
 
 def least_reached(case, index):

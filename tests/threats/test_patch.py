@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.testing.conformance import seeded
-from patchcert.testing.strategies import image_batches, seeds, threats
 from patchcert.threats import Patch, Threat, shapes, threat_from_dict
+from strategies import image_batches, seeds, threats
 
 
 @st.composite

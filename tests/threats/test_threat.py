@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patchcert.errors import InvalidInput, InvalidThreat
-from patchcert.testing.strategies import seeds, sparse_threats, stamps, threats
 from patchcert.threats import Patch, SparsePixels, Threat, shapes, threat_from_dict
+from strategies import seeds, sparse_threats, stamps, threats
 
 
 def as_json(threat):

@@ -1,7 +1,4 @@
-"""Conformance suites that anybody can run on their own certifier, threat or attack; needs no test framework.
-
-`patchcert.testing.strategies` offers Hypothesis strategies; it is imported only by those who want it.
-"""
+"""Conformance suites that anybody can run on their own certifier, threat or attack; needs no test framework."""
 
 from patchcert.testing.attacks import ATTACK_CHECKS as ATTACK_CHECKS
 from patchcert.testing.attacks import check_attack as check_attack

@@ -24,19 +24,6 @@ class ResidualBlock(nn.Module):
         return self.branch(images) + self.shortcut(images)
 
 
-class FunctionalHead(nn.Module):
-    """A head whose flattening and activation are function calls, invisible in a list of its submodules."""
-
-    def __init__(self, features: int, hidden: int, classes: int) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(features, hidden)
-        self.output = nn.Linear(hidden, classes)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Flatten, one hidden layer, logits."""
-        return self.output(torch.relu(self.hidden(torch.flatten(features, 1))))
-
-
 @torch.no_grad()
 def randomise(model: nn.Module, generator: Generator, gain: float = 1.0) -> nn.Module:
     """Give every layer weights drawn from the generator, batch norms also running statistics; in eval mode.
