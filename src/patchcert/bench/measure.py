@@ -86,8 +86,8 @@ class Machine:
     batch: int
     certified_images: int
     spend: float
-    attacked_images: int = 400
-    restarts: int = 80
+    attacked_images: int
+    restarts: int
     data_dir: Path | None = None
 
 
@@ -128,25 +128,12 @@ class Measurement:
     step_gigabytes: float | None
     attack: AttackRates
 
-    @property
-    def step_ratio(self) -> float:
-        """How many times faster a whole training step is than the dense step."""
-        return self.dense_step / self.training_step
-
-    @property
-    def sweep_ratio(self) -> float:
-        return self.dense_step / self.sweep_float32
-
-    @property
-    def certification_ratio(self) -> float:
-        return self.dense_step / self.certification
-
     def to_dict(self) -> dict[str, Any]:
-        """All figures and ratios in plain types."""
+        """All figures in plain types, with how many times faster than the dense step each way is."""
         ratios = {
-            "step_ratio": self.step_ratio,
-            "sweep_ratio": self.sweep_ratio,
-            "certification_ratio": self.certification_ratio,
+            "step_ratio": self.dense_step / self.training_step,
+            "sweep_ratio": self.dense_step / self.sweep_float32,
+            "certification_ratio": self.dense_step / self.certification,
             "certification_seconds": self.certification * self.certified_images / 1e6,
             "sweep_fraction_of_floor": self.floor_float32 / self.sweep_float32,
         }
@@ -185,7 +172,7 @@ def run_case(case: Case, machine: Machine) -> Measurement:
         floor_tf32=work.seconds(machine.ceilings, tf32=True) * 1e6,
         dense_gigabytes=dense_gigabytes,
         step_gigabytes=step_gigabytes,
-        attack=_attack_rates(case, machine.device, machine.attacked_images, machine.restarts, machine.spend),
+        attack=_attack_rates(case, machine),
     )
 
 
@@ -312,40 +299,25 @@ def _peak(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
 
 
-def _attack_rates(case: Case, device: torch.device, images: int, restarts: int, spend: float) -> AttackRates:
+def _attack_rates(case: Case, machine: Machine) -> AttackRates:
     """Both rates for the paper's steps, or for fewer where a call would take longer than `spend` seconds."""
-    target = _AttackTarget.of(case, device, images)
+    device, count, restarts = machine.device, machine.attacked_images, machine.restarts
+    model, (images, _) = case.build(device), case.images(count, device)
+    with torch.no_grad():
+        labels = model(images).argmax(dim=1)  # all images are right, so that all of them are attacked
+
+    def batched(attack: PatchAttack) -> AttackResult:
+        return attack.run(model, images, labels, case.threat, Generator().manual_seed(0))
+
+    def plain(attack: PatchAttack) -> AttackResult:
+        return reference_patch_attack(attack, model, images, labels, case.threat, Generator().manual_seed(0))
+
     attack = PatchAttack(
         FEWEST_ATTACK_STEPS, restarts=restarts, early_stop=False, batch_size=default_batch_size(device)
     )
-    short = seconds(lambda: target.batched(attack), device, 0.0)
-    steps = min(max(int(spend / short * FEWEST_ATTACK_STEPS), FEWEST_ATTACK_STEPS), ATTACK_STEPS)
+    short = seconds(lambda: batched(attack), device, 0.0)
+    steps = min(max(int(machine.spend / short * FEWEST_ATTACK_STEPS), FEWEST_ATTACK_STEPS), ATTACK_STEPS)
     attack, single = replace(attack, steps=steps), replace(attack, steps=steps, restarts=1)
-    batched = images * restarts * steps / seconds(lambda: target.batched(attack), device, spend)
-    plain = images * steps / seconds(lambda: target.plain(single), device, spend)
-    return AttackRates(images, restarts, steps, plain, batched, batched / plain)
-
-
-@dataclass(frozen=True, slots=True)
-class _AttackTarget:
-    """A network and images that it gets right, so that all of them are attacked."""
-
-    case: Case
-    model: nn.Module
-    images: Tensor
-    labels: Tensor
-
-    @staticmethod
-    def of(case: Case, device: torch.device, count: int) -> "_AttackTarget":
-        model, (images, _) = case.build(device), case.images(count, device)
-        with torch.no_grad():
-            return _AttackTarget(case, model, images, model(images).argmax(dim=1))
-
-    def batched(self, attack: PatchAttack) -> AttackResult:
-        return attack.run(self.model, self.images, self.labels, self.case.threat, Generator().manual_seed(0))
-
-    def plain(self, attack: PatchAttack) -> AttackResult:
-        generator = Generator().manual_seed(0)
-        return reference_patch_attack(
-            attack, self.model, self.images, self.labels, self.case.threat, generator
-        )
+    fast = count * restarts * steps / seconds(lambda: batched(attack), device, machine.spend)
+    slow = count * steps / seconds(lambda: plain(single), device, machine.spend)
+    return AttackRates(count, restarts, steps, slow, fast, fast / slow)
