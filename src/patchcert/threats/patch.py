@@ -13,7 +13,7 @@ from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.tensors import Images, PerImage
 from patchcert.threats import shapes
 from patchcert.threats.placements import (
-    NAMED_RULES,
+    Named,
     PlacementRule,
     Placements,
     PlacementsLike,
@@ -42,7 +42,7 @@ class Patch:
         given = read_stamp(stamp)
         trimmed = trim(given)
         rule = read_rule(placements)
-        if trimmed.shape != given.shape and rule not in NAMED_RULES.values():
+        if trimmed.shape != given.shape and not isinstance(rule, Named):
             raise InvalidThreat(
                 f"the stamp of shape {tuple(given.shape)} has empty outer rows or columns, so it is unclear "
                 "which pixel the given placements are the top-left corner of",
@@ -168,7 +168,9 @@ class Patch:
                 f"a patch is a table with kind = 'patch', stamp and placements, got {dict(plain)!r}",
                 hint="write for example stamp = '5x5' and placements = 'everywhere'",
             )
-        return cls(_stamp_from_plain(plain["stamp"]), plain.get("placements", "everywhere"))
+        stamp = plain["stamp"]
+        read = from_rows(list(map(str, stamp))) if isinstance(stamp, list) else shapes.parse(str(stamp))
+        return cls(read, plain.get("placements", "everywhere"))
 
     @cached_property
     def _placements(self) -> dict[tuple[int, int], Placements]:
@@ -199,9 +201,3 @@ class Patch:
         placements = self.placements(values.shape[1], values.shape[2])
         sums = sums_under(self.stamp, values).flatten(1)
         return sums if placements.complete else sums[:, placements.flat.to(values.device)]
-
-
-def _stamp_from_plain(stamp: Plain) -> Stamp:
-    if isinstance(stamp, list):
-        return from_rows([str(row) for row in stamp])
-    return shapes.parse(str(stamp))

@@ -4,7 +4,7 @@ Text and pictures of a stamp use '#' or white for covered pixels, '.' or black f
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, combinations
 from math import isqrt
 from pathlib import Path
@@ -92,7 +92,11 @@ def transfer_shapes(pixels: int) -> dict[str, tuple[Tensor, ...]]:
         "parallelogram": [parallelogram(pixels, mirror, turn) for turn in flags for mirror in flags],
         "diamond": [diamond(pixels)],
     }
-    return {name: _distinct(stamps) for name, stamps in found.items() if stamps}
+    return {
+        name: tuple({to_rows(stamp): stamp for stamp in stamps}.values())
+        for name, stamps in found.items()
+        if stamps
+    }
 
 
 def from_text(text: str) -> Stamp:
@@ -148,11 +152,6 @@ def name_of(stamp: Stamp) -> str | None:
             if torch.equal(_named(kind, pixels, options), stamp):
                 return ":".join((kind, str(pixels), *options))
     return None
-
-
-def render(stamp: Stamp) -> str:
-    """The stamp drawn with '#' and '.', as `from_text` reads it."""
-    return "\n".join(to_rows(stamp))
 
 
 def describe(stamp: Stamp) -> str:
@@ -219,7 +218,7 @@ def sums_under(stamp: Stamp, values: Annotated[Tensor, "n h w"]) -> Annotated[Te
     """
     height, width = stamp.shape
     if bool(stamp.all()):
-        return _window_sums(_window_sums(values, width, dim=2), height, dim=1)
+        return _window_sums(_window_sums(values, width).mT, height).mT
     running = F.pad(values.cumsum(dim=2), (1, 0))
     tops, lefts = values.shape[1] - height + 1, values.shape[2] - width + 1
     total = running.new_zeros(values.shape[0], tops, lefts)
@@ -274,10 +273,6 @@ def _has(kind: str, pixels: int) -> bool:
     return True
 
 
-def _distinct(stamps: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    return tuple({to_rows(stamp): stamp for stamp in stamps}.values())
-
-
 def _from_picture(path: Path) -> Stamp:
     with Image.open(path) as picture:
         grey = picture.convert("L")
@@ -291,12 +286,10 @@ def _from_picture(path: Path) -> Stamp:
     return trim(levels == 255)
 
 
-def _window_sums(values: Tensor, length: int, dim: int) -> Tensor:
-    running = values.cumsum(dim=dim)
-    zero = torch.zeros_like(running.narrow(dim, 0, 1))
-    running = torch.cat([zero, running], dim=dim)
-    count = values.shape[dim] - length + 1
-    return running.narrow(dim, length, count) - running.narrow(dim, 0, count)
+def _window_sums(values: Tensor, length: int) -> Tensor:
+    """The sums of `length` neighbours along the last dimension."""
+    running = F.pad(values.cumsum(dim=-1), (1, 0))
+    return running[..., length:] - running[..., :-length]
 
 
 def _runs(stamp: Stamp) -> list[tuple[int, int, int]]:
