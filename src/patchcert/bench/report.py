@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from patchcert.bench.measure import Machine, Measurement
+from patchcert.bench.measure import Machine
 from patchcert.report.tables import Column, Table
 
 Facts = Mapping[str, Any]
@@ -49,7 +49,7 @@ _TABLES = {
 """Of each table the title, and for each column its heading and how it shows the figures of a case."""
 
 
-def summary(machine: Machine, measurements: Sequence[Measurement]) -> dict[str, Any]:
+def summary(machine: Machine, cases: Sequence[Facts]) -> dict[str, Any]:
     """Device, ceilings and all figures in plain types."""
     ceilings, device = machine.ceilings, machine.device
     processor = f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
@@ -60,7 +60,7 @@ def summary(machine: Machine, measurements: Sequence[Measurement]) -> dict[str, 
         "float32_teraflops": ceilings.float32 / 1e12,
         "tf32_teraflops": ceilings.tf32 / 1e12,
         "bandwidth_gigabytes": ceilings.bandwidth / 1e9,
-        "cases": [measurement.to_dict() for measurement in measurements],
+        "cases": list(cases),
     }
 
 

@@ -168,9 +168,8 @@ def _corner_case(subject: AttackUnderTest, row: int, column: int) -> tuple[nn.Mo
     if subject.sparse:
         return pixel_probe(SHAPE, 0, row, column), SparsePixels(1)
     patch = Patch(2)
-    top, left = min(row, SHAPE[1] - patch.height), min(column, SHAPE[2] - patch.width)
-    mask = torch.zeros(SHAPE[1:], dtype=torch.bool)
-    mask[top : top + patch.height, left : left + patch.width] = True
+    corner = min(row, SHAPE[1] - patch.height), min(column, SHAPE[2] - patch.width)
+    (mask,) = Patch(2, [corner]).placements(*SHAPE[1:]).masks(patch.stamp)
     return stamp_probe(SHAPE, mask, hidden=False), patch
 
 

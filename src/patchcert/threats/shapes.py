@@ -5,7 +5,8 @@ Text and pictures of a stamp use '#' or white for covered pixels, '.' or black f
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import chain, combinations
+from contextlib import suppress
+from itertools import combinations
 from math import isqrt
 from pathlib import Path
 from typing import Annotated, SupportsIndex
@@ -144,13 +145,11 @@ def name_of(stamp: Stamp) -> str | None:
     if pixels == height * width:
         return f"{height}x{width}"
     for kind, (_, variants) in NAMED.items():
-        if not _has(kind, pixels):
-            continue
-        for options in chain.from_iterable(
-            combinations(variants, count) for count in range(len(variants) + 1)
-        ):
-            if torch.equal(_named(kind, pixels, options), stamp):
-                return ":".join((kind, str(pixels), *options))
+        for count in range(len(variants) + 1):
+            for options in combinations(variants, count):
+                with suppress(InvalidThreat):
+                    if torch.equal(_named(kind, pixels, options), stamp):
+                        return ":".join((kind, str(pixels), *options))
     return None
 
 
@@ -263,14 +262,6 @@ def _root(pixels: int, name: str) -> int:
 def _ball(radius: int) -> Stamp:
     distance = torch.arange(-radius, radius + 1).abs()
     return distance[:, None] + distance[None, :] <= radius
-
-
-def _has(kind: str, pixels: int) -> bool:
-    try:
-        NAMED[kind][0](pixels)
-    except InvalidThreat:
-        return False
-    return True
 
 
 def _from_picture(path: Path) -> Stamp:
