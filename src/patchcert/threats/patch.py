@@ -21,7 +21,15 @@ from patchcert.threats.placements import (
     stamp_masks,
 )
 from patchcert.threats.shapes import Rows, Stamp, StampLike, from_rows, read_stamp, sums_under, to_rows, trim
-from patchcert.threats.threat import Plain, check_images, check_pair, gains, is_valid, without_nan
+from patchcert.threats.threat import (
+    Plain,
+    check_images,
+    check_pair,
+    gains,
+    is_valid,
+    random_filling,
+    without_nan,
+)
 
 
 @final
@@ -57,7 +65,7 @@ class Patch:
     @property
     def stamp(self) -> Stamp:
         """True on the pixels that the patch covers; a copy, which may be changed."""
-        return self._stamp.clone()
+        return self._stamp_on(torch.device("cpu")).clone()
 
     @property
     def height(self) -> int:
@@ -135,10 +143,7 @@ class Patch:
         check_images(images)
         placements = self.placements(images.shape[2], images.shape[3])
         corners = placements.sample((len(images),), generator).to(images.device)
-        drawn = torch.rand(images.shape, generator=generator, device=generator.device, dtype=images.dtype)
-        extreme = torch.rand(len(images), 1, 1, 1, generator=generator, device=generator.device) < 0.5
-        noise = torch.where(extreme, drawn.round(), drawn).to(images.device)
-        return torch.where(self._masks(images, corners)[:, None], noise, images)
+        return torch.where(self._masks(images, corners)[:, None], random_filling(images, generator), images)
 
     def project(self, clean: Images, changed: Images) -> Images:
         """The member nearest to each changed image: the placement that saves most distance, clamped.
@@ -177,17 +182,13 @@ class Patch:
         return {}
 
     @cached_property
-    def _stamp(self) -> Stamp:
-        return from_rows(self.rows)
-
-    @cached_property
     def _stamps(self) -> dict[torch.device, Tensor]:
         return {}
 
     def _stamp_on(self, device: torch.device) -> Stamp:
         """The stamp on a device, copied there once so that later calls do not wait for the host."""
         if device not in self._stamps:
-            self._stamps[device] = self.stamp.to(device)
+            self._stamps[device] = from_rows(self.rows).to(device)
         return self._stamps[device]
 
     def _masks(self, images: Images, corners: Annotated[Tensor, "... 2"]) -> Annotated[Tensor, "... h w"]:
