@@ -120,14 +120,15 @@ def test_a_model_of_one_class_is_refused():
 
 
 def test_the_map_says_where_each_image_is_proven():
-    model, (images, _) = network(), batch(40)
-    labels = model(images).argmax(dim=1)
-    found = pc.certify(model, images, labels, pc.Patch(3))
-    margins = pc.placement_margins(model, images, labels, pc.Patch(3))
-    others = margins.scatter(2, labels[:, None, None].expand(-1, margins.shape[1], 1), torch.inf)
-    assert torch.equal(found.placements, (others > 0).all(dim=2))
+    model, test = pc.load("mnist-5x5-cnn2"), pc.load_dataset("mnist-mini").test.take(12)
+    found = pc.certify(model, test.floats(), test.labels, pc.Patch(5))
+    margins = pc.placement_margins(model, test.floats(), test.labels, pc.Patch(5))
+    others = margins.scatter(2, test.labels[:, None, None].expand(-1, margins.shape[1], 1), torch.inf)
+    right = found.predictions == test.labels
+    assert torch.equal(found.placements, (others > 0).all(dim=2) & right[:, None])
     assert torch.equal(found.certified, found.placements.all(dim=1))
-    assert 0 < int(found.placements.sum()) < found.placements.numel()
+    assert 0 < int(found.certified.sum()) < 12
+    assert found.placements[~found.certified & right].any()
 
 
 def test_a_wrong_prediction_is_proven_nowhere():

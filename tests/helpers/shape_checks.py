@@ -77,7 +77,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 def checked_fields(kind: type) -> type:
     """The class; of a dataclass, no instance can be made whose fields have other shapes than stated.
 
-    A subclass that is no dataclass itself is not checked: it may compute its fields when they are asked for.
+    A subclass that is not itself a dataclass is not checked: it may compute its fields when they are asked for.
     """
     if not is_dataclass(kind) or not {"__init__", "__dataclass_fields__"} <= vars(kind).keys():
         return kind

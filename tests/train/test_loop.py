@@ -197,5 +197,5 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(RunError, match=r"does not fit the model of its specification: helper\."):
         load_state(path, guided)
     path.write_bytes(b"nonsense")
-    with pytest.raises(RunError, match="is no readable training state"):
+    with pytest.raises(RunError, match="is not a readable training state"):
         load_state(path, make_trainee(plan))

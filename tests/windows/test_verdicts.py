@@ -53,8 +53,8 @@ def test_verdicts_are_those_of_the_margins(patch, gain):
     for budget in (2**10, 2**26):
         bare = certify(model, images, labels, patch, verdicts_only=True, memory_budget=budget)
         assert torch.equal(bare.certified, full.certified)
-        assert bare.margins.isnan().all()
-        assert (bare.worst_placement == -1).all()
+        assert bare.margins is None
+        assert bare.worst_placement is None
         assert torch.equal(bare.predictions, full.predictions)
 
 

@@ -98,7 +98,7 @@ def decode_cifar(
     record = label_bytes + _CIFAR_PIXELS
     if not content or len(content) % record:
         raise DataError(
-            f"{where} is damaged: {len(content)} bytes are no whole number of {record}-byte CIFAR records"
+            f"{where} is damaged: {len(content)} bytes are not a whole number of {record}-byte CIFAR records"
         )
     records = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, record)
     labels = records[:, label_bytes - 1].long()

@@ -359,7 +359,7 @@ def batches_and_variants_do_not_change_verdicts(subject: CertifierUnderTest) -> 
 
 
 def networks_in_training_mode_are_refused(subject: CertifierUnderTest) -> None:
-    """Batch norm and dropout in training mode are an error: their output is no function of the image."""
+    """Batch norm and dropout in training mode are an error: their output is not a function of the image."""
     features = SHAPE[0] * SHAPE[1] * SHAPE[2]
     models = {
         "batch norm": nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(features, 2)),

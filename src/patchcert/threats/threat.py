@@ -38,7 +38,7 @@ class Threat(Protocol):
 
 
 def check_images(images: Images) -> None:
-    """Refuse what is no batch of images in floating point."""
+    """Refuse what is not a batch of images in floating point."""
     if images.ndim != 4 or not images.is_floating_point():
         raise InvalidInput(
             f"images must be floats of shape (n, c, h, w), got {images.dtype} of {tuple(images.shape)}",

@@ -83,7 +83,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             return tensors, json.loads((file.metadata() or {})[_KEY])
     except (safetensors.SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
         raise RunError(
-            f"{path} is no readable training state: {error}", hint="delete the run folder and start anew"
+            f"{path} is not a readable training state: {error}", hint="delete the run folder and start over"
         ) from error
 
 
@@ -117,5 +117,5 @@ def _restore_weights(trainee: Trainee, tensors: dict[str, Tensor], path: Path) -
 def _misfit(path: Path, detail: str) -> RunError:
     return RunError(
         f"the state in {path} does not fit the model of its specification: {detail}",
-        hint="it was written by another version or specification; start anew in another folder",
+        hint="it was written by another version or specification; start over in another folder",
     )

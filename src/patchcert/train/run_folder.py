@@ -192,7 +192,7 @@ def trim_run(run: Run, folder: Path, images: Images, half: bool, progress: Progr
 def _no_run(folder: Path) -> RunError:
     if folder.is_file():
         return RunError(
-            f"{folder} is a file, no run folder", hint="give the folder it lies in, if that is one"
+            f"{folder} is a file, not a run folder", hint="give the folder it lies in, if that is one"
         )
     what = "holds no run" if folder.is_dir() else "is not there"
     return RunError(

@@ -261,7 +261,8 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise SpecError(
-            f"{path} is no text, so no specification", hint="give a SPEC.toml, a preset or a run folder"
+            f"{path} is not a text file, so it is not a specification",
+            hint="give a SPEC.toml, a preset or a run folder",
         ) from error
 
 
@@ -278,7 +279,7 @@ def _change(table: dict[str, Any], path: list[str], value: Any, change: str) -> 
     for parent in parents:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
-            raise SpecError(f"--set {change}: {parent} is no table, so it has no key {name!r}")
+            raise SpecError(f"--set {change}: {parent} is not a table, so it has no key {name!r}")
     if name == "kind" and table.get("kind") != value:
         table.clear()
     table[name] = deepcopy(value)

@@ -103,7 +103,7 @@ def _threat(value: Any, place: Place) -> Patch | SparsePixels:
     try:
         return threat_from_dict({"kind": kind, **table})
     except PatchcertError as error:
-        raise place.error(f"is no threat: {error.message}", error.hint) from error
+        raise place.error(f"is not a valid threat: {error.message}", error.hint) from error
 
 
 def _choice(choices: tuple[Any, ...], value: Any, place: Place) -> Any:

@@ -212,7 +212,7 @@ class _Training:
         self.run.write_environment(facts | {"sessions": [*before, session]})
 
     def _check(self, summary: EpochSummary) -> dict[str, Any]:
-        """Clean and certified accuracy on images that are no test images, where a check is due."""
+        """Clean and certified accuracy on images that are not test images, where a check is due."""
         full = self.spec.schedule.epsilon.phase(summary.epoch) == "full"
         chooses = full and self.spec.select == "best-validation"
         if not (chooses or self._is_due(summary.epoch)):

@@ -22,7 +22,7 @@ _PLACES = 128
 """Of a program, a thread for each: then entries are known to the compiler, and most addresses cost nothing."""
 
 _PROGRAMS, _MOST_PARTS = 1056, 512
-"""What the places are shared out to: enough to fill a large device, not so many that their sum takes longer."""
+"""How many programs share the places: enough to fill a large device, few enough that adding up their sums is cheap."""
 
 
 @triton.jit

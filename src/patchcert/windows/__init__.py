@@ -1,6 +1,6 @@
 """Exact bounds for every placement of a patch, computed on the small windows of feature maps that a patch can reach.
 
-How it works is told in docs/concepts/windows.md. The package offers:
+docs/concepts/windows.md explains how it works. The package offers:
 
 - `clean_pass`, `exact_clean_pass`: the pass over the unchanged images (`Clean`), which all placements share
 - `PlacementSweep`, `covering_sweep`: margins at every placement

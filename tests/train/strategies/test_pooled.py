@@ -61,17 +61,16 @@ def test_pooled_bounds_contain_every_member_of_their_block(make_model, make_batc
     """Merging by hand: the block's box is the hull of its members' pre-activation boxes."""
     model = make_model("cnn").double()
     network, batch, threat = trace(model), make_batch(1, dtype=torch.float64), Patch((3, 4))
-    first = network.steps[0].name
     placements = threat.placements(8, 8)
     boxes = threat.boxes(batch.images, placements.corners, 1.0).flatten(0, 1)
-    bounds = network.bounds(boxes, until=first)
+    bounds = network.intervals(boxes)[1]
     grid = torch.arange(len(placements)).view(placements.rows, placements.columns)
     margins = []
     for top in range(0, placements.rows, 2):
         for left in range(0, placements.columns, 2):
             members = grid[top : top + 2, left : left + 2].flatten()
             hull = Interval(bounds.lower[members].amin(0)[None], bounds.upper[members].amax(0)[None])
-            margins.append(network.margins(hull, batch.labels, after=first))
+            margins.append(network.margins(hull, batch.labels, start=1))
     found = worst_margins(PooledPlacements(), model, threat, batch, 1.0)
     torch.testing.assert_close(found, torch.cat(margins).amin(dim=0, keepdim=True))
 

@@ -16,7 +16,6 @@ from patchcert.threats import Patch
 DefenseName = Literal["lgs", "dw"]
 Tell = Callable[[str], None]
 
-PATCHES = (42, 52, 60)
 DEFENSES: tuple[DefenseName, ...] = ("lgs", "dw")
 CORNER_ATTACK = PatchAttack(restarts=4, batch_size=64, check_every=10)
 
@@ -34,22 +33,6 @@ class CornerRow:
     """The undefended model's predictions on the clean images."""
     undefended_after: Tensor
     """The undefended model's predictions on the attacked images."""
-
-    def summary(self) -> dict[str, str | int | float | bool]:
-        """Accuracies over all images and over those that the undefended model gets right."""
-        right = self.undefended == self.result.labels
-        withstood = ~self.result.succeeded
-        return {
-            "defense": self.defense,
-            "patch": self.patch,
-            "adaptive": self.adaptive,
-            "images": len(right),
-            "undefended_accuracy": _share(right),
-            "undefended_accuracy_after": _share(self.undefended_after == self.result.labels),
-            "clean_accuracy": self.result.clean_accuracy,
-            "accuracy": self.result.accuracy,
-            "accuracy_of_initially_correct": _share(withstood[right]),
-        }
 
 
 @final
@@ -163,7 +146,3 @@ def imagenet_defense(name: DefenseName, model: nn.Module, patch: int) -> Defense
 def _side(job: AttackJob) -> int:
     assert isinstance(job.threat, Patch)
     return job.threat.height
-
-
-def _share(flags: Tensor) -> float:
-    return float(flags.double().mean()) if len(flags) else 0.0
