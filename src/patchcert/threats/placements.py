@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Literal, Protocol, final
+from typing import Annotated, Literal, final
 
 import numpy as np
 import torch
@@ -90,18 +90,6 @@ def stamp_masks(
     return inside & stamp.flatten()[row_offsets + columns.clamp(0, box[1] - 1)[..., None, :]]
 
 
-class PlacementRule(Protocol):
-    """Which corners are allowed, before the image size is known."""
-
-    def corners(self, rows: int, columns: int, image: tuple[int, int]) -> Corners:
-        """The allowed corners in row-major order, where rows x columns of them fit the image."""
-        ...
-
-    def to_plain(self) -> Plain:
-        """The rule in plain types, as `read_rule` understands it."""
-        ...
-
-
 @final
 @dataclass(frozen=True)
 class Named:
@@ -113,12 +101,14 @@ class Named:
     name: Literal["everywhere", "corners"]
 
     def corners(self, rows: int, columns: int, image: tuple[int, int]) -> Corners:
+        """The allowed corners in row-major order, where rows x columns of them fit the image."""
         tops, lefts = range(rows), range(columns)
         if self.name == "corners":
             tops, lefts = sorted({0, rows - 1}), sorted({0, columns - 1})
         return torch.cartesian_prod(torch.tensor(tops), torch.tensor(lefts))
 
     def to_plain(self) -> Plain:
+        """The rule in plain types, as `read_rule` understands it."""
         return self.name
 
     def __str__(self) -> str:
@@ -174,6 +164,10 @@ class Mapped:
 
     def __str__(self) -> str:
         return f"{''.join(self.map).count('#')} mapped placements"
+
+
+PlacementRule = Named | Listed | Mapped
+"""Which corners are allowed, before the image size is known."""
 
 
 def read_rule(value: PlacementsLike | Plain) -> PlacementRule:
