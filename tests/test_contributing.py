@@ -15,7 +15,6 @@ from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
 from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.errors import UnsupportedLayer
 from patchcert.testing.networks import randomise
-from patchcert.testing.strategies import seeds
 from patchcert.threats import Patch
 from patchcert.windows import (
     clean_pass,
@@ -25,6 +24,7 @@ from patchcert.windows import (
     reference_margins,
 )
 from patchcert.windows.clean import exact_clean_pass
+from strategies import seeds
 
 PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
 LAYERS = (nn.CELU, nn.ZeroPad2d)

@@ -8,10 +8,10 @@ from torch import nn
 
 from patchcert.bounds import trace
 from patchcert.bounds.geometry import Geometry
-from patchcert.testing.strategies import seeds
 from patchcert.threats import Patch
 from patchcert.windows import covering_placements, differentiable
 from patchcert.windows.products import ConvolutionMatrix, is_sparse, sparse_product, window_matrix
+from strategies import seeds
 
 GEOMETRIES = [
     (Geometry((3, 3), (1, 1), (1, 1, 1, 1), (1, 1)), 1),

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patchcert.bounds import trace
-from patchcert.testing.strategies import cases
 from patchcert.threats import Patch, shapes
 from patchcert.windows import WeakestPlacements, reference_margins
 from patchcert.windows.dense import dense_weakest
+from strategies import cases
 
 PATCHES = [Patch(2), Patch(shapes.diamond(5)), Patch((1, 3), "corners")]
 

@@ -12,8 +12,7 @@ from torch import nn
 from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
 from patchcert.certificates import certify, placement_margins
 from patchcert.models import Normalize
-from patchcert.testing.networks import FunctionalHead, ResidualBlock, randomise
-from patchcert.testing.strategies import cases, seeds, threats
+from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
 from patchcert.windows import (
     PlacementSweep,
@@ -23,6 +22,7 @@ from patchcert.windows import (
     groups,
     reference_margins,
 )
+from strategies import FunctionalHead, cases, seeds, threats
 
 BUDGET = 2**22
 
