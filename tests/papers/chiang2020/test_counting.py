@@ -75,7 +75,7 @@ def test_the_decision_counts_the_rows_above_the_paper_as_the_results_do():
     ]
     words = " ".join(DECISION.read_text().split())
     stated = re.search(
-        r"(\d+) of them are above the paper, the lowest (\S+) points below it\. The first two seeds would leave (\d+) "
+        r"(\d+) are above the paper, the lowest (\S+) points below it\. The first two seeds would leave (\d+) "
         r"above it \(the lowest (\S+) below\), the first alone (\d+) \((\S+) below\)",
         words,
     )
