@@ -16,7 +16,7 @@ from patchcert.certificates import certify, placement_margins
 from patchcert.models import ModelSpec, build
 from patchcert.testing.strategies import seeds
 from patchcert.threats import Patch, SparsePixels
-from patchcert.windows import dense_margins
+from patchcert.windows.dense import dense_margins
 
 as_fractions = np.vectorize(Fraction, otypes=[object])
 

@@ -14,14 +14,7 @@ from patchcert.bounds.rounding import blocked_product, fast_arithmetic
 from patchcert.certificates import certify, placement_margins
 from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
-from patchcert.windows import (
-    clean_pass,
-    covering_placements,
-    covering_sweep,
-    exact_clean_pass,
-    passes,
-)
-from patchcert.windows.groups import Cells
+from patchcert.windows import passes
 from patchcert.windows.kernels import (
     differentiable_relu,
     fused_head,
@@ -30,6 +23,9 @@ from patchcert.windows.kernels import (
     is_fused,
     placed,
 )
+from patchcert.windows.passes import Cells, clean_pass, exact_clean_pass
+from patchcert.windows.sweep import covering_sweep
+from patchcert.windows.training import covering_placements
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,8 +15,9 @@ from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.models import Normalize
 from patchcert.testing.networks import randomise
 from patchcert.threats import Patch
-from patchcert.windows import affine, clean_pass, covering_sweep, kernels
-from patchcert.windows.groups import cells
+from patchcert.windows import kernels, rules
+from patchcert.windows.passes import cells, clean_pass
+from patchcert.windows.sweep import covering_sweep
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
@@ -128,9 +129,9 @@ def test_a_search_with_kernels_of_half_precision_has_nearly_the_exact_margins(bu
     assert sweep is not None
     assert sweep.takes_half_precision(images)
     for name in ("slid_relu", "window_products"):
-        kernel = getattr(affine, name)
+        kernel = getattr(rules, name)
         monkeypatch.setattr(
-            affine, name, lambda *parts, kernel=kernel, name=name: taken.append(name) or kernel(*parts)
+            rules, name, lambda *parts, kernel=kernel, name=name: taken.append(name) or kernel(*parts)
         )
     with torch.no_grad(), fast_arithmetic():
         found = sweep.margins(clean_pass(network, images, labels), labels, dtype=torch.float16)

@@ -27,10 +27,16 @@ from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, Margins, PlacementMargins
 from patchcert.threats import Patch, SparsePixels
-from patchcert.windows.clean import Clean, exact_clean_pass
 from patchcert.windows.dense import dense_margins
-from patchcert.windows.memory import default_budget, default_image_budget, images_within, rows_within
-from patchcert.windows.sweep import PlacementSweep, covering_sweep
+from patchcert.windows.passes import Clean, exact_clean_pass
+from patchcert.windows.sweep import (
+    PlacementSweep,
+    covering_sweep,
+    default_budget,
+    default_image_budget,
+    images_within,
+    rows_within,
+)
 from patchcert.windows.verdicts import VerdictSweep
 
 FLOAT64_BLOCK, GPU_BLOCK = 256, 2048

@@ -8,7 +8,7 @@ from torch import Tensor
 from patchcert.bounds import NEAREST, Network, Rounding
 from patchcert.tensors import Corners, Images, Labels, PlacementMargins
 from patchcert.threats import Patch
-from patchcert.windows.memory import rows_within
+from patchcert.windows.sweep import rows_within
 
 
 def dense_margins(

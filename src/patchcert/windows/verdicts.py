@@ -16,8 +16,7 @@ from patchcert.bounds import Network, Rounding
 from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
 from patchcert.windows.blocks import covered_pixels
-from patchcert.windows.clean import Clean
-from patchcert.windows.groups import Group
+from patchcert.windows.passes import Clean, Group
 from patchcert.windows.sweep import PlacementSweep, covering_sweep
 
 _BLOCK = 2

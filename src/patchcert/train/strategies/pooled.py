@@ -18,10 +18,10 @@ from patchcert.tensors import Corners, Images, Labels, Margins
 from patchcert.threats import Patch, Placements
 from patchcert.train.strategies.placements import PlacedPatch, in_class_order, other_classes
 from patchcert.train.strategy import Batch, Objective, Subject, WorstCase
-from patchcert.windows import DifferentiablePlacements, PlacementSweep
 from patchcert.windows.blocks import PlacementBlocks
 from patchcert.windows.layout import Layout
-from patchcert.windows.search import search_budget, weakest
+from patchcert.windows.sweep import PlacementSweep
+from patchcert.windows.training import DifferentiablePlacements, search_budget, weakest
 
 logger = logging.getLogger(__name__)
 

@@ -1,26 +1,30 @@
-"""Margins with a gradient at a few placements, which may differ from image to image: the second pass of training.
+"""The two passes of all-patch training: the search for the weakest placements, which needs neither a gradient nor the
+last digits, and margins with a gradient at those few, which may differ from image to image.
 
-Windows are those of the sweep over all placements, except that every image has its own. So that one geometry serves
-them all, each window begins at the multiple of the network's strides at or before it, and reaches as much further.
+In the second pass windows are those of the sweep over all placements, except that every image has its own. So that one
+geometry serves them all, each window begins at the multiple of the network's strides at or before it, and reaches as
+much further.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, final
+from typing import TYPE_CHECKING, Annotated, final
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from patchcert.bounds import NEAREST, Network
 from patchcert.bounds.geometry import FeatureMap, Window
+from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.tensors import Images, Labels, PlacementMargins
 from patchcert.threats import Patch
 from patchcert.windows.blocks import PlacementBlocks, covered_pixels, masked, repeated
-from patchcert.windows.clean import Clean, clean_pass
-from patchcert.windows.groups import cells
+from patchcert.windows.dense import dense_weakest
 from patchcert.windows.kernels import placed
 from patchcert.windows.layout import Layout
 from patchcert.windows.passes import (
+    Clean,
     Columns,
     OnWindows,
     Outside,
@@ -28,11 +32,75 @@ from patchcert.windows.passes import (
     SharedByPasses,
     WindowPass,
     Windows,
+    cells,
+    clean_pass,
     common_steps,
     if_covered,
 )
-from patchcert.windows.products import is_sparse, product, sparse_product
 from patchcert.windows.rules import before_head
+from patchcert.windows.sweep import PlacementSweep, covering_sweep, default_budget
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+_TRAINING_BUDGET = 2**30
+"""Training leaves the rest of the memory to the gradient and to other runs on the same device."""
+
+
+class WeakestPlacements:
+    """Finds, per image and class, the placement with the least margin; keeps its geometry between calls."""
+
+    def __init__(self, threat: Patch, memory_budget: int | None = None) -> None:
+        self.threat = threat
+        self.memory_budget = memory_budget
+        self._sweeps: dict[tuple, PlacementSweep | None] = {}
+
+    @torch.no_grad()
+    def find(
+        self,
+        network: Network,
+        images: Images,
+        labels: Labels,
+        epsilon: float | Tensor,
+        clean: Clean | None = None,
+    ) -> Annotated[Tensor, "n k"]:
+        """Indices into the threat's placements; `clean` is the clean pass where the caller has it.
+
+        Products may run in TF32 and windows in half precision: both only rank placements.
+        """
+        budget = self.memory_budget or search_budget(images.device)
+        sweep = self._sweep(network, images, budget)
+        if sweep is not None:
+            return weakest(sweep, images, labels, epsilon, clean)
+        with fast_arithmetic():
+            return dense_weakest(network, images, labels, self.threat, epsilon, budget)
+
+    def _sweep(self, network: Network, images: Images, budget: int) -> PlacementSweep | None:
+        key = (id(network), images.shape[1:], images.device, images.dtype, budget)
+        if key not in self._sweeps:
+            self._sweeps = {key: covering_sweep(network, images, self.threat, budget)}
+        return self._sweeps[key]
+
+
+def search_budget(device: torch.device) -> int:
+    """The memory that a search may take by default."""
+    return min(default_budget(device), _TRAINING_BUDGET)
+
+
+@torch.no_grad()
+def weakest(
+    sweep: PlacementSweep,
+    images: Images,
+    labels: Labels,
+    epsilon: float | Tensor,
+    clean: Clean | None = None,
+) -> Annotated[Tensor, "n k"]:
+    """The placement of least margin, by products in TF32 and windows in half precision where they can be used."""
+    with fast_arithmetic():
+        dtype = torch.float16 if sweep.takes_half_precision(images) else None
+        if clean is None:
+            clean = clean_pass(sweep.layout.network, images, labels)
+        return sweep.margins(clean.detached(), labels, epsilon, dtype=dtype).argmin(dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +247,8 @@ class _OwnPlacementsPass(WindowPass):
         if is_sparse(part, columns):
             part = part.expand(*self.base.shape, *part.shape[2:])
             return sparse_product(part, columns, self._inside(self.window(index), index))
-        return product(self.flattened(part, index).flatten(0, 1), columns.flatten(0, 1), NEAREST).unflatten(
-            0, part.shape[:2]
-        )
+        whole = self.flattened(part, index).flatten(0, 1)
+        return (whole @ columns.flatten(0, 1)).unflatten(0, part.shape[:2])
 
     def flattened(self, part: Part, index: int) -> Annotated[Tensor, "p n features"]:
         """The whole map, place by place, with the window in it; cells outside hold zeros and add nothing."""
@@ -256,3 +323,45 @@ def _selector(labels: Labels, classes: Annotated[Tensor, "n p"], count: int) -> 
     """Rows with 1 at the label and -1 at the class: times the weights, their exact difference."""
     numbers = torch.arange(count, device=labels.device)
     return (labels.reshape(-1, 1, 1) == numbers).int() - (classes.unsqueeze(-1) == numbers).int()
+
+
+_SPARSE = 10
+"""Rows are multiplied as sparse ones where at most one entry in this many is not zero."""
+
+
+def is_sparse(part: Annotated[Tensor, "_ _ h w c"], columns: Annotated[Tensor, "places c out"]) -> bool:
+    """Whether windows, which must be without a gradient, cover so few places that a CPU gains by skipping zeros."""
+    entries = part.shape[2] * part.shape[3]
+    return not part.requires_grad and part.device.type == "cpu" and entries * _SPARSE <= len(columns)
+
+
+def sparse_product(
+    part: Annotated[Tensor, "p n h w c"],
+    columns: Annotated[Tensor, "places c out"],
+    cells: Annotated[Tensor, "p n cells"],
+) -> Annotated[Tensor, "p n out"]:
+    """Windows at these cells of their maps times the weights; a cell that is named twice counts twice.
+
+    The gradient is that of the weights.
+    """
+    from scipy.sparse import csr_array
+
+    channels, width = part.shape[-1], part[0, 0].numel()
+    entries = (cells.unsqueeze(-1) * channels + torch.arange(channels)).flatten().int()
+    ends = torch.arange(0, entries.numel() + 1, width, dtype=torch.int32)
+    shape = (len(ends) - 1, columns.shape[0] * channels)
+    rows = csr_array((part.reshape(-1).numpy(), entries.numpy(), ends.numpy()), shape=shape)
+    moved: Tensor = _SparseProduct.apply(rows, columns.flatten(0, 1))  # pyright: ignore[reportAssignmentType]
+    return moved.unflatten(0, part.shape[:2])
+
+
+class _SparseProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: "csr_array", matrix: Tensor) -> Tensor:
+        ctx.rows = rows  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.from_numpy(rows @ matrix.numpy())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, torch.from_numpy(ctx.rows.T @ gradient.numpy())  # pyright: ignore[reportAttributeAccessIssue]
