@@ -16,7 +16,6 @@ from torch.nn.modules import module as module_globals
 from patchcert.bounds.lowering import BATCH_SIZE, FUNCTION_RULES, LAYER_RULES, Lowered, Site, bare_name
 from patchcert.bounds.operations import Interval, Linear, Operation
 from patchcert.bounds.rounding import NEAREST, Rounding
-from patchcert.bounds.sparse import FirstLayer, sparse_first_layer
 from patchcert.errors import ModelError, PatchcertError, UnsupportedLayer
 from patchcert.tensors import Images, Labels, Margins
 
@@ -84,6 +83,8 @@ class Network:
         rounding: Rounding = NEAREST,
     ) -> Margins:
         """Margins over every image that differs from the given one in at most `pixels` pixels."""
+        from patchcert.bounds.sparse import FirstLayer, sparse_first_layer
+
         layer = FirstLayer.of(self.steps)
         *_, seen, clean = self._propagate([Interval.point(images)], 0, layer.position + 1, rounding)
         layer.check_sees(seen.shape, images)

@@ -130,11 +130,6 @@ def lifted(scale: Annotated[Tensor, "..."]) -> Annotated[Tensor, "..."]:
     return torch.where(scale.abs() < tiny, torch.full_like(scale, tiny).copysign(scale), scale)
 
 
-def dtype_holds(target: torch.dtype, source: torch.dtype) -> bool:
-    """Every number of the source type is a number of the target type."""
-    return torch.promote_types(target, source) == target
-
-
 NEAREST = Rounding(unit=0.0, tiny=0.0)
 """Plain floating-point arithmetic, as training uses it: bounds are exact up to rounding."""
 

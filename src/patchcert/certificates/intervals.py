@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, Margins, PlacementMargins
 from patchcert.threats import Patch, SparsePixels
-from patchcert.windows.dense import dense_margins
 from patchcert.windows.passes import Clean, exact_clean_pass
 from patchcert.windows.sweep import (
     PlacementSweep,
@@ -37,7 +36,9 @@ from patchcert.windows.sweep import (
     images_within,
     rows_within,
 )
-from patchcert.windows.verdicts import VerdictSweep
+
+if TYPE_CHECKING:
+    from patchcert.windows.verdicts import VerdictSweep
 
 FLOAT64_BLOCK, GPU_BLOCK = 256, 2048
 """In float64 and on a GPU libraries sum in another order for other batch sizes: blocks of a proof have a fixed size."""
@@ -134,7 +135,7 @@ class _Proof:
     audit: Network
     threat: AnyThreat
     sweep: PlacementSweep | None
-    verdicts: VerdictSweep | None
+    verdicts: "VerdictSweep | None"
     images: Images
     labels: Labels
     predictions: Labels
@@ -164,6 +165,8 @@ class _Proof:
         sweep, verdicts = None, None
         if isinstance(threat, Patch) and len(images):
             if bounds.verdicts_only:
+                from patchcert.windows.verdicts import VerdictSweep
+
                 verdicts = VerdictSweep.of(network, converted, threat, budget)
             else:
                 sweep = covering_sweep(network, converted, threat, budget)
@@ -258,8 +261,10 @@ class _Proof:
         assert isinstance(threat, Patch)
         if self.sweep is not None:
             return self.sweep.margins(self._clean_pass(chunk), labels, rounding=self.rounding)
+        from patchcert.windows.dense import dense_margins
+
         corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
-        size = rows_within(self.network, images, self.budget, len(images), unfolded=True)
+        size = rows_within(self.network, images, self.budget, unfolded=True)
         parts = [
             dense_margins(self.network, images, labels, threat, some, rounding=self.rounding)
             for some in corners.split(size)

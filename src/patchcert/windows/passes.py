@@ -13,11 +13,13 @@ cost a few units of |z| and of the radius, and the stored z itself may be off by
 the radius before and after the function.
 """
 
+import importlib.util
 import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Annotated, TypeVar, final
 
 import numpy as np
@@ -30,7 +32,6 @@ from patchcert.bounds.network import Step, merged_margins
 from patchcert.bounds.operations import is_relu
 from patchcert.tensors import Corners, Images, Labels, Margins
 from patchcert.threats import Placements
-from patchcert.windows.kernels import is_fused
 from patchcert.windows.layout import Layout
 
 
@@ -138,6 +139,16 @@ Weights = tuple[Tensor, Tensor]
 Built = TypeVar("Built")
 
 
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_fused(value: Tensor) -> bool:
+    """Whether steps on such values run as single kernels: they are float32 on CUDA, and Triton is installed."""
+    return value.is_cuda and value.dtype == torch.float32 and _has_triton()
+
+
 def if_covered(build: Callable[[], Built]) -> Built | None:
     """What `build` makes; None where windows cannot follow the network, so that the dense way takes over."""
     try:
@@ -175,6 +186,10 @@ class Windows:
     def times(self, weights: "Weights", product: Callable[[Tensor, Tensor], Tensor]) -> "Windows":
         """The deviation times the weights, and the radius times their absolute values."""
         return Windows(product(self.deviation, weights[0]), product(self.radius, weights[1]))
+
+    def masked(self, masks: Annotated[Tensor, "b members _ h w 1"]) -> "Windows":
+        """The windows (b, n, h, w, c) on the pixels of each member, and nothing elsewhere."""
+        return self.map(lambda part: (part.unsqueeze(1) * masks).flatten(0, 1))
 
     def slice(self, start: int, stop: int) -> "Windows":
         """The windows of some of the placements."""
@@ -262,7 +277,7 @@ class WindowPass(ABC):
         """The clean value `index` on the windows; the value itself where it has no places."""
 
     @abstractmethod
-    def surroundings(self, position: int, height: int, width: int) -> OnWindows:
+    def surroundings(self, position: int) -> OnWindows:
         """The clean values that the step at `position` looks at, and its padding outside the feature map."""
 
     @abstractmethod
@@ -304,6 +319,11 @@ class WindowPass(ABC):
         window = self.windows[index]
         assert window is not None
         return window
+
+
+def repeated(table: Tensor, count: int) -> Tensor:
+    """Each row `count` times in a row."""
+    return table if count == 1 else table.unsqueeze(1).expand(-1, count, *table.shape[1:]).flatten(0, 1)
 
 
 def common_steps(windows: Iterable[Window | None]) -> tuple[int, int]:
@@ -416,46 +436,58 @@ def _group(
 
 @final
 class GroupPass(WindowPass):
-    """A slice of one group: the same placements for every image, aligned alike to the strides of the network."""
+    """A slice of one group: the same placements for every image, aligned alike to the strides of the network, each
+    `count` times in a row."""
 
-    def __init__(self, shared: SharedByPasses, group: Group, start: int, stop: int) -> None:
+    def __init__(self, shared: SharedByPasses, group: Group, start: int, stop: int, count: int = 1) -> None:
         self.shared, self.windows = shared, group.windows
-        self.group, self.start, self.stop = group, start, stop
+        self.group, self.start, self.stop, self.count = group, start, stop, count
+
+    def repeated(self, count: int) -> "GroupPass":
+        """Each placement `count` times in a row."""
+        return GroupPass(self.shared, self.group, self.start, self.stop, count)
 
     def cells(self, index: int) -> Cells | None:
-        """The cells of the windows on value `index`."""
+        """The cells of the windows on value `index`, once for all copies."""
         cells = self.group.cells[index]
         return None if cells is None else cells.slice(self.start, self.stop)
 
     def signed_cells(self, index: int) -> Annotated[Tensor, "p cells"] | None:
         cells = self.cells(index)
-        return None if cells is None else cells.signed
+        return None if cells is None else repeated(cells.signed, self.count)
 
     def spans(self, index: int) -> Annotated[Tensor, "p 6"] | None:
         cells = self.cells(index)
-        return None if cells is None else cells.spans
+        return None if cells is None or self.count > 1 else cells.spans
 
     def outside(self, index: int) -> Outside | None:
         cells = self.cells(index)
-        return None if cells is None else cells.outside
+        return None if cells is None or cells.outside is None else repeated(cells.outside, self.count)
 
     def clean_windows(self, index: int) -> OnWindows | Annotated[Tensor, "n features"]:
         cells = self.cells(index)
         if cells is None:
             return self.clean.values[index].flatten(1)
         window = self.window(index)
-        return self._gather(index, cells.index).unflatten(2, (window.height, window.width))
+        values = self._gather(index, cells.index).unflatten(2, (window.height, window.width))
+        return repeated(values, self.count)
 
-    def surroundings(self, position: int, height: int, width: int) -> OnWindows:
-        cells = self.group.surroundings[position]
+    def surroundings(self, position: int) -> OnWindows:
+        cells, seen = self.group.surroundings[position], self.layout.seen(position, self.windows)
         assert cells is not None
-        chosen = cells.slice(self.start, self.stop)
-        values = self._gather(self.steps[position].inputs[0], chosen.index).unflatten(2, (height, width))
-        if chosen.outside is None:
-            return values
-        return values.masked_fill(chosen.outside, self.steps[position].operation.padding)
+        assert seen is not None
+        cells, step = cells.slice(self.start, self.stop), self.steps[position]
+        values = self._gather(step.inputs[0], cells.index).unflatten(2, (seen.height, seen.width))
+        if cells.outside is not None:
+            values = values.masked_fill(cells.outside, step.operation.padding)
+        return repeated(values, self.count)
 
     def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
+        if self.count > 1:
+            # Copies count as further images, which share their weights.
+            images = part.unflatten(0, (-1, self.count)).flatten(1, 2)
+            moved = self.repeated(1).flat_product(images, columns, index)
+            return moved.unflatten(1, (self.count, -1)).flatten(0, 1)
         cells, window = self.cells(index), self.window(index)
         assert cells is not None
         if not part.is_cuda and cells.index.shape[1] * columns[0].numel() >= _LARGE_WINDOW:

@@ -26,18 +26,8 @@ from patchcert.bounds.operations import (
     Operation,
     Reshape,
     equal_weights,
-    is_relu,
 )
-from patchcert.bounds.rounding import blocked_product, lifted, summed_roundings
-from patchcert.windows.kernels import (
-    differentiable_relu,
-    fills_cores,
-    fused_relu,
-    fused_rows,
-    placed,
-    slid_relu,
-    window_products,
-)
+from patchcert.bounds.rounding import lifted, summed_roundings
 from patchcert.windows.layout import Weight, is_worth_a_matrix
 from patchcert.windows.passes import Columns, Weights, WindowPass, Windows
 
@@ -56,7 +46,11 @@ def propagate(sweep: WindowPass, start: Windows, last: int, first: int = 0) -> W
             inputs = [
                 state.settled(sweep.outside(index)) for state, index in zip(inputs, step.inputs, strict=True)
             ]
-        both = None if position + 2 > last else convolution_with_relu(inputs[0], sweep, position)
+        both = None
+        if sweep.is_fused and position + 2 <= last:
+            from patchcert.windows.kernels import convolution_with_relu
+
+            both = convolution_with_relu(inputs[0], sweep, position)
         if both is None:
             rule = RULES.get(type(step.operation), _by_interval)
             states[position + 1] = rule(step.operation, inputs, sweep, position)
@@ -74,14 +68,6 @@ def before_head(sweep: WindowPass, start: Windows, first: int = 0) -> Windows:
     return propagate(sweep, start, last, first).settled(sweep.outside(last))
 
 
-def _convolution(operation: Convolution, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
-    return slide(operation.geometry, operation.weight(), operation.groups, inputs[0], sweep, position)
-
-
-def _linear(operation: Linear, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
-    return multiply(operation.weight(), inputs[0], sweep, position)
-
-
 def _average_pool(operation: AveragePool, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
     area, clean = sweep.layout.maps[index], sweep.clean.values[index]
@@ -89,7 +75,7 @@ def _average_pool(operation: AveragePool, inputs: Inputs, sweep: WindowPass, pos
     geometry = operation.places(area)
     if not isinstance(geometry, Geometry):
         return _global_mean(state, area, sweep)
-    return slide(geometry, equal_weights(geometry, clean), area.channels, state, sweep, position)
+    return _slide(geometry, equal_weights(geometry, clean), area.channels, state, sweep, position)
 
 
 def _global_mean(state: Windows, area: FeatureMap, sweep: WindowPass) -> Windows:
@@ -117,7 +103,9 @@ def _channel_scale(operation: ChannelScale, inputs: Inputs, sweep: WindowPass, p
 def _monotone(operation: Monotone, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
     if operation.is_relu and sweep.is_fused:
-        return _fused_relu(state, sweep, position)
+        from patchcert.windows.kernels import relu
+
+        return relu(state, sweep, position)
     before, is_outward = sweep.clean_windows(index), sweep.rounding.is_outward
     after = sweep.clean_windows(position + 1) if is_outward else operation.function(before)
     function = operation.precisely if is_outward and operation.units else operation.function
@@ -151,8 +139,7 @@ def _seen_box(state: Windows, sweep: WindowPass, position: int) -> Interval:
     index = sweep.steps[position].inputs[0]
     source, seen = sweep.window(index), sweep.layout.seen(position, sweep.windows)
     grown = _extend(state, source, seen)
-    before = sweep.surroundings(position, grown.deviation.shape[2], grown.deviation.shape[3])
-    return _box(before, grown, sweep, index)
+    return _box(sweep.surroundings(position), grown, sweep, index)
 
 
 def _box(before: Tensor, state: Windows, sweep: WindowPass, index: int) -> Interval:
@@ -197,17 +184,6 @@ def _per_image(slack: Annotated[Tensor, "n"], state: Windows) -> Tensor:
     return slack.reshape(-1, *[1] * (state.deviation.dim() - 2))
 
 
-def _fused_relu(state: Windows, sweep: WindowPass, position: int) -> Windows:
-    """As `_monotone` for ReLU, in one pass over the memory."""
-    index = sweep.steps[position].inputs[0]
-    cells = sweep.signed_cells(index)
-    clean = sweep.clean.values[index].flatten(1) if cells is None else sweep.clean.places(index, sweep.layout)
-    if sweep.has_gradient:
-        return Windows(*differentiable_relu(state.deviation, state.radius, clean, cells))
-    terms = relu_terms(state, sweep, position)
-    return Windows(*fused_relu(state.deviation, state.radius, clean, cells, *terms))
-
-
 def relu_terms(
     state: Windows, sweep: WindowPass, position: int
 ) -> tuple[float, float, tuple[Tensor, Tensor] | None]:
@@ -239,26 +215,11 @@ def _extend(state: Windows, source: Window | None, target: Window | None) -> Win
     return state.map(lambda part: F.pad(part, (0, 0, left, right, top, bottom)))
 
 
-def _reshape(operation: Reshape, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
-    return inputs[0]
+def _convolution(operation: Convolution, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
+    return _slide(operation.geometry, operation.weight(), operation.groups, inputs[0], sweep, position)
 
 
-RULES: dict[type[Operation], Callable[..., Windows]] = {
-    Convolution: _convolution,
-    AveragePool: _average_pool,
-    Linear: _linear,
-    ChannelScale: _channel_scale,
-    Monotone: _monotone,
-    Add: _add,
-    Reshape: _reshape,
-}
-
-
-Maps = Annotated[Tensor, "b h w c"]
-"""Windows of all placements and images, one after the other."""
-
-
-def slide(
+def _slide(
     geometry: Geometry, weight: Weight, groups: int, state: Windows, sweep: WindowPass, position: int
 ) -> Windows:
     """The windows after a kernel with these weights has slid over them, in the step at this position."""
@@ -288,30 +249,19 @@ def _slide_by_convolution(
         state, weights = moved_alone(state, weights)
 
     def moved(part: Tensor, taps: Tensor) -> Tensor:
-        if precise and sweep.is_fused and groups == 1:
-            return _slide_by_rows(part.flatten(0, 1), taps, geometry).unflatten(0, part.shape[:2])
         maps, local = part.flatten(0, 1), geometry
+        if sweep.is_fused and precise and groups == 1:
+            from patchcert.windows.kernels import slide_by_rows
+
+            return slide_by_rows(maps, taps, geometry).unflatten(0, part.shape[:2])
         if sweep.is_fused and not precise and geometry.symmetric_padding is None:
-            maps, local = _padded(maps, geometry)
+            from patchcert.windows.kernels import padded
+
+            maps, local = padded(maps, geometry), geometry.unpadded
         slid = convolve(maps.permute(0, 3, 1, 2), taps, local, groups, precise)
         return slid.permute(0, 2, 3, 1).contiguous().unflatten(0, part.shape[:2])
 
     return state.times(weights, moved)
-
-
-def _padded(maps: Maps, geometry: Geometry) -> tuple[Annotated[Tensor, "b _ _ c"], Geometry]:
-    """The maps with the padding made explicit, and the geometry that is left."""
-    top, bottom, left, right = geometry.padding
-    size = (maps.shape[1] + top + bottom, maps.shape[2] + left + right)
-    return placed(maps, size, (top, left)), replace(geometry, padding=(0, 0, 0, 0))
-
-
-def _slide_by_rows(maps: Maps, taps: Weight, geometry: Geometry) -> Annotated[Tensor, "b _ _ out"]:
-    """As `convolve` by a product, with the rows under the kernel laid out by a CUDA kernel."""
-    height, width = geometry.output_size(maps.shape[1], maps.shape[2])
-    rows = fused_rows(maps, geometry, height, width)
-    columns = taps.permute(2, 3, 1, 0).flatten(0, 2)
-    return blocked_product(rows, columns).reshape(len(maps), height, width, -1)
 
 
 def _slide_by_matrix(
@@ -332,34 +282,33 @@ def _slide_by_matrix(
     return state.times(sweep.shared.weights((position, geometry, shape), matrix), moved)
 
 
-def multiply(
-    weight: Annotated[Tensor, "out features"], state: Windows, sweep: WindowPass, position: int
-) -> Windows:
-    """The windows, or features without windows, after a linear layer with these weights, the step at this position."""
-    index, dtype = sweep.steps[position].inputs[0], state.deviation.dtype
+def _linear(operation: Linear, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
+    """On windows, or on features without windows."""
+    (state,), weight, index = inputs, operation.weight(), sweep.steps[position].inputs[0]
+    dtype, rounding = state.deviation.dtype, sweep.rounding
     weights = sweep.shared.weights((position,), lambda: _columns(weight, dtype, sweep, index))
     if sweep.windows[index] is None:
-        moved = state.times(weights, lambda part, columns: _feature_product(part, columns, sweep))
+
+        def moved(part: Tensor, columns: Tensor) -> Tensor:
+            return rounding.product(part.flatten(0, 1), columns).unflatten(0, part.shape[:2])
+
         # A product's roundings, and one to spare.
-        return moved.widened(summed_roundings(weight.shape[1]) + 1, sweep.rounding)
-    by_kernel = product_of_windows(state, weights, sweep, index)
-    if by_kernel is not None:
-        return by_kernel
+        return state.times(weights, moved).widened(summed_roundings(weight.shape[1]) + 1, rounding)
+    if sweep.is_fused:
+        from patchcert.windows.kernels import product_of_windows
+
+        by_kernel = product_of_windows(state, weights, sweep, index)
+        if by_kernel is not None:
+            return by_kernel
     height, width, channels = state.deviation.shape[2:]
-    if sweep.rounding.is_outward:
+    if rounding.is_outward:
         state, weights = moved_alone(state, weights)
-    moved = state.times(weights, lambda part, columns: sweep.flat_product(part, columns, index))
     # A window is multiplied as a whole, or row by row with a sum for each row; one rounding is to spare. Channels that
     # were left out only make sums shorter.
     by_rows = summed_roundings(width * channels) + height
     roundings = max(summed_roundings(height * width * channels), by_rows)
-    return moved.widened(roundings + 1, sweep.rounding)
-
-
-def _feature_product(
-    part: Annotated[Tensor, "p n features"], columns: Annotated[Tensor, "features out"], sweep: WindowPass
-) -> Annotated[Tensor, "p n out"]:
-    return sweep.rounding.product(part.flatten(0, 1), columns).unflatten(0, part.shape[:2])
+    products = state.times(weights, lambda part, columns: sweep.flat_product(part, columns, index))
+    return products.widened(roundings + 1, rounding)
 
 
 def _columns(
@@ -380,62 +329,6 @@ def _columns(
 def _packed(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights in order of their dimensions and of the given type, at one copy where there are both to change."""
     return weight.to(dtype, memory_format=torch.contiguous_format).contiguous()
-
-
-def convolution_with_relu(state: Windows, sweep: WindowPass, position: int) -> Windows | None:
-    """The windows after the convolution at this position and the ReLU that follows it, by one kernel of half precision.
-
-    None where the kernel does not apply.
-    """
-    operation = sweep.steps[position].operation
-    if not isinstance(operation, Convolution) or not _is_half(state, sweep):
-        return None
-    source, target = sweep.window(sweep.steps[position].inputs[0]), sweep.window(position + 1)
-    spans, cells = sweep.spans(sweep.steps[position].inputs[0]), sweep.signed_cells(position + 1)
-    geometry, weight = operation.geometry, operation.weight()
-    is_plain = operation.groups == 1 and geometry.dilation == (1, 1) and _is_before_relu(sweep, position)
-    fits = is_plain and fills_cores(weight.shape[1], weight.shape[0], weight.device)
-    if spans is None or cells is None or not fits:
-        return None
-    clean, local = sweep.clean.places(position + 1, sweep.layout), source.local(geometry, target)
-    weights = sweep.shared.weights(
-        (position, "half"), lambda: weight.permute(2, 3, 1, 0).flatten(0, 1).half().contiguous()
-    )
-    return Windows(*slid_relu((state.deviation, state.radius), weights, local, clean, cells, spans))
-
-
-def product_of_windows(
-    state: Windows, weights: tuple[Columns, Columns], sweep: WindowPass, index: int
-) -> Windows | None:
-    """The windows on value `index` times the weights of the layer after it, by one kernel of half precision.
-
-    None where the kernel does not apply.
-    """
-    spans, area = sweep.spans(index), sweep.layout.maps[index]
-    _, channels, outputs = weights[0].shape
-    fits = _is_half(state, sweep) and fills_cores(channels, outputs, weights[0].device)
-    if spans is None or area is None or not fits:
-        return None
-    parts = (state.deviation, state.radius)
-    return Windows(*window_products(parts, weights, area.width, spans))
-
-
-def is_read_in_place(
-    weight: Annotated[Tensor, "out features"], area: FeatureMap | None, dtype: torch.dtype | None
-) -> bool:
-    """Whether windows of this type on the map take the weights under them without a copy."""
-    is_half = dtype == torch.float16 and weight.is_cuda
-    return is_half and area is not None and fills_cores(area.channels, len(weight), weight.device)
-
-
-def _is_half(state: Windows, sweep: WindowPass) -> bool:
-    is_full = state.radius.shape == state.deviation.shape
-    return sweep.is_fused and state.deviation.dtype == torch.float16 and is_full and not sweep.has_gradient
-
-
-def _is_before_relu(sweep: WindowPass, position: int) -> bool:
-    users = [step for step in sweep.steps if position + 1 in step.inputs]
-    return users == [sweep.steps[position + 1]] and is_relu(users[0].operation)
 
 
 _FEWEST_CHANNELS = 16
@@ -478,3 +371,14 @@ def moved_alone(state: Windows, weights: Weights) -> tuple[Windows, Weights]:
         return state, weights
     first, second = (part.index_select(1, moved) for part in weights)
     return state.map(lambda part: part.index_select(-1, moved)), (first, second)
+
+
+RULES: dict[type[Operation], Callable[..., Windows]] = {
+    Convolution: _convolution,
+    AveragePool: _average_pool,
+    Linear: _linear,
+    ChannelScale: _channel_scale,
+    Monotone: _monotone,
+    Add: _add,
+    Reshape: lambda operation, inputs, sweep, position: inputs[0],
+}

@@ -3,23 +3,33 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
 
 from patchcert.bounds import NEAREST, Network, Rounding
+from patchcert.bounds.geometry import FeatureMap
 from patchcert.bounds.network import zero_at_label
 from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape, is_relu
 from patchcert.bounds.rounding import summed_roundings
-from patchcert.bounds.sparse import FirstLayer
 from patchcert.tensors import Images, Labels, Margins, PlacementMargins
 from patchcert.threats import Patch, SparsePixels
-from patchcert.windows.blocks import PlacementBlocks, RepeatedPass, masked
-from patchcert.windows.kernels import fused_head, is_fused
 from patchcert.windows.layout import Layout
-from patchcert.windows.passes import Clean, Group, GroupPass, SharedByPasses, Windows, groups, if_covered
-from patchcert.windows.rules import before_head, is_read_in_place, propagate, relu_terms
+from patchcert.windows.passes import (
+    Clean,
+    Group,
+    GroupPass,
+    SharedByPasses,
+    Windows,
+    groups,
+    if_covered,
+    is_fused,
+)
+from patchcert.windows.rules import before_head, propagate, relu_terms
+
+if TYPE_CHECKING:
+    from patchcert.windows.blocks import PlacementBlocks
 
 _ENOUGH_IMAGES = 32
 """As many rows make a product on a CPU efficient; more images would leave room for fewer placements."""
@@ -56,9 +66,9 @@ def images_within(
     return min(most, _ENOUGH_IMAGES) if isinstance(threat, Patch) and not images.is_cuda else most
 
 
-def rows_within(network: Network, images: Images, budget: int, batch: int, unfolded: bool = False) -> int:
-    """How many boxes of each image fit the budget when `batch` images are bounded densely at once; at least one."""
-    numbers = _image_numbers(network, images, unfolded) * max(batch, 1)
+def rows_within(network: Network, images: Images, budget: int, unfolded: bool = False) -> int:
+    """How many boxes of each image fit the budget when all images are bounded densely at once; at least one."""
+    numbers = _image_numbers(network, images, unfolded) * max(len(images), 1)
     return max(1, budget // (images.element_size() * numbers))
 
 
@@ -78,6 +88,8 @@ def _image_numbers(network: Network, images: Images, unfolded: bool) -> int:
 
 def _sparse_numbers(network: Network, images: Images) -> int:
     """Numbers per image in the tight sparse bound: one for each neuron of the first layer and pixel it sees."""
+    from patchcert.bounds.sparse import FirstLayer
+
     layer = FirstLayer.of(network.steps)
     weight = layer.operation.weight()
     with torch.no_grad():
@@ -91,7 +103,7 @@ def placements_within(
     group: Group,
     images: int,
     rounding: Rounding,
-    blocks: PlacementBlocks | None,
+    blocks: "PlacementBlocks | None",
     dtype: torch.dtype | None,
 ) -> int:
     """How many placements of the group are swept at once if the budget, here in numbers, is kept; at least one."""
@@ -101,7 +113,7 @@ def placements_within(
         operation = step.operation
         if isinstance(operation, Linear):
             outputs = operation.weight().shape[0]
-            if not is_read_in_place(operation.weight(), layout.maps[step.inputs[0]], dtype):
+            if not _is_read_in_place(operation.weight(), layout.maps[step.inputs[0]], dtype):
                 columns = max(columns, inputs * outputs)
             if inputs and position == len(layout.network.steps) - 1:
                 unfolded = max(unfolded, 2 * inputs * outputs)
@@ -113,6 +125,17 @@ def placements_within(
     copies = _LIVE_COPIES_FUSED if group.members.is_cuda else _LIVE_COPIES
     by_state = budget // ((copies * max(sizes) + unfolded) * max(images, 1))
     return max(1, min(by_state, budget // (4 * columns), len(group)))
+
+
+def _is_read_in_place(
+    weight: Annotated[Tensor, "out features"], area: FeatureMap | None, dtype: torch.dtype | None
+) -> bool:
+    """Whether windows of this type on the map take the weights under them without a copy."""
+    if dtype != torch.float16 or not weight.is_cuda or area is None:
+        return False
+    from patchcert.windows.kernels import fills_cores
+
+    return fills_cores(area.channels, len(weight), weight.device)
 
 
 def patches_within(budget: int, layout: Layout, group: Group, images: int) -> int:
@@ -168,6 +191,8 @@ class MergedHead:
         relu = _last_relu(sweep)
         if relu is None or relu < first:
             return self._changes_by_products(sweep, before_head(sweep, start, first))
+        from patchcert.windows.kernels import fused_head
+
         state, clean = propagate(sweep, start, relu, first), sweep.clean.values[relu].flatten(1)
         terms = relu_terms(state, sweep, relu)
         shift, spread = fused_head(state.deviation, state.radius, clean, self.weight, self.labels, *terms)
@@ -256,7 +281,7 @@ class PlacementSweep:
     groups: tuple[Group, ...]
     order: Annotated[Tensor, "p"]
     memory_budget: int
-    blocks: PlacementBlocks | None = None
+    blocks: "PlacementBlocks | None" = None
 
     @staticmethod
     def of(
@@ -264,7 +289,7 @@ class PlacementSweep:
         images: Images,
         threat: Patch,
         memory_budget: int,
-        blocks: PlacementBlocks | None = None,
+        blocks: "PlacementBlocks | None" = None,
     ) -> "PlacementSweep":
         """Raises NotCovered where the network holds a step that windows cannot follow."""
         with torch.no_grad():
@@ -371,8 +396,7 @@ class PlacementSweep:
             return head.changes(sweep, state, self._first())
         assert not sweep.rounding.is_outward, "merging blocks rounds to nearest"
         masks = blocks.stamps[sweep.group.members[sweep.start : sweep.stop]].unsqueeze(2)
-        state = blocks.merged(masked(state, masks), lambda count: RepeatedPass(sweep, count))
-        return head.changes(sweep, state, blocks.first)
+        return head.changes(sweep, blocks.merged(state.masked(masks), sweep.repeated), blocks.first)
 
     def _start(self, sweep: GroupPass, epsilon: float | Tensor) -> Windows:
         """The patch itself: at epsilon 1 the box is [0, 1] whatever the image, so all share one radius."""

@@ -19,9 +19,8 @@ from patchcert.bounds.geometry import FeatureMap, Window
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.tensors import Images, Labels, PlacementMargins
 from patchcert.threats import Patch
-from patchcert.windows.blocks import PlacementBlocks, covered_pixels, masked, repeated
+from patchcert.windows.blocks import PlacementBlocks, covered_pixels
 from patchcert.windows.dense import dense_weakest
-from patchcert.windows.kernels import placed
 from patchcert.windows.layout import Layout
 from patchcert.windows.passes import (
     Clean,
@@ -36,6 +35,7 @@ from patchcert.windows.passes import (
     clean_pass,
     common_steps,
     if_covered,
+    repeated,
 )
 from patchcert.windows.rules import before_head
 from patchcert.windows.sweep import PlacementSweep, covering_sweep, default_budget
@@ -184,9 +184,9 @@ class DifferentiablePlacements:
         box, blocks = Windows.within(epsilon, sweep.clean_windows(0)), self.blocks
         if blocks is None:
             offset = rows % self.step[0] * self.step[1] + columns % self.step[1]
-            return masked(box, self.covered[offset.unsqueeze(1), 0]), 0
+            return box.masked(self.covered[offset.unsqueeze(1), 0]), 0
         members = torch.arange(self.covered.shape[1], device=rows.device).unsqueeze(1)
-        state = masked(box, self.covered[blocks.index[rows, columns].unsqueeze(1), members])
+        state = box.masked(self.covered[blocks.index[rows, columns].unsqueeze(1), members])
         return blocks.merged(state, sweep.repeated), blocks.first
 
     def cells(self, window: Window, area: FeatureMap) -> Annotated[Tensor, "bases cells"]:
@@ -236,7 +236,7 @@ class _OwnPlacementsPass(WindowPass):
         window = self.windows[index]
         return self.clean.values[index].flatten(1) if window is None else self._gather(window, index)
 
-    def surroundings(self, position: int, height: int, width: int) -> OnWindows:
+    def surroundings(self, position: int) -> OnWindows:
         step = self.steps[position]
         window = self.layout.seen(position, self.windows)
         assert window is not None
@@ -256,6 +256,8 @@ class _OwnPlacementsPass(WindowPass):
         assert area is not None
         part = part.expand(*self.base.shape, *part.shape[2:])
         if self.is_fused:
+            from patchcert.windows.kernels import placed
+
             shifts = self.placements.shifts(window)[self.base]
             return placed(part, (area.height, area.width), (window.top, window.left), shifts).flatten(2)
         inside = self._inside(window, index)

@@ -8,7 +8,8 @@ from typing import Any, final
 from torch import nn
 
 from patchcert.attacks import AdaptiveAfterTransfer, AttackSeries, PatchAttack, TransferAttack
-from patchcert.certificates import AnyThreat, IntervalBounds, RandomAblation
+from patchcert.certificates import AnyThreat, IntervalBounds
+from patchcert.certificates.ablation import RandomAblation
 from patchcert.defenses import DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
 from patchcert.evidence.record import Question, Selection
