@@ -17,7 +17,7 @@ from patchcert.bounds.lowering import BATCH_SIZE, FUNCTION_RULES, LAYER_RULES, L
 from patchcert.bounds.operations import Interval, Linear, Operation
 from patchcert.bounds.rounding import NEAREST, Rounding
 from patchcert.errors import ModelError, PatchcertError, UnsupportedLayer
-from patchcert.tensors import Images, Labels, Margins
+from patchcert.tensors import Labels, Margins
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +72,6 @@ class Network:
         if head is None:
             return _separate_margins(last, labels, rounding)
         return merged_margins(head, last, labels, rounding)
-
-    def sparse_margins(
-        self,
-        images: Images,
-        labels: Labels,
-        pixels: int,
-        bound: str = "tight",
-        epsilon: float | Tensor = 1.0,
-        rounding: Rounding = NEAREST,
-    ) -> Margins:
-        """Margins over every image that differs from the given one in at most `pixels` pixels."""
-        from patchcert.bounds.sparse import FirstLayer, sparse_first_layer
-
-        layer = FirstLayer.of(self.steps)
-        *_, seen, clean = self._propagate([Interval.point(images)], 0, layer.position + 1, rounding)
-        layer.check_sees(seen.shape, images)
-        box = sparse_first_layer(layer, clean, images, pixels, bound, epsilon, rounding)
-        return self.margins(box, labels, layer.position + 1, rounding)
 
     def _propagate(
         self, known: Sequence[Interval | None], start: int, stop: int, rounding: Rounding

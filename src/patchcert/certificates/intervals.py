@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,6 @@ from patchcert.windows.sweep import (
     images_within,
     rows_within,
 )
-
-if TYPE_CHECKING:
-    from patchcert.windows.verdicts import VerdictSweep
 
 FLOAT64_BLOCK, GPU_BLOCK = 256, 2048
 """In float64 and on a GPU libraries sum in another order for other batch sizes: blocks of a proof have a fixed size."""
@@ -85,9 +82,8 @@ class IntervalBounds(Classifier):
     ) -> Certificates:
         with torch.no_grad(), precise_arithmetic(), subnormals_kept():
             proof = _Proof.of(self, images, labels, threat, progress)
-            if proof.verdicts is not None:
-                return proof.bare_verdicts()
-            return proof.certificates()
+            is_bare = self.verdicts_only and proof.sweep is not None
+            return proof.bare_verdicts() if is_bare else proof.certificates()
 
     def placement_margins(
         self, images: Images, labels: Labels, threat: Patch, progress: Progress | None = None
@@ -127,15 +123,13 @@ class IntervalBounds(Classifier):
 class _Proof:
     """One call: checked inputs, the network in the dtype of the bounds and in float64, and the memory budget.
 
-    `sweep` is the fast engine for the threat, None where the threat has no placements or only the dense way goes;
-    `verdicts` stands in its place where only verdicts are wanted.
+    `sweep` is the fast engine for the threat, None where the threat has no placements or only the dense way goes.
     """
 
     network: Network
     audit: Network
     threat: AnyThreat
     sweep: PlacementSweep | None
-    verdicts: "VerdictSweep | None"
     images: Images
     labels: Labels
     predictions: Labels
@@ -162,14 +156,9 @@ class _Proof:
         check_labels(labels, logits.shape[1])
         converted = images.to(dtype)
         check_trace(exact_model, audit, network, converted, threat)
-        sweep, verdicts = None, None
+        sweep = None
         if isinstance(threat, Patch) and len(images):
-            if bounds.verdicts_only:
-                from patchcert.windows.verdicts import VerdictSweep
-
-                verdicts = VerdictSweep.of(network, converted, threat, budget)
-            else:
-                sweep = covering_sweep(network, converted, threat, budget)
+            sweep = covering_sweep(network, converted, threat, budget)
         predictions = logits.argmax(dim=1) if len(logits) else labels.new_empty(0)
         is_finite = logits.isfinite().all(dim=1) & has_finite_weights(model)
         return _Proof(
@@ -177,7 +166,6 @@ class _Proof:
             audit=audit,
             threat=threat,
             sweep=sweep,
-            verdicts=verdicts,
             images=converted,
             labels=labels,
             predictions=predictions,
@@ -214,9 +202,12 @@ class _Proof:
 
     def bare_verdicts(self) -> Certificates:
         """The same verdicts without margins and maps."""
-        assert self.verdicts is not None
+        from patchcert.windows.verdicts import VerdictSweep
+
+        assert self.sweep is not None
+        verdicts = VerdictSweep.of(self.sweep, self.images)
         proven = [
-            self.verdicts.proven(self._clean_pass(chunk), self.labels[chunk], self.rounding)
+            verdicts.proven(self._clean_pass(chunk), self.labels[chunk], self.rounding)
             for chunk in self.chunks()
         ]
         return Certificates(torch.cat(proven) & self.is_sound, self.predictions, self.labels)
@@ -235,10 +226,12 @@ class _Proof:
 
     def _bounded_sparse(self, chunk: slice) -> Certificates:
         """Some of the images against sparse changes."""
+        from patchcert.bounds.sparse import sparse_margins
+
         images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
         assert isinstance(threat, SparsePixels)
-        margins = self.network.sparse_margins(
-            images, labels, threat.pixels, threat.bound, rounding=self.rounding
+        margins = sparse_margins(
+            self.network, images, labels, threat.pixels, threat.bound, rounding=self.rounding
         )
         return self._verdicts(chunk, margins, labels.new_full((len(labels), 2), -1))
 
