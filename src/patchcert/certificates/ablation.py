@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Annotated, Any, Literal, final, get_args
 
@@ -194,15 +194,8 @@ class RandomAblation(Classifier):
         )
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "name": "RandomAblation",
-            "retained": self.retained,
-            "selection_samples": self.selection_samples,
-            "estimation_samples": self.estimation_samples,
-            "error_rate": self.error_rate,
-            "precision": self.precision,
-            "seed": self.seed,
-        }
+        names = [each.name for each in fields(self) if each.name not in ("model", "batch_size")]
+        return {"name": "RandomAblation"} | {name: getattr(self, name) for name in names}
 
     def images_per_block(self, device: torch.device) -> int | None:
         """Draws follow from the whole block, which has a fixed size for that reason."""

@@ -305,29 +305,8 @@ def _shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """What a program takes at once, images, outputs and terms of their sums, and how it is run."""
-
-    images: int
-    outputs: int
-    terms: int
-    warps: int
-    stages: int
-
-
-def slide_tiles(images: int, channels: int, outputs: int) -> Tiles:
-    """Two sums of 128 images by 128 outputs fill the registers of a core; narrower ones leave room for another."""
-    width = _part(outputs, 128)
-    return Tiles(_images(images), width, _part(channels, 64), 8, 4 if width == 128 else 2)
-
-
-def product_tiles(images: int, channels: int, outputs: int) -> Tiles:
-    """One sum of 128 images by 256 outputs likewise."""
-    return Tiles(_images(images), _part(outputs, 256), _part(channels, 64), 8, 4)
-
-
 def _images(count: int) -> int:
+    """How many images a program takes at once."""
     return min(128, max(16, 1 << (count - 1).bit_length()))
 
 
@@ -351,10 +330,11 @@ def slid_relu(
     deviation, radius, clean = parts[0].contiguous(), parts[1].contiguous(), clean.contiguous()
     placements, images, rows, columns, channels = deviation.shape
     outputs, (height, width) = weight.shape[-1], geometry.output_size(rows, columns)
-    tiles = slide_tiles(images, channels, outputs)
+    # Two sums of 128 images by 128 outputs fill the registers of a core; narrower ones leave room for another.
+    at_once, block = _images(images), _part(outputs, 128)
     new_deviation = deviation.new_empty(placements, images, height, width, outputs)
     new_radius = torch.empty_like(new_deviation)
-    programs = -(-images // tiles.images) * (outputs // tiles.outputs)
+    programs = -(-images // at_once) * (outputs // block)
     triton_kernels.slide_relu[(height * width, programs, placements)](  # pyright: ignore[reportIndexIssue]
         deviation,
         radius,
@@ -378,11 +358,11 @@ def slid_relu(
         KERNEL_COLUMNS=geometry.kernel[1],
         ROW_STRIDE=geometry.stride[0],
         COLUMN_STRIDE=geometry.stride[1],
-        IMAGES=tiles.images,
-        TERMS=tiles.terms,
-        BLOCK=tiles.outputs,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        IMAGES=at_once,
+        TERMS=_part(channels, 64),
+        BLOCK=block,
+        num_warps=8,
+        num_stages=4 if block == 128 else 2,
     )
     return new_deviation, new_radius
 
@@ -397,10 +377,11 @@ def window_products(
     deviation, radius = parts[0].contiguous(), parts[1].contiguous()
     placements, images, rows, columns, channels = deviation.shape
     outputs = weights[0].shape[-1]
-    tiles = product_tiles(images, channels, outputs)
+    # One sum of 128 images by 256 outputs fills the registers of a core.
+    at_once, block = _images(images), _part(outputs, 256)
     new_deviation = deviation.new_empty(placements, images, outputs)
     new_radius = torch.empty_like(new_deviation)
-    programs = -(-images // tiles.images) * (outputs // tiles.outputs)
+    programs = -(-images // at_once) * (outputs // block)
     triton_kernels.window_product[(2 * programs, placements)](  # pyright: ignore[reportIndexIssue]
         deviation,
         radius,
@@ -414,11 +395,11 @@ def window_products(
         ROWS=rows,
         COLUMNS=columns,
         MAP_COLUMNS=map_columns,
-        IMAGES=tiles.images,
-        TERMS=tiles.terms,
-        BLOCK=tiles.outputs,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        IMAGES=at_once,
+        TERMS=_part(channels, 64),
+        BLOCK=block,
+        num_warps=8,
+        num_stages=4,
     )
     return new_deviation, new_radius
 

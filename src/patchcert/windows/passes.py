@@ -34,6 +34,44 @@ from patchcert.tensors import Corners, Images, Labels, Margins
 from patchcert.threats import Placements
 from patchcert.windows.layout import Layout
 
+logger = logging.getLogger(__name__)
+
+OnWindows = Annotated[Tensor, "p n h w c"]
+"""One part of windows, or clean values there."""
+Part = Annotated[Tensor, "_ _ h w c"]
+"""One part of windows, which may be the same for all placements or images."""
+Outside = Annotated[Tensor, "p _ h w 1"]
+"""True for the cells of windows that lie outside the feature map."""
+Columns = Annotated[Tensor, "places c out"]
+"""The weights of a linear layer on a feature map."""
+
+Weights = tuple[Tensor, Tensor]
+"""Weights and their absolute values, alike in shape."""
+
+_LARGE_WINDOW = 2**20
+"""The number of weights under a window from which a CPU reads them in place instead of gathering them."""
+
+Built = TypeVar("Built")
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_fused(value: Tensor) -> bool:
+    """Whether steps on such values run as single kernels: they are float32 on CUDA, and Triton is installed."""
+    return value.is_cuda and value.dtype == torch.float32 and _has_triton()
+
+
+def if_covered(build: Callable[[], Built]) -> Built | None:
+    """What `build` makes; None where windows cannot follow the network, so that the dense way takes over."""
+    try:
+        return build()
+    except NotCovered as reason:
+        logger.debug("the dense path takes over: %s", reason)
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Clean:
@@ -85,10 +123,9 @@ def exact_clean_pass(audit: Network, images: Images, labels: Labels, dtype: torc
 
     `audit` is the network with weights of float64.
     """
-    rounding = Rounding.outward(torch.float64)
-    intervals = audit.intervals(Interval.point(images.double()), rounding)
-    head = audit.head
+    rounding, head = Rounding.outward(torch.float64), audit.head
     assert head is not None
+    intervals = audit.intervals(Interval.point(images.double()), rounding)
     margins = merged_margins(head, intervals[-2], labels, rounding)
     values, slack, largest = [], [], []
     for position, interval in enumerate(intervals):
@@ -120,42 +157,6 @@ def _round_up(values: Annotated[Tensor, "n"], dtype: torch.dtype) -> Annotated[T
     # Rounding to float32 loses 6e-8 of a normal number at most, the sums before it some 1e-16. Passes add tiny for the
     # numbers that are not normal.
     return (values.double() * (1 + 1e-6)).to(dtype)
-
-
-logger = logging.getLogger(__name__)
-
-OnWindows = Annotated[Tensor, "p n h w c"]
-"""One part of windows, or clean values there."""
-Part = Annotated[Tensor, "_ _ h w c"]
-"""One part of windows, which may be the same for all placements or images."""
-Outside = Annotated[Tensor, "p _ h w 1"]
-"""True for the cells of windows that lie outside the feature map."""
-Columns = Annotated[Tensor, "places c out"]
-"""The weights of a linear layer on a feature map."""
-
-Weights = tuple[Tensor, Tensor]
-"""Weights and their absolute values, alike in shape."""
-
-Built = TypeVar("Built")
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def is_fused(value: Tensor) -> bool:
-    """Whether steps on such values run as single kernels: they are float32 on CUDA, and Triton is installed."""
-    return value.is_cuda and value.dtype == torch.float32 and _has_triton()
-
-
-def if_covered(build: Callable[[], Built]) -> Built | None:
-    """What `build` makes; None where windows cannot follow the network, so that the dense way takes over."""
-    try:
-        return build()
-    except NotCovered as reason:
-        logger.debug("the dense path takes over: %s", reason)
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,10 +333,6 @@ def common_steps(windows: Iterable[Window | None]) -> tuple[int, int]:
     return math.lcm(*(window.row_step for window in known)), math.lcm(
         *(window.column_step for window in known)
     )
-
-
-_LARGE_WINDOW = 2**20
-"""The number of weights under a window from which a CPU reads them in place instead of gathering them."""
 
 
 @dataclass(frozen=True, slots=True)
