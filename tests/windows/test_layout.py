@@ -48,7 +48,7 @@ def test_every_placement_is_in_one_group_and_its_cells_are_its_own(first, second
     assert sorted(members.tolist()) == list(range(len(found)))
     masks = found.masks(patch.stamp).flatten(1)
     for group in parts:
-        pixels, cells = group.cells[0], group.cells[3]
+        pixels, cells = (group.cells[group.windows[index], layout.maps[index]] for index in (0, 3))
         assert pixels.outside is None
         for row, member in enumerate(group.members.tolist()):
             covered = torch.zeros(72, dtype=torch.bool)

@@ -22,7 +22,7 @@ from patchcert.bounds.operations import Convolution, is_relu
 from patchcert.bounds.rounding import blocked_product
 from patchcert.windows import triton_kernels
 from patchcert.windows.layout import Weight
-from patchcert.windows.passes import Columns, WindowPass, Windows
+from patchcert.windows.passes import Columns, OnWindows, WindowPass, Windows
 from patchcert.windows.rules import relu_terms
 
 Size = tuple[int, int]
@@ -285,8 +285,6 @@ def fused_rows(
     return output
 
 
-_OnWindows = Annotated[Tensor, "p n h w c"]
-
 _FEWEST_CHANNELS = 32
 _SHARED_MEMORY = 200 * 2**10
 
@@ -316,7 +314,7 @@ def _part(number: int, most: int) -> int:
 
 
 def slid_relu(
-    parts: tuple[_OnWindows, _OnWindows],
+    parts: tuple[OnWindows, OnWindows],
     weight: Annotated[Tensor, "taps c out"],
     geometry: Geometry,
     clean: Annotated[Tensor, "n places out"],
@@ -368,7 +366,7 @@ def slid_relu(
 
 
 def window_products(
-    parts: tuple[_OnWindows, _OnWindows],
+    parts: tuple[OnWindows, OnWindows],
     weights: tuple[Annotated[Tensor, "places c out"], Annotated[Tensor, "places c out"]],
     map_columns: int,
     spans: Annotated[Tensor, "p 6"],

@@ -270,24 +270,42 @@ class WindowPass(ABC):
     has_gradient: bool = False
 
     @abstractmethod
-    def outside(self, index: int) -> Outside | None:
-        """Which cells of the windows on value `index` lie outside the feature map; None where none does."""
-
-    @abstractmethod
-    def clean_windows(self, index: int) -> OnWindows | Annotated[Tensor, "n features"]:
-        """The clean value `index` on the windows; the value itself where it has no places."""
-
-    @abstractmethod
-    def surroundings(self, position: int) -> OnWindows:
-        """The clean values that the step at `position` looks at, and its padding outside the feature map."""
-
-    @abstractmethod
     def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
         """Windows on value `index` times the weights of the linear layer after it."""
 
     @abstractmethod
+    def _gather(self, window: Window, index: int) -> OnWindows:
+        """The clean value `index` where the window lies for each placement."""
+
+    @abstractmethod
+    def _signed(self, window: Window, index: int) -> Annotated[Tensor, "p ... cells"]:
+        """The cells of the window on its map for each placement, as flat indices, -1 outside."""
+
+    @abstractmethod
+    def _outside(self, window: Window, index: int) -> Outside | None:
+        """Which cells of the window lie outside the map for each placement; None where none does."""
+
+    def clean_windows(self, index: int) -> OnWindows | Annotated[Tensor, "n features"]:
+        """The clean value `index` on the windows; the value itself where it has no places."""
+        window = self.windows[index]
+        return self.clean.values[index].flatten(1) if window is None else self._gather(window, index)
+
     def signed_cells(self, index: int) -> Annotated[Tensor, "p ... cells"] | None:
         """The cells of the windows on value `index`, -1 outside the map; None without places."""
+        window = self.windows[index]
+        return None if window is None else self._signed(window, index)
+
+    def outside(self, index: int) -> Outside | None:
+        """Which cells of the windows on value `index` lie outside the feature map; None where none does."""
+        window = self.windows[index]
+        return None if window is None else self._outside(window, index)
+
+    def surroundings(self, position: int) -> OnWindows:
+        """The clean values that the step at `position` looks at, and its padding outside the feature map."""
+        step, seen = self.steps[position], self.layout.seen(position, self.windows)
+        assert seen is not None
+        values, outside = self._gather(seen, step.inputs[0]), self._outside(seen, step.inputs[0])
+        return values if outside is None else values.masked_fill(outside, step.operation.padding)
 
     def spans(self, index: int) -> Annotated[Tensor, "p 6"] | None:
         """Which part of the windows on value `index` lies in the map, and where, as in `Cells`; None where each image
@@ -384,14 +402,13 @@ def _axis_cells(origin: int, extent: int, shifts: np.ndarray, step: int) -> np.n
 class Group:
     """Placements whose windows differ by whole cells on every feature map, so that one geometry serves them all.
 
-    `cells` are those of the windows; `surroundings`, for a step that goes by its interval bound, those that its
-    output window looks at.
+    `cells` are those of the windows and, for steps that go by their interval bound, of what their output windows look
+    at: by the window of the first member and its map.
     """
 
     members: Annotated[Tensor, "p"]
     windows: tuple[Window | None, ...]
-    cells: tuple[Cells | None, ...]
-    surroundings: tuple[Cells | None, ...]
+    cells: dict[tuple[Window, FeatureMap], Cells]
 
     def __len__(self) -> int:
         return len(self.members)
@@ -415,20 +432,12 @@ def _group(
     first = corners[members[0]]
     windows = layout.windows(Window(int(first[0]), int(first[1]), placements.height, placements.width))
     shifts = (corners[members] - first).numpy()
-    made: dict[tuple[Window, FeatureMap], Cells] = {}
-
-    def covered(window: Window | None, area: FeatureMap | None) -> Cells | None:
-        if window is None or area is None:
-            return None
-        if (window, area) not in made:
-            made[window, area] = cells(window, shifts, area, device)
-        return made[window, area]
-
-    around = []
+    needed = list(zip(windows, layout.maps, strict=True))
     for position, step in enumerate(layout.network.steps):
-        around.append(covered(layout.seen(position, windows), layout.maps[step.inputs[0]]))
-    inner = [covered(window, area) for window, area in zip(windows, layout.maps, strict=True)]
-    return Group(members.to(device), windows, tuple(inner), tuple(around))
+        needed.append((layout.seen(position, windows), layout.maps[step.inputs[0]]))
+    known = dict.fromkeys((window, area) for window, area in needed if window and area)
+    covered = {(window, area): cells(window, shifts, area, device) for window, area in known}
+    return Group(members.to(device), windows, covered)
 
 
 @final
@@ -444,40 +453,15 @@ class GroupPass(WindowPass):
         """Each placement `count` times in a row."""
         return GroupPass(self.shared, self.group, self.start, self.stop, count)
 
-    def cells(self, index: int) -> Cells | None:
-        """The cells of the windows on value `index`, once for all copies."""
-        cells = self.group.cells[index]
-        return None if cells is None else cells.slice(self.start, self.stop)
-
-    def signed_cells(self, index: int) -> Annotated[Tensor, "p cells"] | None:
-        cells = self.cells(index)
-        return None if cells is None else repeated(cells.signed, self.count)
+    def cells(self, window: Window, index: int) -> Cells:
+        """The cells of the window on value `index` for each placement, once for all copies."""
+        area = self.layout.maps[index]
+        assert area is not None
+        return self.group.cells[window, area].slice(self.start, self.stop)
 
     def spans(self, index: int) -> Annotated[Tensor, "p 6"] | None:
-        cells = self.cells(index)
-        return None if cells is None or self.count > 1 else cells.spans
-
-    def outside(self, index: int) -> Outside | None:
-        cells = self.cells(index)
-        return None if cells is None or cells.outside is None else repeated(cells.outside, self.count)
-
-    def clean_windows(self, index: int) -> OnWindows | Annotated[Tensor, "n features"]:
-        cells = self.cells(index)
-        if cells is None:
-            return self.clean.values[index].flatten(1)
-        window = self.window(index)
-        values = self._gather(index, cells.index).unflatten(2, (window.height, window.width))
-        return repeated(values, self.count)
-
-    def surroundings(self, position: int) -> OnWindows:
-        cells, seen = self.group.surroundings[position], self.layout.seen(position, self.windows)
-        assert cells is not None
-        assert seen is not None
-        cells, step = cells.slice(self.start, self.stop), self.steps[position]
-        values = self._gather(step.inputs[0], cells.index).unflatten(2, (seen.height, seen.width))
-        if cells.outside is not None:
-            values = values.masked_fill(cells.outside, step.operation.padding)
-        return repeated(values, self.count)
+        window = self.windows[index]
+        return None if window is None or self.count > 1 else self.cells(window, index).spans
 
     def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
         if self.count > 1:
@@ -485,8 +469,8 @@ class GroupPass(WindowPass):
             images = part.unflatten(0, (-1, self.count)).flatten(1, 2)
             moved = self.repeated(1).flat_product(images, columns, index)
             return moved.unflatten(1, (self.count, -1)).flatten(0, 1)
-        cells, window = self.cells(index), self.window(index)
-        assert cells is not None
+        window = self.window(index)
+        cells = self.cells(window, index)
         if not part.is_cuda and cells.index.shape[1] * columns[0].numel() >= _LARGE_WINDOW:
             rows = cells.signed.view(-1, window.height, window.width).numpy()
             return torch.stack(
@@ -510,6 +494,14 @@ class GroupPass(WindowPass):
                 total += self.rounding.product(part[:, row, first : first + count].flatten(1), weights)
         return total
 
-    def _gather(self, index: int, cells: Annotated[Tensor, "p cells"]) -> Annotated[Tensor, "p n cells c"]:
-        places = self.clean.places(index, self.layout)
-        return places.index_select(1, cells.flatten()).unflatten(1, cells.shape).transpose(0, 1)
+    def _gather(self, window: Window, index: int) -> OnWindows:
+        cells, places = self.cells(window, index).index, self.clean.places(index, self.layout)
+        values = places.index_select(1, cells.flatten()).unflatten(1, cells.shape).transpose(0, 1)
+        return repeated(values.unflatten(2, (window.height, window.width)), self.count)
+
+    def _signed(self, window: Window, index: int) -> Annotated[Tensor, "p cells"]:
+        return repeated(self.cells(window, index).signed, self.count)
+
+    def _outside(self, window: Window, index: int) -> Outside | None:
+        outside = self.cells(window, index).outside
+        return None if outside is None else repeated(outside, self.count)

@@ -204,10 +204,12 @@ class MergedHead:
 
         How a sum is cut into blocks depends on the terms of the window, which may be more than the map has.
         """
-        cells, rounding = sweep.cells(sweep.steps[-1].inputs[0]), sweep.rounding
+        index, rounding = sweep.steps[-1].inputs[0], sweep.rounding
         (weights, absolute), radius = self._merged(), state.radius.expand_as(state.deviation)
-        if cells is not None:
-            parts, columns = _by_place(state.deviation, radius, weights, cells.index)
+        window = sweep.windows[index]
+        if window is not None:
+            cells = sweep.cells(window, index).index
+            parts, columns = _by_place(state.deviation, radius, weights, cells)
             shift = rounding.product(parts[0], columns).squeeze(2)
             spread = rounding.product(parts[1], columns.abs()).squeeze(2)
             return MarginChanges(shift, spread, summed_roundings(columns.shape[2]))

@@ -228,21 +228,6 @@ class _OwnPlacementsPass(WindowPass):
         """Each placement `count` times in a row."""
         return _OwnPlacementsPass(self.shared, self.placements, repeated(self.base, count))
 
-    def outside(self, index: int) -> Outside | None:
-        window = self.windows[index]
-        return None if window is None else self._outside(window, index)
-
-    def clean_windows(self, index: int) -> OnWindows | Annotated[Tensor, "n features"]:
-        window = self.windows[index]
-        return self.clean.values[index].flatten(1) if window is None else self._gather(window, index)
-
-    def surroundings(self, position: int) -> OnWindows:
-        step = self.steps[position]
-        window = self.layout.seen(position, self.windows)
-        assert window is not None
-        outside = self._outside(window, step.inputs[0])
-        return self._gather(window, step.inputs[0]).masked_fill(outside, step.operation.padding)
-
     def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
         if is_sparse(part, columns):
             part = part.expand(*self.base.shape, *part.shape[2:])
@@ -265,10 +250,6 @@ class _OwnPlacementsPass(WindowPass):
         where = inside.unsqueeze(-1).expand(*inside.shape, area.channels)
         return whole.scatter_add(2, where, part.flatten(2, 3)).flatten(2)
 
-    def signed_cells(self, index: int) -> Annotated[Tensor, "p n cells"] | None:
-        window = self.windows[index]
-        return None if window is None else self._signed(window, index)
-
     def _gather(self, window: Window, index: int) -> OnWindows:
         inside = self._inside(window, index)
         places = self.clean.places(index, self.layout)
@@ -281,11 +262,9 @@ class _OwnPlacementsPass(WindowPass):
         return self._signed(window, index).clamp(min=0).long()
 
     def _outside(self, window: Window, index: int) -> Outside:
-        """Which cells of the window lie outside the map."""
         return (self._signed(window, index) < 0).unflatten(2, (window.height, window.width)).unsqueeze(-1)
 
     def _signed(self, window: Window, index: int) -> Annotated[Tensor, "p n cells"]:
-        """The cells of the window on its map as flat indices, -1 outside."""
         area = self.layout.maps[index]
         assert area is not None
         if (window, area) not in self._cells:
