@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from patchcert.testing.shapes import check_shapes_on_import
+from shape_checks import check_shapes_on_import
 
 # Before any other module of the package is imported, so that every call in every test is checked.
 check_shapes_on_import("patchcert")
@@ -83,10 +83,10 @@ class FinishedRuns:
             self.write(run, question, certificates(correct, certified))
         return run
 
-    def write(self, run, question, columns, **facts):
+    def write(self, run, question, columns, image=(1, 28, 28), **facts):
         """Evidence of the run's weights; the file."""
         asked = question.to_dict()
-        data = {**asked["data"], "sha256": CHECKSUMS, "image": [1, 28, 28]}
+        data = {**asked["data"], "sha256": CHECKSUMS, "image": image}
         circumstances = {"weights_sha256": sha256(run.weights), "device": "NVIDIA H200", "seconds": 1.0}
         evidence = Evidence(columns, {"version": VERSION, **asked, "data": data, **circumstances, **facts})
         return evidence.write(EvidenceFolder(run.path / EVIDENCE).file(question)).path

@@ -2,10 +2,13 @@
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
+from patchcert.cli.app import create_app
 from patchcert.models import registry
 from patchcert.papers.chiang2020.counting import count_rows
 from patchcert.papers.chiang2020.tables import OURS, find_table
@@ -15,7 +18,10 @@ NEEDS_OWN_FILES = ("folder:~/photos",)
 
 
 def examples():
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]:
+    pages = (
+        page for folder in ("concepts", "guides") for page in sorted((ROOT / "docs" / folder).glob("*.md"))
+    )
+    for path in [ROOT / "README.md", *pages]:
         for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)):
             if not any(text in code for text in NEEDS_OWN_FILES):
                 yield pytest.param(code, id=f"{path.name}-{number}")
@@ -57,3 +63,36 @@ def test_what_the_readme_says_is_proven_is_counted_from_evidence():
     text = " ".join((ROOT / "README.md").read_text().split())
     assert ours.format(*(rows[patch].certified for patch in ("2x2", "5x5"))) in text
     assert paper.format(*(rows[patch].entry.certified for patch in ("2x2", "5x5"))) in text
+
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*/*.md"))]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+def test_commands_have_the_options_that_documents_give_them(page):
+    for words in commands_in(page.read_text()):
+        group = typer.main.get_command(create_app(words))
+        command = group.commands[words[0]]
+        if words[0] in ("data", "zoo"):
+            command = command.commands[words[1]]
+        known = {name for parameter in command.params for name in parameter.opts}
+        given = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert given <= known, f"{page.name}: patchcert {' '.join(words)}"
+
+
+def commands_in(text):
+    """The words after `patchcert` of every command in a block or in a line of text."""
+    lines = [
+        line for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()
+    ]
+    lines += re.findall(r"`(patchcert [^`]*)`", text)
+    for line in lines:
+        found = re.search(r"(?:^|-m )patchcert (?:--import \S+ )?([a-z].*)", line.partition(" #")[0])
+        if found and "|" not in found[1]:
+            yield shlex.split(found[1].partition(";")[0].replace("...", ""))
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+def test_modules_that_documents_name_exist(page):
+    for name in set(re.findall(r"`([\w/]+\.py)`", page.read_text())) - {"my_models.py"}:
+        assert (ROOT / name).exists() or any((ROOT / "src").rglob(name)), f"{page.name} names {name}"

@@ -2,7 +2,7 @@
 
 
 class PatchcertError(Exception):
-    """The base of all errors that a user can cause and mend; `hint` says how."""
+    """The base of all errors that a user can cause and correct; `hint` says how."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(f"{message}\nhint: {hint}" if hint else message)

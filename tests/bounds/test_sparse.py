@@ -26,7 +26,7 @@ from patchcert.bounds.sparse import (
 from patchcert.errors import InvalidInput, UnsupportedLayer
 from patchcert.models import Normalize
 from patchcert.testing.networks import randomise
-from patchcert.testing.strategies import seeds
+from strategies import seeds
 
 GEOMETRIES = [(3, 1, 1), (2, 2, 1), (1, 1, 0), (2, 1, 1, 2), ((3, 2), (2, 1), (1, 2), (1, 2))]
 """Kernel, stride, padding and dilation of convolutions over 3x2 pixels."""

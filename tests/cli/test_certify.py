@@ -156,9 +156,9 @@ def test_the_other_settings_are_passed_on(capsys, model_file):
         (["--patch", "5x5", "--data", "mnist-mini", "--dtype", "half"], "--dtype half is unknown"),
         (
             ["--patch", "5x5", "--data", "mnist-mini", "--out", "evidence.csv"],
-            "is no name of an evidence file",
+            "is not the name of an evidence file",
         ),
-        (["--patch", "5x5", "--data", "mnist-mini", "--memory-budget", "lots"], "is no size in bytes"),
+        (["--patch", "5x5", "--data", "mnist-mini", "--memory-budget", "lots"], "is not a size in bytes"),
         (
             ["--patch", "5x5", "--data", "mnist-mini", "--memory-budget", "2"],
             "2 is 2 bytes, too few to work in",

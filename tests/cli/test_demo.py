@@ -39,11 +39,11 @@ def headline(folder: Path) -> Evidence:
     return found
 
 
-def test_called_again_it_says_how_to_start_anew_and_measures_nothing_twice(finished, capsys):
+def test_called_again_it_says_how_to_start_over_and_measures_nothing_twice(finished, capsys):
     before = {file: file.stat().st_mtime_ns for file in (finished / "evidence").iterdir()}
     assert run(["demo", "--quick", "--out", str(finished)]) == 0
     said = capsys.readouterr()
-    assert "holds a trained model already; to start anew, delete it or name another folder" in said.err
+    assert "holds a trained model already; to start over, delete it or name another folder" in said.err
     assert {file: file.stat().st_mtime_ns for file in (finished / "evidence").iterdir()} == before
 
 

@@ -85,7 +85,7 @@ def test_sizes_are_in_bytes(text, size):
 
 @pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", "2TiBs"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(InvalidInput, match="is no size in bytes"):
+    with pytest.raises(InvalidInput, match="is not a size in bytes"):
         parse_bytes(text)
 
 

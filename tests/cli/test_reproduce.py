@@ -6,33 +6,27 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 
 import patchcert
-from patchcert.cli import reproduce_steps
 from patchcert.cli.app import run
-from patchcert.cli.reproduce_steps import stop_on_signals
-from patchcert.errors import InvalidInput
-from patchcert.papers.chiang2020.pack import unpack
+from patchcert.cli.reproduce import stop_on_signals
 from patchcert.papers.chiang2020.tables import table_names
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("strategy-detail-5x5", "--rows", "MNIST random mlp", "--scale", "quick", "--device", "cpu")
 
 
-def test_a_quick_look_trains_certifies_collects_and_packs(capsys, tmp_path):
-    place = ["--runs", str(tmp_path / "runs"), "--pack", str(tmp_path / "all.tar"), "--pack-weights"]
+def test_a_quick_look_trains_certifies_and_collects(capsys, tmp_path):
+    place = ["--runs", str(tmp_path / "runs")]
     assert run(["reproduce", *QUICK, "--jobs", "2", *place]) == 0
     captured = capsys.readouterr()
     assert "QUICK LOOK, NOT A RESULT" in captured.out
     assert "3 rows need 3 runs (quick) on cpu" in captured.err
-    assert "packed 3 results and 3 runs" in captured.err
 
-    elsewhere = ["--runs", str(tmp_path / "other"), "--unpack", str(tmp_path / "all.tar"), "--format", "json"]
-    assert run(["reproduce", *QUICK, *elsewhere]) == 0
+    assert run(["reproduce", *QUICK, *place, "--format", "json"]) == 0
     captured = capsys.readouterr()
     assert "3 already done" in captured.err
     (table,) = json.loads(captured.out)["tables"]
@@ -42,11 +36,34 @@ def test_a_quick_look_trains_certifies_collects_and_packs(capsys, tmp_path):
         assert [each["images"] for each in row["runs"]] == [100]
         assert row["clean"] > 40
 
-    again = ["--from", str(tmp_path / "other" / "results"), "--format", "csv"]
+    again = ["--from", str(tmp_path / "runs" / "results"), "--format", "csv"]
     assert run(["reproduce", *QUICK, *again]) == 0
     lines = capsys.readouterr().out.strip().splitlines()
     assert len(lines) == 4
     assert all(line.endswith(",quick") for line in lines[1:])
+
+
+def test_defenses_and_votes_have_a_quick_look(capsys, tmp_path):
+    place = [
+        "--scale",
+        "quick",
+        "--device",
+        "cpu",
+        "--jobs",
+        "2",
+        "--runs",
+        str(tmp_path),
+        "--format",
+        "json",
+    ]
+    rows = ["--rows", "mnist 2x2 lgs", "--rows", "mnist ablation"]
+    assert run(["reproduce", "all", *rows, *place]) == 0
+    tables = {table["table"]: table["rows"] for table in json.loads(capsys.readouterr().out)["tables"]}
+    plain, adaptive = tables["compare-defenses"]
+    assert adaptive["empirical"] <= plain["empirical"]
+    assert plain["runs"][0]["defense"].startswith("LocalGradientSmoothing(window=2")
+    certified = [row["certified"] for row in tables["sparse-vs-ablation"]]
+    assert certified == sorted(certified, reverse=True)
 
 
 def test_a_whole_table_takes_its_shape_in_a_quick_look(capsys, tmp_path):
@@ -60,25 +77,7 @@ def test_a_whole_table_takes_its_shape_in_a_quick_look(capsys, tmp_path):
         assert 0 <= row["certified"] <= row["clean"] <= 100
 
 
-def test_settings_of_defenses_are_tried_on_all_runs_before_one_is_attacked(monkeypatch, tmp_path):
-    asked = []
-
-    class Watched(reproduce_steps.Runner):
-        def run(self, tasks):
-            asked.append({task.name: [attack.defense for attack in task.due_attacks] for task in tasks})
-            return {task.name: "done" for task in tasks}
-
-    monkeypatch.setattr(reproduce_steps, "Runner", Watched)
-    place = ["--scale", "quick", "--device", "cpu", "--runs", str(tmp_path)]
-    assert run(["reproduce", "compare-defenses", "--rows", "mnist 2x2", *place]) == 0
-    tried, everything = asked
-    assert len(tried) == 2
-    assert len(everything) == 4
-    assert all(defenses == [""] for defenses in tried.values())
-    assert all(everything[name] == ["", "lgs", "lgs"] for name in tried)
-
-
-def test_ctrl_c_stops_in_order_and_the_same_command_goes_on(tmp_path):
+def test_ctrl_c_stops_cleanly_and_the_same_command_resumes(tmp_path):
     rows = ["strategy-detail-5x5", "--rows", "MNIST random(1) mlp", "--scale", "quick", "--device", "cpu"]
     command = [sys.executable, "-m", "patchcert", "reproduce", *rows, "--runs", str(tmp_path / "runs")]
     source = str(Path(patchcert.__file__).parents[1])
@@ -92,7 +91,7 @@ def test_ctrl_c_stops_in_order_and_the_same_command_goes_on(tmp_path):
             if line.startswith("running:"):
                 process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-    assert any("give the same command again to go on" in line for line in said)
+    assert any("give the same command again to resume" in line for line in said)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
@@ -117,14 +116,6 @@ def test_ctrl_c_may_come_while_a_line_is_written(monkeypatch):
     assert stop.is_given
 
 
-def test_packed_files_cannot_leave_their_folder(tmp_path):
-    with tarfile.open(tmp_path / "bad.tar", "w") as tar:
-        tar.add(__file__, "results/a/../../../escaped")
-    with pytest.raises(InvalidInput, match="leads out of its folder"):
-        unpack(tmp_path / "bad.tar", tmp_path / "in" / "results", tmp_path / "in" / "runs")
-    assert not (tmp_path / "escaped").exists()
-
-
 def test_without_a_table_all_are_listed(capsys):
     assert run(["reproduce"]) == 0
     assert "strategy-detail-5x5     30 rows" in capsys.readouterr().out
@@ -145,14 +136,11 @@ def test_a_folder_without_runs_in_it_collects_nothing_and_says_so(capsys, tmp_pa
         (["all", "--rows", "svhn"], "no table has a row with the words 'svhn'"),
         (["large-models", "--scale", "fast"], "--scale fast is neither paper, quick nor a number above 0"),
         (["large-models", "--format", "xml"], "--format xml is unknown"),
-        (["large-models", "--pack", "x.zip"], "--pack x.zip is no name of a tar file"),
-        (["large-models", "--unpack", "none.tar"], "there is no none.tar"),
         (["large-models", "--write", "x.txt"], "--write x.txt is no name of a Markdown file"),
         (["large-models", "--page", "x.htm"], "--page x.htm is no name of an HTML file"),
         (["large-models", "--device", "cpu"], "cifar10"),
         (["large-models", "--from", "nowhere"], "there is no folder nowhere"),
         (["large-models", "--from", ".", "--tf32"], "--tf32 is about training, and --from trains nothing"),
-        (["large-models", "--pack-runs"], "--pack-runs says what --pack packs, which is not given"),
         (["collect", "--runs", "nowhere"], "there is no folder nowhere"),
     ],
 )
@@ -193,3 +181,28 @@ def test_tables_are_written_as_an_html_page(capsys, tmp_path):
     written = page.read_text(encoding="utf-8")
     assert written.count("<article ") == len(table_names())
     assert f"--from {ROOT / 'results'}" in written
+
+
+def test_recounting_rows_does_not_load_what_trains_or_attacks(tmp_path):
+    rows = ["reproduce", "strategy-detail-5x5", "--rows", "MNIST all mlp", "--from", str(ROOT / "results")]
+    script = f"""
+import sys
+from patchcert.cli.app import run
+assert run({rows!r}) == 0
+print(*(name for name in sys.modules if name.startswith("patchcert")), file=sys.stderr)
+"""
+    source = str(Path(patchcert.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    loaded = done.stderr.split()
+    assert "patchcert.papers.chiang2020.counting" in loaded
+    assert not {
+        name for name in loaded if name.endswith((".imagenet", ".imagenet_corners", ".runner", ".answering"))
+    }

@@ -87,7 +87,7 @@ def test_a_schedule_that_ends_before_epsilon_is_1_is_pointed_out(capsys, tmp_pat
 def test_going_on_where_nothing_is_says_so(capsys, tmp_path):
     changes = (*TINY, "schedule.epochs=1")
     assert train("paper-mnist", "--out", tmp_path / "new", "--resume", changes=changes) == 0
-    assert f"there is no {tmp_path / 'new'} to go on with; a new run begins" in capsys.readouterr().err
+    assert f"there is no {tmp_path / 'new'} to resume; starting a new run" in capsys.readouterr().err
 
 
 def test_a_threat_that_does_not_fit_leaves_no_folder(capsys, tmp_path):
@@ -99,7 +99,7 @@ def test_a_threat_that_does_not_fit_leaves_no_folder(capsys, tmp_path):
 def test_a_file_that_is_no_text_is_no_specification(capsys, tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(b"\xff\xfe\x00")
     assert train(tmp_path / "weights.safetensors") == 2
-    assert "weights.safetensors is no text, so no specification" in capsys.readouterr().err
+    assert "weights.safetensors is not a text file, so it is not a specification" in capsys.readouterr().err
 
 
 def test_an_unfinished_folder_asks_for_resume(capsys, tmp_path):

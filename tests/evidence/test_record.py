@@ -198,7 +198,7 @@ def test_evidence_of_ten_thousand_images_is_small(tmp_path, generator):
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        ("{", "no readable file"),
+        ("{", "not a readable evidence file"),
         ("[]", "version unknown"),
         ("{}", "version 1"),
         ('{"version": 2}', "does not say what"),
@@ -218,7 +218,7 @@ def test_a_column_that_is_not_one_number_per_image_is_refused(evidence, margin):
 
 def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "rows.npz").write_bytes(b"PK cut short")
-    with pytest.raises(RunError, match=r"rows\.npz is no readable file of evidence"):
+    with pytest.raises(RunError, match=r"rows\.npz is not a readable evidence file"):
         Evidence.read(tmp_path / "rows.npz")
 
 

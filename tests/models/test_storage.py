@@ -64,7 +64,7 @@ def test_a_file_without_description_is_refused_with_the_way_out(tmp_path, genera
 def test_a_file_of_another_format_is_refused(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ModelError, match="no readable safetensors file"):
+    with pytest.raises(ModelError, match="not a readable safetensors file"):
         load(path)
 
 
@@ -72,7 +72,7 @@ def test_a_file_cut_short_is_refused(tmp_path, generator):
     path = tmp_path / "model.safetensors"
     save(build(SPEC, generator), SPEC, path)
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ModelError, match="no readable safetensors file"):
+    with pytest.raises(ModelError, match="not a readable safetensors file"):
         load(path)
 
 

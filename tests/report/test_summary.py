@@ -232,7 +232,7 @@ def test_evidence_of_other_weights_is_refused(copied):
 def test_a_damaged_file_of_evidence_is_refused_by_name(copied, kept):
     file = found(copied, "certify").path
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(RunError, match=r"certify-.*npz is no readable file of evidence"):
+    with pytest.raises(RunError, match=r"certify-.*npz is not a readable evidence file"):
         summarise_run(copied)
 
 

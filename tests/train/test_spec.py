@@ -93,7 +93,7 @@ def test_a_minimal_file_gets_the_stated_defaults(tmp_path):
         ('[strategy]\nkind = "all"', "", "strategy is missing", "add a section [strategy]"),
         ('name = "mnist"', 'name = "mnist"\nflip = 1', "data.flip is 1; expected true or false", ""),
         ('stamp = "5x5"', 'stmp = "5x5"', "threat.stmp is not a known key", "did you mean stamp?"),
-        ('stamp = "5x5"', "", "threat is no threat", ""),
+        ('stamp = "5x5"', "", "threat is not a valid threat", ""),
         (
             'stamp = "5x5"',
             'kind = "sparse"\npixels = 4',
@@ -143,7 +143,7 @@ def test_changes_go_through_the_same_decoder_and_are_named_in_errors(tmp_path):
         spec_of(tmp_path, MINIMAL, "seed=x")
     with pytest.raises(SpecError, match="--set seed is not of the form key=value"):
         spec_of(tmp_path, MINIMAL, "seed")
-    with pytest.raises(SpecError, match=r"--set seed.x=1: seed is no table"):
+    with pytest.raises(SpecError, match=r"--set seed.x=1: seed is not a table"):
         spec_of(tmp_path, "seed = 3\n" + MINIMAL, "seed.x=1")
 
 

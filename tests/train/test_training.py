@@ -193,14 +193,27 @@ def test_the_helper_network_follows_the_images_unless_it_is_given():
         assert count == wanted if wanted else count < 39_040
 
 
-@pytest.mark.parametrize("kind", ["all", "random", "guided"])
-def test_windows_have_the_precision_that_the_optimiser_asks_for(kind, tmp_path):
-    losses = []
+def window_losses(place, folder, *changes):
+    """The losses of a run in full precision and of the same with windows in bfloat16."""
     for change in ("seed=2019", "optimiser.windows=bfloat16"):
-        spec = tiny(f"strategy.kind={kind}", "schedule.epochs=2", "schedule.epsilon.natural_epochs=0", change)
-        losses.append([row["loss"] for row in train_run(spec, tmp_path / change, CPU).metrics()])
-    assert losses[0] != losses[1]
-    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+        spec = tiny(*changes, "schedule.epochs=2", "schedule.epsilon.natural_epochs=0", change)
+        yield [row["loss"] for row in train_run(spec, folder / change, place).metrics()]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", ["all", "random", "guided"])
+def test_windows_on_a_gpu_have_the_precision_that_the_optimiser_asks_for(kind, tmp_path):
+    exact, rounded = window_losses(Workplace(torch.device("cuda")), tmp_path, f"strategy.kind={kind}")
+    assert exact != rounded
+    assert exact == pytest.approx(rounded, rel=0.01)
+
+
+@pytest.mark.parametrize("stamp", ["6x6", "20x20"])
+@pytest.mark.parametrize("kind", ["all", "random", "guided"])
+def test_windows_on_a_cpu_stay_in_float32(kind, stamp, tmp_path):
+    exact, rounded = window_losses(CPU, tmp_path, f"strategy.kind={kind}", f"threat.stamp={stamp}")
+    assert exact == rounded
 
 
 @pytest.mark.parametrize(
@@ -222,3 +235,46 @@ def test_every_strategy_can_be_asked_for_by_name(changes, tmp_path):
 def test_a_threat_that_does_not_fit_the_strategy_is_refused():
     with pytest.raises(SpecError, match="the strategy 'sparse' cannot train against"):
         replace(tiny(), strategy=read_spec("paper-mnist-sparse").strategy)
+
+
+ABLATED = (
+    "data.name=mnist-mini",
+    "data.limit=40",
+    "model.hidden=8",
+    "strategy.retained=100",
+    "optimiser.batch_size=16",
+    "schedule.epochs=3",
+    "schedule.learning_rate.decay_every=2",
+)
+
+
+@pytest.mark.parametrize("after", [1, 4, 7])
+def test_interrupted_training_on_ablated_images_resumes_to_the_same_weights(after, tmp_path, monkeypatch):
+    spec = read_spec("paper-mnist-ablation", ABLATED)
+    whole = train_run(spec, tmp_path / "whole", CPU)
+    with pytest.raises(Interrupted):
+        train_run(spec, tmp_path / "broken", CPU, listener=Stopper(after, monkeypatch))
+    monkeypatch.undo()
+    resumed = train_run(spec, tmp_path / "broken", CPU, resume=True)
+    assert [row["epoch"] for row in resumed.metrics()] == [0, 1, 2]
+    theirs = weights(resumed)
+    for name, value in weights(whole).items():
+        assert torch.equal(value, theirs[name]), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("strategy.retained=0",), "retained is 0; expected at least 1"),
+        (("strategy.masks=none",), "strategy.masks is 'none'; expected one of 'image', 'batch'"),
+        (("optimiser.momentum=1.0",), "momentum is 1.0; expected at least 0 and below 1"),
+        (("select=best-validation", "data.validation=5"), "votes are not counted during training"),
+        (("threat.kind=patch", "threat.stamp=5x5"), "'ablated' cannot train against"),
+        (("strategy.retained=785",), "785 pixels cannot be retained in images of 28x28"),
+        (("schedule.epsilon.ramp_epochs=3",), "has no epsilon, but the schedule has natural or ramp epochs"),
+        (("model.name=mlp",), "'mlp' does not take ablated images, encoded in 2 channels"),
+    ],
+)
+def test_settings_that_cannot_train_on_ablated_images_are_refused(changes, message, tmp_path):
+    with pytest.raises(SpecError, match=message):
+        train_run(read_spec("paper-mnist-ablation", [*ABLATED, *changes]), tmp_path / "run", CPU)

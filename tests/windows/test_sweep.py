@@ -12,13 +12,13 @@ from torch import nn
 from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
 from patchcert.certificates import certify, placement_margins
 from patchcert.models import Normalize
-from patchcert.testing.networks import FunctionalHead, ResidualBlock, randomise
-from patchcert.testing.strategies import cases, seeds, threats
+from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
 from patchcert.windows import passes
 from patchcert.windows.dense import reference_margins
 from patchcert.windows.passes import clean_pass, exact_clean_pass
 from patchcert.windows.sweep import PlacementSweep, covering_sweep
+from strategies import FunctionalHead, cases, seeds, threats
 
 BUDGET = 2**22
 

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import Interval, trace
-from patchcert.testing.strategies import cases, seeds
 from patchcert.threats import Patch, shapes
 from patchcert.windows import training
 from patchcert.windows.dense import dense_weakest, reference_margins
 from patchcert.windows.training import WeakestPlacements, covering_placements, is_sparse, sparse_product
+from strategies import cases, seeds
 
 PATCHES = [Patch(2), Patch(shapes.diamond(5)), Patch((1, 3), "corners")]
 

@@ -1,4 +1,4 @@
-"""A proof computed anew is held against the card image by image."""
+"""A repeated proof is held against the card image by image."""
 
 from dataclasses import replace
 

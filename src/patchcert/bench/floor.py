@@ -23,7 +23,7 @@ def synchronise(device: torch.device) -> None:
 
 
 _LONG_CALL, _VERY_LONG_CALL = 2.0, 10.0
-"""Seconds from which on a call is timed once after a warm-up, and from which on without: it warms up by itself."""
+"""Calls that take this many seconds are timed once after a warm-up, or once without: long calls warm themselves up."""
 
 
 def seconds(call: Callable[[], object], device: torch.device, spend: float) -> float:

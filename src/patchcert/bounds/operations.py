@@ -171,7 +171,9 @@ class Reshape(Operation):
 @function_rule(torch.flatten, "flatten", layers=(nn.Flatten,))
 def _flatten(start_dim: int = 0, end_dim: int = -1) -> Operation:
     if start_dim < 1:
-        refuse(f"start_dim is {start_dim}: the batch dimension must stay", hint="flatten from dimension 1 on")
+        refuse(
+            f"start_dim is {start_dim}: the batch dimension must stay", hint="start flattening at dimension 1"
+        )
     return Reshape(lambda value: value.flatten(start_dim, end_dim))
 
 

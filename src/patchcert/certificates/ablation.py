@@ -141,7 +141,7 @@ class RandomAblation(Classifier):
 
     Which pixels are kept follows from the `seed` and the images, so that predictions and certificates of the same batch
     come from the same votes. Who knows the seed can look for images that are unlucky with it: deploy with
-    `seed=None`, which draws anew in every call.
+    `seed=None`, which draws afresh in every call.
     """
 
     model: nn.Module

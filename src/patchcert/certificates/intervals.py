@@ -49,7 +49,7 @@ class IntervalBounds(Classifier):
     `dtype` is the arithmetic of the bounds (default: the model's, float32 at least); float64 is an audit with
     far less widening. `memory_budget` is in bytes; on a CPU float32 results do not depend on it, on a GPU
     libraries sum in another order for other sizes. They are proven either way. With `verdicts_only` an image
-    is let go as soon as it is decided: the same images are certified in less time, but there are no margins, worst
+    is dropped as soon as it is decided: the same images are certified in less time, but there are no margins, worst
     placements and maps, except where that saves nothing: against sparse changes, and where placements are bounded
     one by one.
     """

@@ -45,14 +45,14 @@ COMMANDS = (
     Command("reproduce", "patchcert.cli.reproduce", "reproduce", "Recompute a table of the paper."),
     Command("report", "patchcert.cli.report", "report", "Put runs and their evidence into one HTML page."),
     Command("bench", "patchcert.cli.bench", "bench", "Measure how fast certificates are computed here."),
-    Command("trim", "patchcert.cli.trim", "trim", "Leave out of a trained model what never opens."),
+    Command("trim", "patchcert.cli.trim", "trim", "Remove units that are zero on every training image."),
     Command("zoo", "patchcert.cli.zoo", "app", "List, show and add trained models that come with patchcert."),
     Command("data", "patchcert.cli.data", "app", "List, fetch and verify data sets."),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command line and exit: 0 done, 2 a mistake that can be mended, 130 interrupted."""
+    """Run one command line and exit: 0 done, 2 a mistake that the user can correct, 130 interrupted."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

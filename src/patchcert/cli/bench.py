@@ -65,7 +65,7 @@ def _read(source: Path) -> dict[str, Any]:
         facts = json.loads(source.read_text())
     except (OSError, ValueError) as error:
         raise InvalidInput(
-            f"{source} is no file of measurements: {error}", hint="write one with --json"
+            f"{source} is not a file of measurements: {error}", hint="write one with --json"
         ) from error
     if not isinstance(facts, dict) or "cases" not in facts:
         raise InvalidInput(f"{source} holds no measurements", hint="write them with patchcert bench --json")

@@ -192,7 +192,7 @@ def _greet(out: Path) -> None:
 
     if (out / WEIGHTS).is_file():
         say(
-            f"{out} holds a trained model already; to start anew, delete it or name another folder with --out"
+            f"{out} holds a trained model already; to start over, delete it or name another folder with --out"
         )
     else:
         say(f"training a small network, so that no 2x2 patch changes what it says of a digit, into {out}")

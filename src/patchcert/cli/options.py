@@ -99,7 +99,7 @@ def parse_bytes(text: str | None) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b|b|)\s*", text, re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size < 1:
-        raise InvalidInput(f"{text!r} is no size in bytes", hint="write it like 2GiB, 500MB or 1000000.")
+        raise InvalidInput(f"{text!r} is not a size in bytes", hint="write it like 2GiB, 500MB or 1000000.")
     return size
 
 
@@ -146,7 +146,7 @@ def check_evidence_file(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix != ".npz" or path.is_dir():
-        raise InvalidInput(f"--out {path} is no name of an evidence file", hint="end it with .npz.")
+        raise InvalidInput(f"--out {path} is not the name of an evidence file", hint="end it with .npz.")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         raise InvalidInput(f"--out {path} cannot be written", hint="name a file in a folder of yours.")
@@ -180,5 +180,5 @@ def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 
         if re.fullmatch(r"[\d.,\s]+", value):
             return tuple(float(part) for part in value.split(","))
     except ValueError as error:
-        raise InvalidInput(f"--setting {setting} is no number", hint="write it like window=7.") from error
+        raise InvalidInput(f"--setting {setting} is not a number", hint="write it like window=7.") from error
     return value

@@ -55,7 +55,7 @@ def print_error(message: str, hint: str = "") -> None:
 
 @contextmanager
 def progress_bar(label: str, unit: str = "") -> Iterator[Report]:
-    """A `callable(done, total)` that draws a bar; where stderr is no terminal only a last line is written."""
+    """A `callable(done, total)` that draws a bar; where stderr is not a terminal only a last line is written."""
     console = stderr_console()
     if not console.is_terminal:
         with _last_line(label, unit) as report:

@@ -70,7 +70,7 @@ def open_run(folder: Path) -> "Run":
     if str(folder).startswith(ZOO):
         name = str(folder).removeprefix(ZOO)
         raise InvalidInput(
-            f"{folder} is a model, no run folder with evidence of its own",
+            f"{folder} is a model, not a run folder with evidence of its own",
             hint=f"patchcert zoo copy {name} --out runs/{name} makes one; then certify runs/{name}.",
         )
     return Run.open(folder)
@@ -177,7 +177,7 @@ def _learned_votes(target: Target) -> dict[str, int]:
 
 
 def _warn_of_classes(target: Target, count: int, dataset: "Dataset") -> None:
-    """Say where the labels of the data seem to mean other classes than the model's, and go on."""
+    """Say where the labels of the data seem to mean other classes than the model's."""
     from patchcert.data import class_names, shown_classes
 
     learned = class_names(target.data) if target.data else None
@@ -193,7 +193,7 @@ def _warn_of_classes(target: Target, count: int, dataset: "Dataset") -> None:
 
 
 def _agree(learned: "Sequence[str]", dataset: "Dataset") -> bool:
-    """Whether classes have the same names; numbers in a folder are no names, but positions."""
+    """Whether classes have the same names; numbers in a folder are positions, not names."""
     from patchcert.data.folder import FOLDER
 
     numbers = tuple(map(str, range(len(learned))))

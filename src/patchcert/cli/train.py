@@ -36,7 +36,7 @@ def train(
         Path | None, typer.Option(help="Run folder; by default runs/NAME-FINGERPRINT.", file_okay=False)
     ] = None,
     device: Annotated[str, typer.Option(help="`cpu`, `cuda`, `cuda:1` or `auto`.")] = "auto",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an unfinished run.")] = False,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder of the data; else $PATCHCERT_DATA, else the cache.")
     ] = None,
@@ -45,7 +45,7 @@ def train(
         bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")
     ] = False,
 ) -> None:
-    """Train a model that can be certified. A killed or interrupted run goes on with --resume."""
+    """Train a model that can be certified. --resume continues a killed or interrupted run."""
     import torch
 
     from patchcert.train.distributed import local_device
@@ -54,7 +54,7 @@ def train(
     wanted, folder = _request(spec, changes or [], scale, out)
     _warn_of_half_a_threat(wanted)
     if resume and not folder.exists():
-        say(f"there is no {folder} to go on with; a new run begins")
+        say(f"there is no {folder} to resume; starting a new run")
     if threads is not None:
         torch.set_num_threads(threads)
     try:
@@ -115,7 +115,7 @@ REDRAW_SECONDS = 0.1
 
 @contextmanager
 def training_view(epochs: int) -> "Iterator[Listener]":
-    """A listener that draws a progress bar, or writes a line per check where stderr is no terminal."""
+    """A listener that draws a progress bar, or writes a line per check where stderr is not a terminal."""
     console = stderr_console()
     if not console.is_terminal:
         yield Lines(epochs)

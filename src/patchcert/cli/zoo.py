@@ -101,7 +101,7 @@ def _open(folder: Path | None) -> "Zoo":
     from patchcert.zoo import Zoo, shipped
 
     if folder is not None and folder.exists() and not folder.is_dir():
-        raise InvalidInput(f"--zoo {folder} is no folder")
+        raise InvalidInput(f"--zoo {folder} is not a folder")
     return shipped() if folder is None else Zoo(folder)
 
 

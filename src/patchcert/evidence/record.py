@@ -110,7 +110,7 @@ class Question:
             certified_only=plain.get("certified_only", False),
         )
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The same for two questions exactly if they are the same; batch sizes are a matter of the machine."""
         return json.dumps(_asked(self.to_dict()), sort_keys=True)
@@ -131,7 +131,7 @@ class Question:
 
 
 def _asked(value: Any) -> Any:  # noqa: ANN401 - plain JSON of any shape
-    """The same without what is no part of the question."""
+    """The same without what is not part of the question."""
     if isinstance(value, Mapping):
         return {key: _asked(item) for key, item in value.items() if key not in _NOT_ASKED}
     return [_asked(item) for item in value] if isinstance(value, list | tuple) else value
@@ -159,7 +159,7 @@ class Evidence:
             meta = json.loads(str(columns.pop("meta", "null")))
         except (EOFError, OSError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
             raise RunError(
-                f"{path} is no readable file of evidence: {error}",
+                f"{path} is not a readable evidence file: {error}",
                 hint="it may be cut short; delete it and gather the evidence again",
             ) from error
         found = cls(columns, meta, path)

@@ -74,7 +74,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return weights, file.metadata() or {}
     except (safetensors.SafetensorError, OSError) as error:
         raise ModelError(
-            f"{path} is no readable safetensors file: {error}",
+            f"{path} is not a readable safetensors file: {error}",
             hint="It may be cut short or of another format. " + _SAVE_HINT,
         ) from error
 

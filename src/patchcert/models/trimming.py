@@ -3,7 +3,7 @@
 Training against patches shuts most channels of a wide network for good. Without them it is a network of its
 own: on the images shown it computes the same, and its bounds are no wider; on others a channel that is gone might
 have opened. What was proven of the whole network there says nothing about the trimmed one, which has to be
-certified anew.
+certified again.
 """
 
 import copy
@@ -30,7 +30,7 @@ def trim(
 ) -> tuple[nn.Sequential, ModelSpec]:
     """The model less what is zero on all images, which are those it was trained on, and its description.
 
-    A layer of which nothing is left is refused, and so are models that are no chain of convolutions, linear
+    A layer of which nothing is left is refused, and so are models that are not a chain of convolutions, linear
     layers and ReLUs.
     """
     _check_chain(model)

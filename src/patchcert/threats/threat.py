@@ -38,7 +38,7 @@ class Threat(Protocol):
 
 
 def check_images(images: Images) -> None:
-    """Refuse what is no batch of images in floating point."""
+    """Refuse what is not a batch of images in floating point."""
     if images.ndim != 4 or not images.is_floating_point():
         raise InvalidInput(
             f"images must be floats of shape (n, c, h, w), got {images.dtype} of {tuple(images.shape)}",
@@ -62,6 +62,13 @@ def is_valid(clean: Images, changed: Images) -> PerImage:
     """True where every changed value is a pixel value in [0, 1] and neither image holds a NaN."""
     fine = (changed >= 0) & (changed <= 1) & (clean == clean)
     return fine.flatten(1).all(dim=1)
+
+
+def random_filling(images: Images, generator: Generator) -> Images:
+    """For each image new values, either uniform noise or zeros and ones."""
+    drawn = torch.rand(images.shape, generator=generator, device=generator.device, dtype=images.dtype)
+    extreme = torch.rand(len(images), 1, 1, 1, generator=generator, device=generator.device) < 0.5
+    return torch.where(extreme, drawn.round(), drawn).to(images.device)
 
 
 def without_nan(clean: Images, changed: Images) -> Images:

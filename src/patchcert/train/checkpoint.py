@@ -68,8 +68,9 @@ def _take(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _tensors(trainee: Trainee) -> dict[str, Tensor]:
     tensors = {f"model.{name}": value for name, value in trainee.model.state_dict().items()}
-    if trainee.helper is not None:
-        tensors |= {f"helper.{name}": value for name, value in trainee.helper.state_dict().items()}
+    helper = trainee.objective.helper
+    if helper is not None:
+        tensors |= {f"helper.{name}": value for name, value in helper.state_dict().items()}
     for number, parameter in enumerate(trainee.parameters):
         for key, value in trainee.optimiser.state.get(parameter, {}).items():
             tensors[f"optimiser.{number}.{key}"] = value
@@ -83,7 +84,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             return tensors, json.loads((file.metadata() or {})[_KEY])
     except (safetensors.SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
         raise RunError(
-            f"{path} is no readable training state: {error}", hint="delete the run folder and start anew"
+            f"{path} is not a readable training state: {error}", hint="delete the run folder and start over"
         ) from error
 
 
@@ -117,5 +118,5 @@ def _restore_weights(trainee: Trainee, tensors: dict[str, Tensor], path: Path) -
 def _misfit(path: Path, detail: str) -> RunError:
     return RunError(
         f"the state in {path} does not fit the model of its specification: {detail}",
-        hint="it was written by another version or specification; start anew in another folder",
+        hint="it was written by another version or specification; start over in another folder",
     )

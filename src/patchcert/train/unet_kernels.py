@@ -1,6 +1,7 @@
 """Triton kernels for convolutions of few channels; imported only where tensors are on CUDA and Triton is installed.
 
 `small_convolution` does what `F.conv2d` does; tests on machines with CUDA hold them equal.
+Without them a guided step recorded as a CUDA graph is 39 to 43 % slower (mlp and cnn2 on MNIST, one H200).
 A convolution is a product of the weights (width, entries) with what lies under the kernel (entries, places). An
 entry is a channel and a tap, a place is a pixel of the output of any image: tiny maps fill whole tiles together.
 With a thread for each place, all of a block's entries lie at distances from it that the compiler knows.
@@ -22,7 +23,7 @@ _PLACES = 128
 """Of a program, a thread for each: then entries are known to the compiler, and most addresses cost nothing."""
 
 _PROGRAMS, _MOST_PARTS = 1056, 512
-"""What the places are shared out to: enough to fill a large device, not so many that their sum takes longer."""
+"""How many programs share the places: enough to fill a large device, few enough that adding up their sums is cheap."""
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Exact bounds for every placement of a patch, computed on the small windows of feature maps that a patch can reach.
 
-How it works is told in docs/concepts/windows.md. The modules, from below:
+docs/concepts/windows.md explains how it works. The modules, from below:
 
 - `layout`: where a patch can be seen in each feature map
 - `passes`: the pass over the unchanged images (`Clean`), which all placements share, and passes of windows

@@ -64,7 +64,7 @@ class AttackCount:
     """How many of the attacked images the model still got right, and how many are certified; `command` repeats it.
 
     The share of certified images among few that were drawn can be above or below that of all. Where only certified
-    images were attacked, none may have been broken, and the count is no accuracy.
+    images were attacked, none may have been broken, and the count is not an accuracy.
     """
 
     images: int
@@ -117,7 +117,7 @@ class Card:
 
     @property
     def command(self) -> str:
-        """What computes the proof anew and compares it with the card."""
+        """What computes the proof again and compares it with the card."""
         return f"patchcert certify zoo:{self.name}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether a proof that was computed anew says the same as a card, image by image."""
+"""Whether a proof that was computed again says the same as a card, image by image."""
 
 from collections.abc import Mapping
 from typing import Any

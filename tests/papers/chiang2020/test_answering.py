@@ -1,25 +1,31 @@
-"""Planned attacks: settings chosen on held-out images only, and the adaptive attack goes on from the weak one."""
+"""Questions are answered as they are described, by a small network on few images."""
 
+import shlex
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from patchcert.papers.chiang2020.attack_plan import AttackPlan
-from patchcert.papers.chiang2020.attacking import attack_run, planned_attack
-from patchcert.papers.chiang2020.candidates import candidates, describe
-from patchcert.papers.chiang2020.scales import QUICK_DATA, QUICK_HELD_OUT, QUICK_SCHEDULE
-from patchcert.papers.chiang2020.siblings import Archive
-from patchcert.papers.chiang2020.tuning import try_settings
 
-from patchcert.attacks import PatchAttack, smoothing_grid
+from patchcert.attacks import AdaptiveAfterTransfer, AttackSeries, PatchAttack, TransferAttack
+from patchcert.certificates.ablation import RandomAblation
+from patchcert.cli.options import parse_threat
 from patchcert.data import load_dataset
-from patchcert.errors import InvalidInput, RunError
-from patchcert.papers.chiang2020 import tuning
+from patchcert.defenses import DigitalWatermarking, LocalGradientSmoothing
+from patchcert.errors import InvalidInput
+from patchcert.evidence import Question, Selection
+from patchcert.papers.chiang2020.answering import answer, attack_from, command_of, defense_from
+from patchcert.papers.chiang2020.recipes import QUICK_DATA, QUICK_HELD_OUT, QUICK_SCHEDULE, TUNED, recipe
+from patchcert.papers.chiang2020.tables import find_table, paper_tables
+from patchcert.threats import Patch, SparsePixels, shapes
 from patchcert.train.spec import DataSettings, ModelSettings, RunSettings, read_spec
 from patchcert.train.training import Workplace, train_run
 
 CPU = torch.device("cpu")
-PLAN = AttackPlan("3x3", images=40, restarts=3, steps=30, tuned_on=40, largest_drop=0.1, settings=6)
+IMAGES = Selection(QUICK_DATA, drawn=40)
+ATTACK = PatchAttack(30, restarts=3, search="sweep", sweep_steps=1)
+LGS = "LocalGradientSmoothing(window=4, overlap=2, threshold=0.2, smoothing=2.0)"
+DW = "DigitalWatermarking(window=4, quantile=0.9, opening=1, saliency_kind='guided', fill='ring')"
 
 
 @pytest.fixture(scope="module")
@@ -39,164 +45,118 @@ def run(tmp_path_factory):
     return train_run(spec, tmp_path_factory.mktemp("run") / "natural", Workplace(CPU, None))
 
 
-def defended(kind, adaptive=False, **changes):
-    return replace(PLAN, defense=kind, adaptive=adaptive, **changes)
+def attacked(attack, defense=""):
+    classifier = {"name": "Defended", "defense": defense} if defense else {"name": "Model"}
+    return Question("attack", Patch(3), IMAGES, classifier, {**attack.describe(), "seed": 0})
 
 
 def test_an_undefended_model_is_attacked_on_drawn_test_images(run, dataset):
-    accuracy = attack_run(run, dataset, PLAN, CPU)
-    rows, meta = run.evidence(PLAN.name), run.evidence_meta(PLAN.name)
-    right = rows["label"] == rows["prediction"]
-    assert right.mean() > 0.7
-    assert accuracy == pytest.approx(1 - rows["succeeded"].mean())
-    assert accuracy < right.mean() - 0.2
+    question = attacked(ATTACK)
+    found = answer(question, run, dataset, CPU)
+    rows = found.columns
+    assert found.question == question
+    assert found.correct / found.total > 0.7
+    assert found.withstood < found.correct - 8
     assert len(set(rows["index"].tolist())) == 40
     assert (rows["label"] == dataset.test.labels[rows["index"]].numpy()).all()
-    assert meta["defense"] is None
 
 
-def chosen(run, dataset, plan):
-    """The setting by this run's own trials, which are made where they are missing."""
-    archive = Archive(run.path.parent)
-    if archive.trials(run.path.name, plan.tuning) is None:
-        try_settings(run, dataset, plan.tuning, CPU)
-    return archive.choice([run.path.name], plan)
+@pytest.mark.parametrize("defense", [LGS, DW])
+def test_no_image_that_the_weak_attack_broke_withstands_the_adaptive_one(run, dataset, defense):
+    series = AttackSeries((replace(ATTACK, sweep_vertices=1), replace(ATTACK, loss="margin")))
+    asked = [
+        attacked(TransferAttack(ATTACK), defense),
+        attacked(AdaptiveAfterTransfer(ATTACK, series), defense),
+    ]
+    weak, strong = (answer(question, run, dataset, CPU) for question in asked)
+    assert [weak.question, strong.question] == asked
+    before, after = weak.columns, strong.columns
+    assert (before["prediction"] == after["prediction"]).all()
+    assert not (before["succeeded"] & ~after["succeeded"]).any()
+    assert (after["succeeded"] | (after["prediction"] == after["label"])).all()
+    assert after["succeeded"].sum() > before["succeeded"].sum()
+    assert not strong.is_undefended
 
 
-@pytest.mark.parametrize("kind", ["lgs", "dw"])
-def test_no_image_that_the_weak_attack_broke_withstands_the_adaptive_one(run, dataset, kind):
-    plain, adaptive = defended(kind), defended(kind, adaptive=True, sweep_vertices=1)
-    for plan in (plain, adaptive):
-        attack_run(run, dataset, plan, CPU, chosen(run, dataset, plan))
-    weak, strong = run.evidence(plain.name), run.evidence(adaptive.name)
-    assert (weak["prediction"] == strong["prediction"]).all()
-    assert not (weak["succeeded"] & ~strong["succeeded"]).any()
-    assert (strong["succeeded"] | (strong["prediction"] == strong["label"])).all()
-    assert strong["succeeded"].sum() > weak["succeeded"].sum()
-    for key in ("defense", "tuning"):
-        assert run.evidence_meta(plain.name)[key] == run.evidence_meta(adaptive.name)[key]
-
-
-def test_trials_have_a_row_for_every_setting(run, dataset):
-    plan = defended("lgs").tuning
-    assert try_settings(run, dataset, plan, CPU) == 6
-    trials = Archive(run.path.parent).trials(run.path.name, plan)
-    assert trials is not None
-    assert trials.settings == tuple(
-        f"LocalGradientSmoothing({defense.extra_repr()})"
-        for defense, _ in zip(smoothing_grid(), range(6), strict=False)
+def test_certificates_have_margins_or_are_verdicts_alone(run, dataset):
+    asked = Question(
+        "certify", Patch(1), Selection(QUICK_DATA, limit=10), {"name": "IntervalBounds", "dtype": "float32"}
     )
-    assert trials.total == 40
-    assert trials.meta["kind"] == "tune"
-    assert trials.meta["data"]["split"] == "validation"
-    held_out = dataset.train[len(dataset.train) - 40 :]
-    model, last = run.model(), list(candidates(plan, run.model(), dataset, CPU))[-1]
-    for images, count in (
-        (held_out.floats(), trials.undefended * 40),
-        (last(held_out.floats()), trials.columns["clean"][-1]),
-    ):
-        assert int((model(images).argmax(1) == held_out.labels).sum()) == count
-    assert trials.columns["weak"].max() < trials.undefended * 40
+    whole = answer(asked, run, dataset, CPU)
+    bare = answer(replace(asked, classifier={**asked.classifier, "verdicts_only": True}), run, dataset, CPU)
+    assert whole.question == asked == bare.question
+    assert ("margin" in whole.columns, "margin" in bare.columns) == (True, False)
+    assert np.array_equal(whole.columns["certified"], bare.columns["certified"])
+    assert whole.meta["command"] == f"patchcert certify {run.path.name} --shape 1x1 --limit 10"
 
 
-def test_settings_are_tried_on_held_out_training_images_alone(run, dataset, monkeypatch):
-    seen = {}
-    honest = tuning.tune_defense
+def test_votes_are_counted_and_resume_after_an_interruption(dataset, tmp_path):
+    tiny = ("data.name=mnist-mini", "data.limit=40", "model.hidden=8", "strategy.retained=100")
+    short = ("optimiser.batch_size=16", "schedule.epochs=2")
+    spec = read_spec("paper-mnist-ablation", [*tiny, *short])
+    run = train_run(spec, tmp_path / "run", Workplace(CPU))
+    votes = RandomAblation(torch.nn.Identity(), 100, 10, 40).describe()
+    asked = Question("certify", SparsePixels(1), Selection(QUICK_DATA, drawn=50), votes)
 
-    def watched(attack, model, images, labels, *others, **options):
-        seen.update(images=images, labels=labels)
-        return honest(attack, model, images, labels, *others, **options)
+    def interrupt(done, total):
+        if done > 40:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(tuning, "tune_defense", watched)
-    try_settings(run, dataset, defended("lgs", tuned_on=30).tuning, CPU)
-    held_out = dataset.train[len(dataset.train) - 30 :]
-    assert torch.equal(seen["labels"], held_out.labels)
-    assert torch.equal(seen["images"], held_out.floats())
-    with pytest.raises(InvalidInput, match="chosen on 60 images, but 50 were held out"):
-        try_settings(run, dataset, defended("lgs", tuned_on=60).tuning, CPU)
-
-
-def test_where_every_setting_costs_too_much_evidence_says_so(run, dataset):
-    plan = defended("dw", largest_drop=-1.0)
-    attack_run(run, dataset, plan, CPU, chosen(run, dataset, plan))
-    found = run.evidence_meta(plan.name)["tuning"]
-    assert found["is_within_drop"] is False
-    assert found["clean_accuracy"] <= found["undefended_accuracy"] + 1.0
-
-
-def test_a_defense_is_attacked_only_with_a_setting_that_was_chosen_and_still_exists(run, dataset):
-    plan = defended("lgs")
-    with pytest.raises(InvalidInput, match="needs a setting of the defense"):
-        attack_run(run, dataset, plan, CPU)
-    gone = replace(chosen(run, dataset, plan), setting="LocalGradientSmoothing(window=1)")
-    with pytest.raises(RunError, match="is none of those that lgs is tried with now"):
-        attack_run(run, dataset, plan, CPU, gone)
+    with pytest.raises(KeyboardInterrupt):
+        answer(asked, run, dataset, CPU, interrupt)
+    assert not list((run.path / "evidence").glob("*.npz"))
+    reached = []
+    found = answer(asked, run, dataset, CPU, lambda done, total: reached.append(done))
+    assert found.question == asked
+    assert min(reached) > 40
+    assert found.columns["votes"].sum(axis=1).tolist() == [40] * 50
+    assert found.meta["guarantee"] == {"promise": "recovery", "confidence": 0.95}
+    assert (found.columns["label"] == dataset.test.labels[found.columns["index"]].numpy()).all()
 
 
-def test_a_model_without_relu_modules_is_not_tried_with_guided_saliency(dataset):
-    plan = replace(PLAN, defense="dw", settings=None).tuning
-    whole, part = (
-        {describe(defense) for defense in candidates(plan, model, dataset, CPU)}
-        for model in (torch.nn.ReLU(), torch.nn.Tanh())
-    )
-    assert part == {setting for setting in whole if "'guided'" not in setting}
-    assert len(whole) == 144
+def test_every_attack_of_the_tables_is_made_again_from_its_description():
+    entries = [entry for table in paper_tables() for entry in table.entries]
+    described = [made.attack.attack for entry in entries if (made := recipe(entry)).attack]
+    assert described
+    for plain in described:
+        again = {**attack_from(plain, 7).describe(), "seed": plain["seed"]}
+        asked = Question("attack", Patch(2), IMAGES, {"name": "Model"}, plain)
+        assert replace(asked, attack=again) == asked
+        assert '"batch_size": 7' in str(again).replace("'", '"')
 
 
-def test_only_the_adaptive_part_of_an_attack_tries_vertices(run, dataset, monkeypatch):
-    tried = []
-    honest = PatchAttack.propose
-
-    def watched(attack, model, task):
-        tried.append(attack.sweep_vertices)
-        return honest(attack, model, task)
-
-    monkeypatch.setattr(PatchAttack, "propose", watched)
-    plan = defended("lgs", adaptive=True, images=8, sweep_vertices=2)
-    choice = chosen(run, dataset, plan)
-    tried.clear()
-    attack_run(run, dataset, plan, CPU, choice)
-    assert tried[0] == 0
-    assert set(tried[1:]) == {2}
+def test_an_unknown_attack_is_refused_by_name():
+    with pytest.raises(InvalidInput, match="no attack of the kind 'Magic'"):
+        attack_from({"kind": "Magic", "seed": 0}, 7)
 
 
-def test_an_attack_by_both_losses_follows_the_margin_after_the_cross_entropy(run, dataset, monkeypatch):
-    followed = []
-    honest = PatchAttack.propose
-
-    def watched(attack, model, task):
-        followed.append((attack.loss, attack.sweep_vertices))
-        return honest(attack, model, task)
-
-    monkeypatch.setattr(PatchAttack, "propose", watched)
-    one, both = (
-        defended("lgs", adaptive=True, images=20, steps=2, restarts=1, sweep_vertices=1, both_losses=both)
-        for both in (False, True)
-    )
-    attack_run(run, dataset, one, CPU, chosen(run, dataset, one))
-    followed.clear()
-    attack_run(run, dataset, both, CPU, chosen(run, dataset, both))
-    assert followed[:3] == [("cross-entropy", 0), ("cross-entropy", 1), ("margin", 0)]
-    assert one.name != both.name
-    assert run.evidence(both.name)["succeeded"].sum() >= run.evidence(one.name)["succeeded"].sum()
-    assert AttackPlan.from_dict(both.to_dict()) == both
+def test_every_setting_of_a_defense_is_made_again_from_its_description():
+    model = torch.nn.Sequential(torch.nn.ReLU())
+    for described in (*TUNED.values(), LGS, DW):
+        defense = defense_from(described, model)
+        assert isinstance(defense, LocalGradientSmoothing | DigitalWatermarking)
+        assert f"{type(defense).__name__}({defense.extra_repr()})" == described
 
 
-def test_the_planned_attack_tries_every_placement_before_the_papers_restarts():
-    attack = planned_attack(AttackPlan("2x2"), CPU)
-    assert (attack.search, attack.sweep_steps, attack.restarts, attack.steps) == ("sweep", 5, 80, 150)
-    assert (attack.loss, attack.step_size) == ("cross-entropy", 0.05)
-    assert attack.sweep_vertices == 0
-    assert planned_attack(AttackPlan("2x2", search="random"), CPU).search == "random"
-    assert (
-        planned_attack(AttackPlan("2x2", "lgs", adaptive=True, sweep_vertices=16), CPU).sweep_vertices == 16
-    )
+@pytest.mark.parametrize(
+    ("threat", "options"),
+    [
+        (Patch(5), ["--shape", "5x5"]),
+        (Patch(shapes.diamond(25)), ["--shape", "diamond:25"]),
+        (SparsePixels(4), ["--sparse", "4", "--bound", "tight"]),
+    ],
+)
+def test_the_command_of_a_certificate_names_its_threat_but_no_folder(run, threat, options):
+    asked = Question("certify", threat, Selection(QUICK_DATA, limit=300), {"name": "IntervalBounds"})
+    words = shlex.split(command_of(asked, run))
+    assert words == ["patchcert", "certify", run.path.name, *options, "--limit", "300"]
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    sparse = int(given["--sparse"]) if "--sparse" in given else None
+    assert parse_threat(None, given.get("--shape"), sparse, given.get("--bound"), None, None) == threat
 
 
-def test_names_of_plans_without_vertices_are_those_that_evidence_has():
-    assert AttackPlan("2x2").name == "attack-2x2-plain-f06ba7b3"
-    assert AttackPlan("2x2", "lgs", adaptive=True).name == "attack-2x2-lgs-adaptive-776e5b23"
-    tougher = AttackPlan("2x2", "lgs", adaptive=True, sweep_vertices=16)
-    assert tougher.name != AttackPlan("2x2", "lgs", adaptive=True).name
-    assert AttackPlan.from_dict(tougher.to_dict()) == tougher
-    assert tougher.tuning == AttackPlan("2x2", "lgs").tuning
+def test_the_command_of_an_attack_repeats_it(run):
+    (entry,) = find_table("compare-defenses").chosen(["mnist 2x2 none"])
+    words = command_of(recipe(entry).attack, run)
+    options = "--shape 2x2 --images 400 --seed 0 --restarts 80 --steps 150 --search sweep"
+    assert words == f"patchcert attack {run.path.name} {options}"

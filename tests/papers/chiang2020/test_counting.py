@@ -1,19 +1,18 @@
-"""Of several seeds that with the least training loss counts, whatever it reaches on test images."""
+"""Rows are counted from evidence alone; of several seeds that with the least training loss counts."""
 
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from patchcert.papers.chiang2020.collecting import collect, collect_all
-from patchcert.papers.chiang2020.counts import Count, RunOutcome
-from patchcert.papers.chiang2020.outcome import outcomes
-from patchcert.papers.chiang2020.seeds import by_model, by_whole_seed
-from patchcert.report.reproduction import reproduction_document, reproduction_json
 
+from patchcert.evidence.results import Circumstances, collect
+from patchcert.papers.chiang2020.counting import count_rows
+from patchcert.papers.chiang2020.recipes import Scale, recipe
 from patchcert.papers.chiang2020.tables import find_table
-from patchcert.threats import Patch
+from patchcert.threats import Patch, SparsePixels, shapes
 
 ROOT = Path(__file__).parents[3]
 DECISION = ROOT / "docs" / "decisions" / "0006-which-seed-counts.md"
@@ -26,19 +25,19 @@ def with_model(spec, name):
 
 
 @pytest.fixture
-def seeded(collected, mlp):
+def seeded(finished, mlp):
     """Collects a model's runs from {seed: (certified images of 100, training loss)}."""
 
     def make(runs, model="mlp"):
         for seed, (certified, loss) in runs.items():
             spec = with_model(replace(mlp, seed=seed), model)
-            collected(spec, {Patch(5): (90, certified)}, loss=loss, seconds=float(seed))
+            finished.collect(spec, {Patch(5): (90, certified)}, loss=loss, seconds=float(seed))
 
     return make
 
 
 def counted(entries, tmp_path, seeds=None):
-    return outcomes(entries, tmp_path / "results", None, seeds)[0]
+    return count_rows(entries, tmp_path / "results", None, seeds)[0]
 
 
 def test_the_least_loss_counts_not_the_best_accuracy(seeded, tmp_path):
@@ -82,7 +81,7 @@ def test_the_decision_counts_the_rows_above_the_paper_as_the_results_do():
     )
     found = []
     for seeds in (3, 2, 1):
-        gaps = [outcome.difference for outcome in outcomes(rows, ROOT / "results", None, seeds)]
+        gaps = [outcome.difference for outcome in count_rows(rows, ROOT / "results", None, seeds)]
         assert len(gaps) == 18
         found += [str(sum(gap > 0 for gap in gaps)), f"{-min(gaps):.2f}"]
     assert list(stated.groups()) == found
@@ -133,77 +132,175 @@ def test_seeds_of_other_models_need_not_be_the_same(seeded, tmp_path):
     assert counted(MEAN, tmp_path).certified == 60.0
 
 
-def run(seed, loss, model, spec):
-    spec = with_model(replace(spec, seed=seed), model)
-    return RunOutcome(f"{model}-{seed}", spec, Count(9, 10), (), 1.0, "cpu", training_loss=loss)
+def row(table, text):
+    return find_table(table).chosen([text])
 
 
-def test_behind_a_defense_all_models_keep_the_seed_that_their_setting_is_of(mlp):
-    tried = [
-        {2019: run(2019, 0.1, "mlp", mlp), 2020: run(2020, 0.2, "mlp", mlp)},
-        {
-            2019: run(2019, 0.9, "cnn2", mlp),
-            2020: run(2020, 0.3, "cnn2", mlp),
-            2021: run(2021, 0, "cnn2", mlp),
-        },
-    ]
-    whole, single = by_whole_seed(tried), by_model(tried)
-    assert whole is not None
-    assert single is not None
-    assert [each.seed for each in whole.runs] == [2020, 2020]
-    assert [each.seed for each in whole.passed_over] == [2019, 2019]
-    assert [each.seed for each in single.runs] == [2019, 2021]
-    assert by_whole_seed([tried[0], {}]) is None
-    assert by_model([tried[0], {}]) is None
+def test_numbers_come_from_rows_not_from_the_summary(finished, mlp, tmp_path):
+    result = finished.collect(mlp, {Patch(5): (94, 62)})
+    summary = dict(result.summary) | {"clean_accuracy": 1.0, "certified_accuracy": {"x": 1.0}}
+    (result.path / "summary.json").write_text(json.dumps(summary))
+    (outcome,) = count_rows(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results")
+    assert (outcome.clean, outcome.certified) == (94.0, 62.0)
+    assert outcome.difference == pytest.approx(0.03)
+    assert (outcome.hardware, outcome.seconds, outcome.scale) == ("NVIDIA H200", 10.0, 1.0)
 
 
-def test_the_page_lists_every_seed_once_and_says_which_counts(seeded, tmp_path):
-    seeded({2019: (50, 0.5)}, "mlp")
-    seeded({2019: (50, 0.5)}, "cnn2")
-    seeded({2019: (10, 2.3), 2020: (40, 0.8)}, "cnn4")
-    names = ("training-strategies", "strategy-detail-5x5", "ours")
-    tables = [
-        (find_table(name), outcomes(find_table(name).entries, tmp_path / "results", None)) for name in names
-    ]
-    page = reproduction_document(tables)
-    _, section = page.split("## Seeds\n")
-    assert [line for line in section.splitlines() if line.startswith("| MNIST")] == [
-        "| MNIST | 5x5 | All Patch | cnn4 | 2019 | 2.3000 | 90.00 | 10.00 | no |",
-        "| MNIST | 5x5 | All Patch | cnn4 | 2020 | 0.8000 | 90.00 | 40.00 | yes |",
-    ]
-    assert "| 1 of 2 for cnn4 |" in page
-    assert "| 1 of 2 |" in page
+def test_rows_without_evidence_are_not_run(tmp_path):
+    (outcome,) = count_rows(row("strategy-detail-5x5", "mnist all mlp"), tmp_path)
+    assert outcome.status == "not run"
+    assert (outcome.clean, outcome.certified, outcome.difference, outcome.seconds) == (None,) * 4
 
 
-def test_json_has_the_seeds_that_were_passed_over(seeded, tmp_path):
-    seeded({2019: (70, 0.9), 2020: (60, 0.7)})
-    plain = reproduction_json(find_table("strategy-detail-5x5"), [counted(DETAIL, tmp_path)])["rows"][0]
-    assert (plain["certified"], plain["seeds"]) == (60.0, 2)
-    assert [(each["seed"], each["training_loss"]) for each in plain["runs"]] == [(2020, 0.7)]
-    assert [(each["seed"], each["training_loss"]) for each in plain["passed_over"]] == [(2019, 0.9)]
+def test_runs_that_shared_a_device_say_so(finished, mlp, tmp_path):
+    run = finished.run(mlp, {Patch(5): (94, 62)})
+    Circumstances(jobs=6).write(run.path)
+    collect(run, tmp_path / "results")
+    (outcome,) = count_rows(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results")
+    assert outcome.hardware == "NVIDIA H200, 6 runs at once"
 
 
-def test_the_last_epoch_s_loss_is_kept_with_the_results(finished, mlp, tmp_path):
-    made = finished(mlp, {Patch(5): (90, 60)}, loss=0.25)
-    made.append_metrics({"epoch": 3, "loss": 9.0, "seconds": 1.0})
-    assert collect(made, made.path.name, tmp_path / "results").training_loss == 0.25
-    (made.path / "metrics.jsonl").unlink()
-    assert collect(made, made.path.name, tmp_path / "results").training_loss == 0.25
-    other = finished(mlp, {Patch(5): (90, 60)}, loss=None, weights_seed=1)
-    (other.path / "metrics.jsonl").unlink()
-    assert collect(other, other.path.name, tmp_path / "results").training_loss is None
+def test_a_mean_needs_all_its_models(finished, mlp, tmp_path):
+    entries = row("training-strategies", "mnist 5x5 all")
+    for name, certified in (("mlp", 62), ("cnn2", 59)):
+        finished.collect(with_model(mlp, name), {Patch(5): (90, certified)})
+    (outcome,) = count_rows(entries, tmp_path / "results")
+    assert (outcome.status, outcome.note) == ("partly run", "2 of 3 runs")
+    assert outcome.certified is None
+    finished.collect(with_model(mlp, "cnn4"), {Patch(5): (90, 59)})
+    (outcome,) = count_rows(entries, tmp_path / "results")
+    assert outcome.certified == 60.0
 
 
-def test_a_loss_is_added_to_results_of_the_same_weights_and_nothing_else(finished, mlp, tmp_path):
-    made = finished(mlp, {Patch(5): (90, 60)}, loss=0.25)
-    result = collect(made, made.path.name, tmp_path / "results")
-    complete = (result.path / "summary.json").read_text()
-    without = {key: value for key, value in json.loads(complete).items() if key != "training_loss"}
-    (result.path / "summary.json").write_text(json.dumps(without | {"jobs": 7}, indent=2) + "\n")
-    for file in (made.path / "evidence").iterdir():
-        file.unlink()
-    assert collect_all(made.path.parent, tmp_path / "results") == (made.path.name,)
-    assert (result.path / "summary.json").read_text() == complete.replace('"jobs": 1', '"jobs": 7')
-    (result.path / "summary.json").write_text(json.dumps(without | {"weights_sha256": "other"}))
-    assert collect_all(made.path.parent, tmp_path / "results") == ()
-    assert "training_loss" not in (result.path / "summary.json").read_text()
+def test_the_worst_variant_of_a_shape_counts(finished, mlp, tmp_path):
+    lines = shapes.transfer_shapes(25)["line"]
+    counts = dict(zip(map(Patch, lines), [(90, 40), (90, 32)], strict=True))
+    finished.collect(with_model(mlp, "cnn4"), counts)
+    (outcome,) = count_rows(row("shape-transfer", "mnist line 5x5"), tmp_path / "results")
+    assert outcome.certified == 32.0
+    assert len(outcome.runs[0].certified) == 2
+
+
+def test_a_full_schedule_comes_before_a_scaled_one(finished, mlp, tmp_path):
+    entries = row("strategy-detail-5x5", "mnist all mlp")
+    finished.collect(mlp.scaled(0.1), {Patch(5): (90, 40)}, scale=0.1)
+    finished.collect(mlp.scaled(0.5), {Patch(5): (90, 50)}, scale=0.5)
+    (outcome,) = count_rows(entries, tmp_path / "results")
+    assert (outcome.scale, outcome.certified) == (0.5, 50.0)
+    (outcome,) = count_rows(entries, tmp_path / "results", Scale(0.1))
+    assert (outcome.scale, outcome.certified) == (0.1, 40.0)
+    finished.collect(mlp, {Patch(5): (90, 62)})
+    (outcome,) = count_rows(entries, tmp_path / "results")
+    assert (outcome.scale, outcome.certified) == (1.0, 62.0)
+
+
+def test_another_schedule_is_not_the_papers(finished, mlp, tmp_path):
+    longer = replace(mlp, schedule=replace(mlp.schedule, epochs=300))
+    finished.collect(longer, {Patch(5): (90, 70)})
+    (outcome,) = count_rows(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results")
+    assert outcome.status != "measured"
+
+
+def test_exact_training_comes_before_tf32(finished, mlp, tmp_path):
+    entries = row("strategy-detail-5x5", "mnist all mlp")
+    rough = replace(mlp.optimiser, tf32=True, windows="bfloat16")
+    finished.collect(replace(mlp, optimiser=rough), {Patch(5): (90, 60)})
+    (outcome,) = count_rows(entries, tmp_path / "results")
+    assert (outcome.certified, outcome.hardware) == (60.0, "NVIDIA H200, TF32, bfloat16 windows")
+    finished.collect(replace(mlp, optimiser=replace(mlp.optimiser, tf32=True)), {Patch(5): (90, 61)})
+    (outcome,) = count_rows(entries, tmp_path / "results")
+    assert (outcome.certified, outcome.hardware) == (61.0, "NVIDIA H200, TF32")
+    finished.collect(mlp, {Patch(5): (90, 62)})
+    (outcome,) = count_rows(entries, tmp_path / "results")
+    assert outcome.certified == 62.0
+
+
+def test_a_part_of_the_test_images_is_no_result(finished, mlp, tmp_path):
+    finished.collect(mlp, {Patch(5): (90, 62)}, limit=100)
+    (outcome,) = count_rows(row("strategy-detail-5x5", "mnist all mlp"), tmp_path / "results")
+    assert outcome.certified is None
+
+
+def test_quick_looks_are_never_results(finished, tmp_path):
+    quick = Scale(quick=True)
+    (entry,) = row("strategy-detail-5x5", "mnist all mlp")
+    finished.collect(recipe(entry, quick).specs[0], {Patch(5): (90, 62)}, limit=100)
+    assert count_rows([entry], tmp_path / "results")[0].status == "not run"
+    assert count_rows([entry], tmp_path / "results", quick)[0].certified == 62.0
+
+
+def test_sparse_rows_count_only_the_tight_certificate(finished, tmp_path):
+    (entry,) = row("sparse-detail", "mnist 4 pixels mlp")
+    made = recipe(entry)
+    finished.collect(made.specs[0], {SparsePixels(4, "per-pixel"): (97, 85)})
+    assert count_rows([entry], tmp_path / "results")[0].certified is None
+    finished.collect(made.specs[0], {SparsePixels(4, "per-pixel"): (97, 85), SparsePixels(4): (97, 90)})
+    assert count_rows([entry], tmp_path / "results")[0].certified == 90.0
+
+
+def compared(text):
+    (entry,) = row("compare-defenses", text)
+    return entry, recipe(entry)
+
+
+def test_rows_under_attack_need_certificates_and_attacks_of_every_model(finished, tmp_path, attack_rows):
+    entry, made = compared("mnist 5x5 ibp")
+    for spec, certified in zip(made.specs, (60, 61, 62), strict=True):
+        run = finished.run(spec, {Patch(5): (90, certified)})
+        collect(run, tmp_path / "results")
+        assert count_rows([entry], tmp_path / "results")[0].status != "measured"
+        finished.write(run, made.attack, attack_rows(range(80), withstood=certified + 5))
+        collect(run, tmp_path / "results")
+    (outcome,) = count_rows([entry], tmp_path / "results")
+    assert (outcome.clean, outcome.certified, outcome.empirical) == (90.0, 61.0, 100 * 66 / 80)
+    assert outcome.certified_of_attacked == 100 * 61 / 80
+    assert outcome.difference == pytest.approx(61.0 - 62.0)
+
+
+def test_a_defended_row_is_counted_behind_its_defense(finished, tmp_path, attack_rows):
+    entry, made = compared("cifar 2x2 dw adaptive")
+    for spec in made.specs:
+        run = finished.run(spec, {Patch(2): (66, 0)})
+        finished.write(run, made.attack, attack_rows(range(100), withstood=20, correct=47))
+        other = {**made.attack.classifier, "defense": "LocalGradientSmoothing(window=3)"}
+        finished.write(run, replace(made.attack, classifier=other), attack_rows(range(100), withstood=90))
+        collect(run, tmp_path / "results")
+    (outcome,) = count_rows([entry], tmp_path / "results")
+    assert (outcome.clean, outcome.empirical, outcome.certified) == (47.0, 20.0, None)
+    assert outcome.certified_of_attacked is None
+    assert outcome.difference == pytest.approx(20.0 - 20.2)
+
+
+def test_rows_under_attack_are_about_the_first_seed_unless_more_are_asked_for(
+    finished, tmp_path, attack_rows
+):
+    entry, made = compared("mnist 5x5 ibp")
+    for seed, loss in ((2019, 0.9), (2020, 0.5)):
+        for spec in made.specs:
+            run = finished.run(replace(spec, seed=seed), {Patch(5): (90, seed - 1960)}, loss=loss)
+            finished.write(run, made.attack, attack_rows(range(80), withstood=75))
+            collect(run, tmp_path / "results")
+    counted = [count_rows([entry], tmp_path / "results", None, seeds)[0].certified for seeds in (None, 1, 2)]
+    assert counted == [59.0, 59.0, 60.0]
+
+
+def test_votes_count_against_any_number_of_pixels(finished, tmp_path):
+    entries = row("sparse-vs-ablation", "cifar ablation")
+    made = recipe(entries[0])
+    run = finished.run(made.specs[0].scaled(0.1), {}, scale=0.1)
+    votes, right = np.zeros((5, 10), np.int64), np.full(5, 3)
+    votes[:, 3] = 10_000
+    columns = {
+        "index": np.arange(5),
+        "label": right,
+        "prediction": right,
+        "certified": np.ones(5, bool),
+        "radius": np.full(5, 9),
+        "selected": right,
+        "votes": votes,
+    }
+    finished.write(run, made.proofs[0], columns, image=[3, 32, 32])
+    collect(run, tmp_path / "results")
+    found = count_rows(entries, tmp_path / "results")
+    assert [outcome.certified for outcome in found] == [100.0, 100.0, 0.0]
+    assert {outcome.drawn_images for outcome in found} == {1000}

@@ -6,45 +6,51 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from patchcert.papers.chiang2020.counts import Count, Outcome, RunOutcome
-from patchcert.papers.chiang2020.outcome import outcomes
-from patchcert.report.reproduction_charts import charts
-from patchcert.report.reproduction_page import write_reproduction_page
-from patchcert.report.reproduction_view import duration, table_view
 
 from patchcert.errors import InvalidInput
+from patchcert.papers.chiang2020.counting import Count, CountedRow, CountedRun, count_rows
+from patchcert.papers.chiang2020.page import charts, duration, page_table, write_page
 from patchcert.papers.chiang2020.tables import find_table, table_names
+from patchcert.papers.chiang2020.view import TableView
 from patchcert.report.statistics import clopper_pearson
 from patchcert.threats import Patch
 from patchcert.train.spec import read_spec
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TABLE = find_table("strategy-detail-5x5")
 MLP, CNN2, GUIDED = (
     TABLE.chosen([words])[0] for words in ("mnist all mlp", "mnist all cnn2", "mnist guided mlp")
 )
 
 
-def run_outcome(certified, seed=2019, tf32=False, loss=None):
+def counted_run(certified, seed=2019, tf32=False, loss=None):
     spec = replace(read_spec("paper-mnist"), seed=seed)
     spec = replace(spec, optimiser=replace(spec.optimiser, tf32=tf32))
     counts = ((Patch(5), Count(certified, 10_000)),)
-    return RunOutcome("f" * 16, spec, Count(9401, 10_000), counts, 55.4, "NVIDIA H200", training_loss=loss)
+    return CountedRun("f" * 16, spec, Count(9401, 10_000), counts, 55.4, "NVIDIA H200", training_loss=loss)
 
 
-MEASURED = Outcome(MLP, "measured", (run_outcome(6207),))
-TRIED = (run_outcome(4000, loss=0.5), run_outcome(4200, 2020, True, loss=0.6))
-SHORTENED = Outcome(GUIDED, "measured", TRIED[:1], TRIED[1:], scale=0.1)
-ROWS = (MEASURED, SHORTENED, Outcome(CNN2, "not run"))
+MEASURED = CountedRow(MLP, "measured", (counted_run(6207),))
+TRIED = (counted_run(4000, loss=0.5), counted_run(4200, 2020, True, loss=0.6))
+SHORTENED = CountedRow(GUIDED, "measured", TRIED[:1], TRIED[1:], scale=0.1)
+ROWS = (MEASURED, SHORTENED, CountedRow(CNN2, "not run"))
 
 
 @pytest.fixture
 def page(tmp_path):
-    return write_reproduction_page([(TABLE, ROWS)], tmp_path / "page.html", "results")
+    return write([(TABLE, ROWS)], tmp_path / "page.html", "results")
+
+
+def view_of(table, rows, source="results", quick=False):
+    return page_table(TableView.of(table, rows, quick), source)
+
+
+def write(tables, path, source="results", quick=False):
+    return write_page([TableView.of(table, rows, quick) for table, rows in tables], path, source)
 
 
 def cells(outcome, **options):
-    view = table_view(TABLE, [outcome], "results", **options)
+    view = view_of(TABLE, [outcome], **options)
     return dict(zip((name for name, _ in view.columns), view.rows[0].cells, strict=True))
 
 
@@ -73,17 +79,17 @@ def test_what_was_not_run_says_so(page, parse):
     text = parse(page).text
     assert "91.88 not run 59.59 not run - -" in text
     assert "2 of 3 rows of tables" in text
-    shown = cells(Outcome(MLP, "partly run", note="2 of 3 runs"))
+    shown = cells(CountedRow(MLP, "partly run", note="2 of 3 runs"))
     assert (shown["Certified"].text, shown["Certified"].small) == ("partly run", ("2 of 3 runs",))
 
 
 def test_a_shortened_schedule_is_named_and_not_compared(page, parse):
-    view = table_view(TABLE, ROWS, "results")
-    assert (view.measured, view.full, view.compared, view.above) == (2, 1, 1, 1)
+    view = view_of(TABLE, ROWS)
+    assert (view.measured, view.full, len(view.gaps), view.above) == (2, 1, 1, 1)
     text = parse(page).text
     assert "schedule scaled by 0.1" in text
     assert "ours, shortened schedule" in text
-    (chart,) = charts(ROWS, ["a", "b", "c"], 2)
+    (chart,) = charts(TableView.of(TABLE, ROWS), ["a", "b", "c"])
     notes = {row.label: row.note for group in chart.groups for row in group.rows}
     assert sorted(notes.values()) == ["", "", "schedule scaled by 0.1"]
 
@@ -95,7 +101,7 @@ def test_of_several_seeds_one_counts_and_all_are_behind_the_row():
         "40.00",
         (f"{low:.2f} to {high:.2f}", "seeds: 1 of 2, deviation 1.41"),
     )
-    (row,) = table_view(TABLE, [SHORTENED], "results").rows
+    (row,) = view_of(TABLE, [SHORTENED]).rows
     assert [run.words for run in row.runs] == [
         "mlp, seed 2019, 55 s on NVIDIA H200, training loss 0.5000",
         "mlp, seed 2020, 55 s on NVIDIA H200, training loss 0.6000, passed over: another seed has less",
@@ -105,8 +111,8 @@ def test_of_several_seeds_one_counts_and_all_are_behind_the_row():
 def test_a_mean_over_models_has_an_interval_of_the_mean():
     table = find_table("training-strategies")
     (entry,) = table.chosen(["mnist 5x5 all"])
-    runs = (run_outcome(4000), run_outcome(4200))
-    (row,) = table_view(table, [Outcome(entry, "measured", runs)], "results").rows
+    runs = (counted_run(4000), counted_run(4200))
+    (row,) = view_of(table, [CountedRow(entry, "measured", runs)]).rows
     ends = [clopper_pearson(count, 10_000, 0.975) for count in (4000, 4200)]
     low, high = (50 * (ends[0][at] + ends[1][at]) for at in (0, 1))
     (cell,) = (cell for cell in row.cells if cell.text == "41.0")
@@ -114,7 +120,7 @@ def test_a_mean_over_models_has_an_interval_of_the_mean():
 
 
 def test_commands_run_the_row_as_it_was_run():
-    view = table_view(TABLE, ROWS, "my results")
+    view = view_of(TABLE, ROWS, "my results")
     first, second, third = (shlex.split(row.command) for row in view.rows)
     start = ["patchcert", "reproduce", "strategy-detail-5x5", "--rows"]
     assert first == [*start, "MNIST 5x5 All Patch mlp", "--data-dir", "DATA"]
@@ -129,13 +135,13 @@ def test_commands_run_the_row_as_it_was_run():
 def test_words_that_other_rows_hold_too_are_counted():
     table = find_table("bound-pooling")
     (entry, *_) = (entry for entry in table.entries if entry.label == "CIFAR-10 2x2 Pool 2 cnn4")
-    (row,) = table_view(table, [Outcome(entry, "not run")], "results").rows
+    (row,) = view_of(table, [CountedRow(entry, "not run")]).rows
     assert row.also == len(table.matching([entry.label])) - 1 > 0
 
 
 def test_a_quick_look_is_labelled(tmp_path, parse):
     quick = replace(MEASURED, scale=1.0)
-    path = write_reproduction_page([(TABLE, [quick])], tmp_path / "page.html", "results", quick=True)
+    path = write([(TABLE, [quick])], tmp_path / "page.html", "results", quick=True)
     text = parse(path).text
     assert "QUICK LOOK, NOT A RESULT" in text
     assert "MNIST (by mnist-mini)" in text
@@ -144,8 +150,8 @@ def test_a_quick_look_is_labelled(tmp_path, parse):
 
 def test_every_table_has_a_page_without_a_single_run(tmp_path, parse):
     tables = [find_table(name) for name in table_names()]
-    found = [(table, [Outcome(entry, "not run") for entry in table.entries]) for table in tables]
-    reader = parse(write_reproduction_page(found, tmp_path / "page.html", "results"))
+    found = [(table, [CountedRow(entry, "not run") for entry in table.entries]) for table in tables]
+    reader = parse(write(found, tmp_path / "page.html", "results"))
     rows = sum(len(table.entries) for table in tables)
     assert f"Rows run 0 of {rows}" in reader.text
     assert reader.tags.count("article") == len(tables)
@@ -154,12 +160,12 @@ def test_every_table_has_a_page_without_a_single_run(tmp_path, parse):
 
 def test_attacks_have_a_chart_and_columns_of_their_own():
     table = find_table("compare-defenses")
-    view = table_view(table, [Outcome(entry, "not run") for entry in table.entries], "results")
+    view = view_of(table, [CountedRow(entry, "not run") for entry in table.entries])
     assert [chart.title for chart in view.charts] == ["Certified accuracy", "Accuracy under attack"]
     assert ("Paper under attack", True) in view.columns
     assert view.charts[0].groups[0].rows[0].label.startswith("MNIST, 2x2: IBP")
     imagenet = find_table("break-imagenet")
-    view = table_view(imagenet, [Outcome(entry, "not run") for entry in imagenet.entries], "results")
+    view = view_of(imagenet, [CountedRow(entry, "not run") for entry in imagenet.entries])
     assert "Certified" not in [name for name, _ in view.columns]
 
 
@@ -167,25 +173,25 @@ def test_hostile_words_stay_text(tmp_path, parse):
     nasty = "</title><script>alert(1)</script>\"'&<b>{{ 7 * 7 }}"
     table = replace(TABLE, title=nasty, caption=nasty, notes=(nasty,))
     entry = replace(MLP, preset=nasty)
-    row = Outcome(entry, "partly run", note=nasty)
-    plain = write_reproduction_page(
-        [(replace(TABLE, notes=("note",)), [Outcome(MLP, "partly run", note="x")])], tmp_path / "a.html", "x"
+    row = CountedRow(entry, "partly run", note=nasty)
+    plain = write(
+        [(replace(TABLE, notes=("note",)), [CountedRow(MLP, "partly run", note="x")])],
+        tmp_path / "a.html",
+        "x",
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("patchcert.report.reproduction_view.recipe", lambda entry: object())
-        hostile = write_reproduction_page([(table, [row])], tmp_path / "b.html", nasty)
+    hostile = write([(table, [row])], tmp_path / "b.html", nasty)
     assert parse(hostile).tags == parse(plain).tags
     assert nasty in parse(hostile).text
 
 
 def test_the_same_evidence_gives_the_same_page(page, tmp_path):
-    again = write_reproduction_page([(TABLE, ROWS)], tmp_path / "again.html", "results")
+    again = write([(TABLE, ROWS)], tmp_path / "again.html", "results")
     assert again.read_bytes() == page.read_bytes()
 
 
 def test_a_page_needs_a_table(tmp_path):
     with pytest.raises(InvalidInput, match="needs at least one table"):
-        write_reproduction_page([], tmp_path / "page.html", "results")
+        write([], tmp_path / "page.html", "results")
 
 
 @pytest.mark.parametrize(
@@ -253,8 +259,8 @@ def test_nothing_sticks_out_of_the_window(page, evaluate, width):
 @pytest.mark.parametrize("name", ["training-strategies", "shape-transfer", "compare-defenses"])
 def test_no_table_is_wider_than_a_desktop_window(name, tmp_path, evaluate):
     table = find_table(name)
-    rows = outcomes(table.entries, ROOT / "results", None)
-    page = write_reproduction_page([(table, rows)], tmp_path / "page.html", "results")
+    rows = count_rows(table.entries, ROOT / "results")
+    page = write([(table, rows)], tmp_path / "page.html", "results")
     script = """
         const frame = document.querySelector(".results .scroll");
         return [frame.scrollWidth, frame.clientWidth];

@@ -1,22 +1,19 @@
-"""Real processes: several at once, one that fails, one that goes on, one whose parent is gone."""
+"""Real processes: several at once, one that fails, one that resumes, one whose parent is gone."""
 
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import pytest
 import torch
 
 import patchcert
 from patchcert.data import load_dataset
-from patchcert.papers.chiang2020.plan import Effort, Task, plan
-from patchcert.papers.chiang2020.results import Result
+from patchcert.evidence.results import Result
+from patchcert.papers.chiang2020.planning import Assignment, Effort, plan
+from patchcert.papers.chiang2020.recipes import QUICK_DATA, Scale
 from patchcert.papers.chiang2020.runner import LOG, Runner, StopOrder, Workshop
-from patchcert.papers.chiang2020.scales import QUICK_DATA, Scale, parse_scale
 from patchcert.papers.chiang2020.tables import find_table
 from patchcert.threats import Patch
 from patchcert.train.run_folder import Run
@@ -28,8 +25,8 @@ class Quiet:
     def __init__(self):
         self.said = []
 
-    def changed(self, task, state, note):
-        self.said.append((task.name, state, note))
+    def changed(self, assignment, state, note):
+        self.said.append((assignment.name, state, note))
 
     def passed(self, states, running):
         self.running = [job.words for job in running]
@@ -46,40 +43,14 @@ class StopAfter(Quiet):
         self.stop.is_given = any(job.epochs_done >= self.epochs for job in running)
 
 
-def tasks(text, scale=TINY, table="strategy-detail-5x5", **effort):
-    return plan(find_table(table).chosen([text]), Effort(scale, **effort), None)
-
-
-def test_rows_share_runs_and_their_threats_are_gathered():
-    entries = find_table("shape-transfer").chosen(["mnist line", "mnist square"])
-    made = plan(entries, Effort(TINY), None)
-    assert [len(task.threats) for task in made] == [3, 3, 3]
-    assert all(task.test_images == 10 for task in made)
-    assert len({task.name for task in made}) == 3
-
-
-def test_seeds_and_rounding_are_runs_of_their_own():
-    once = {task.name for task in tasks("mnist all mlp")}
-    thrice = tasks("mnist all mlp", seeds=3)
-    rounded, rougher = (
-        {task.name for task in tasks("mnist all mlp", **{how: True})} for how in ("tf32", "bfloat16")
-    )
-    assert len(thrice) == 3
-    assert once < {task.name for task in thrice}
-    assert not once & rounded
-    assert not rougher & (once | rounded)
-    assert [task.label for task in thrice][1] == "mnist-mini mlp all 5x5 square seed 2020"
-
-
-def test_the_folder_of_a_run_is_named_by_specification_and_data():
-    (task,) = tasks("mnist all mlp")
-    assert task.name == task.spec.fingerprint(load_dataset(QUICK_DATA).checksums)
+def planned(text, table="strategy-detail-5x5"):
+    return plan(find_table(table).chosen([text]), Effort(TINY), None)
 
 
 def test_one_run_that_fails_does_not_stop_the_others(tmp_path):
-    (good,) = tasks("mnist random(1) mlp")
+    (good,) = planned("mnist random(1) mlp")
     missing = replace(good.spec, data=replace(good.spec.data, name="cifar10"))
-    bad = Task("a" * 16, missing, (Patch(5),), 10)
+    bad = Assignment("a" * 16, "bad", good.questions, missing)
     watcher = Quiet()
     shop = Workshop(tmp_path / "runs", tmp_path / "results", jobs=2)
     assert Runner(shop, watcher, StopOrder()).run([bad, good]) == {bad.name: "failed", good.name: "done"}
@@ -87,7 +58,7 @@ def test_one_run_that_fails_does_not_stop_the_others(tmp_path):
     assert "exit code 2" in note
     assert str(tmp_path / "runs" / bad.name / LOG) in note
     result = Result.open(tmp_path / "results" / good.name)
-    assert [rows.total for rows in result.rows] == [10]
+    assert [each.total for each in result.evidence] == [10]
     log = (tmp_path / "runs" / good.name / LOG).read_text()
     assert '"epoch": 7' in log
 
@@ -96,62 +67,62 @@ def test_one_run_that_fails_does_not_stop_the_others(tmp_path):
     assert Runner(shop, watcher, StopOrder()).run([good]) == {good.name: "already done"}
 
 
-def test_threats_that_a_run_was_not_trained_against_get_verdicts_without_margins(tmp_path):
-    (task,) = tasks("mnist random(1) mlp")
-    line = Patch((1, 2))
+def test_other_threats_than_that_of_training_get_verdicts_without_margins(tmp_path):
+    (made,) = planned("mnist random(1) mlp")
+    (own,), line = made.questions, Patch((1, 2))
+    other = replace(own, threat=line, classifier={**own.classifier, "verdicts_only": True})
     shop = Workshop(tmp_path / "runs", tmp_path / "results")
-    Runner(shop, Quiet(), StopOrder()).run([replace(task, threats=(Patch(5), line))])
-    evidence = {rows.threat: rows.columns for rows in Result.open(tmp_path / "results" / task.name).rows}
-    assert np.isfinite(evidence[Patch(5)]["margin"]).all()
-    assert np.isnan(evidence[line]["margin"]).all()
+    Runner(shop, Quiet(), StopOrder()).run([replace(made, questions=(own, other))])
+    evidence = {each.threat: each.columns for each in Result.open(tmp_path / "results" / made.name).evidence}
+    assert ("margin" in evidence[Patch(5)], "margin" in evidence[line]) == (True, False)
     test = load_dataset(QUICK_DATA).test.take(10)
-    model = Run.open(tmp_path / "runs" / task.name).model(torch.device("cpu"))
+    model = Run.open(tmp_path / "runs" / made.name).model(torch.device("cpu"))
     whole = patchcert.certify(model, test.floats(), test.labels, line)
     assert 0 < whole.certified.sum() < 10
-    assert (evidence[line]["verdict"] == whole.certified.numpy()).all()
+    assert (evidence[line]["certified"] == whole.certified.numpy()).all()
 
 
-def test_a_run_out_of_time_goes_on_where_it_stopped(tmp_path):
-    (task,) = tasks("mnist random(1) mlp")
-    long = replace(task.spec, schedule=replace(task.spec.schedule, epochs=100_000))
-    task = replace(task, spec=long, name=long.fingerprint())
+def test_a_run_that_must_be_trained_again_answers_what_the_results_had(tmp_path):
+    (made,) = planned("mnist random(1) mlp")
+    (own,) = made.questions
+    shop = Workshop(tmp_path / "runs", tmp_path / "results")
+    Runner(shop, Quiet(), StopOrder()).run([made])
+    (tmp_path / "runs" / made.name / "weights.safetensors").unlink()
+    again = replace(made, questions=(replace(own, threat=Patch(2)),))
+    assert Runner(shop, Quiet(), StopOrder()).run([again]) == {made.name: "done"}
+    assert {each.threat for each in Result.open(tmp_path / "results" / made.name).evidence} == {
+        Patch(2),
+        Patch(5),
+    }
+
+
+def test_a_stopped_run_resumes_where_it_stopped(tmp_path):
+    (made,) = planned("mnist random(1) mlp")
+    long = replace(made.spec, schedule=replace(made.spec.schedule, epochs=100_000))
+    made = replace(made, spec=long, name=long.fingerprint())
     shop, stop = Workshop(tmp_path / "runs", tmp_path / "results"), StopOrder()
-    assert Runner(shop, StopAfter(3, stop), stop).run([task]) == {task.name: "interrupted"}
-    run, stop = Run.open(tmp_path / "runs" / task.name), StopOrder()
+    assert Runner(shop, StopAfter(3, stop), stop).run([made]) == {made.name: "interrupted"}
+    run, stop = Run.open(tmp_path / "runs" / made.name), StopOrder()
     done = len(run.metrics())
-    assert Runner(shop, StopAfter(done + 3, stop), stop).run([task]) == {task.name: "interrupted"}
+    assert Runner(shop, StopAfter(done + 3, stop), stop).run([made]) == {made.name: "interrupted"}
     sessions = run.environment()["sessions"]
     assert [session["epoch"] for session in sessions] == [0, done]
     assert len(run.metrics()) > done
-    assert not (tmp_path / "runs" / task.name / ".stop").exists()
-    late = Workshop(tmp_path / "runs", deadline=time.monotonic() - 1)
-    assert Runner(late, Quiet(), StopOrder()).run([task]) == {task.name: "waiting"}
+    assert not (tmp_path / "runs" / made.name / ".stop").exists()
 
 
 def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
-    (task,) = tasks("mnist random(1) mlp")
-    long = replace(task.spec, schedule=replace(task.spec.schedule, epochs=100_000))
-    run = Run.create(tmp_path / "run", long)
-    command = [sys.executable, "-m", "patchcert.papers.chiang2020.worker", str(run.path), "--parent", "1"]
+    (made,) = planned("mnist random(1) mlp")
+    long = replace(made.spec, schedule=replace(made.spec.schedule, epochs=100_000))
+    replace(made, spec=long).write(tmp_path / "run", jobs=1)
+    command = [
+        sys.executable,
+        "-m",
+        "patchcert.papers.chiang2020.worker",
+        str(tmp_path / "run"),
+        "--parent",
+        "1",
+    ]
     source = str(Path(patchcert.__file__).parents[1])
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": source}, capture_output=True, timeout=60)
     assert done.returncode == 130, done.stderr.decode()
-
-
-def test_scales_by_name():
-    assert parse_scale("paper") == Scale()
-    assert parse_scale("0.1") == Scale(0.1)
-    assert parse_scale("quick").quick
-    assert (Scale().words, Scale(0.1).words) == ("full schedule", "schedule scaled by 0.1")
-
-
-@pytest.mark.parametrize("text", ["fast", "0", "-1", "nan", "inf"])
-def test_an_unknown_scale_is_refused(text):
-    with pytest.raises(patchcert.errors.InvalidInput, match=f"--scale {text} is neither"):
-        parse_scale(text)
-
-
-def test_a_quick_look_never_uses_the_papers_images():
-    for name in ("training-strategies", "large-models", "bound-pooling", "sparse-detail", "shape-transfer"):
-        made = plan(find_table(name).chosen([]), Effort(parse_scale("quick")), None)
-        assert {task.spec.data.name for task in made} == {QUICK_DATA}

@@ -98,7 +98,7 @@ def classifier_of(question: Question, run: Run, device: torch.device) -> Classif
     model, described = run.model(device), dict(question.classifier)
     name = described.pop("name")
     if name == "IntervalBounds":
-        return IntervalBounds(model, verdicts_only=described.get("verdicts_only", False))
+        return IntervalBounds(model, **{**described, "dtype": getattr(torch, described["dtype"])})
     if name == "RandomAblation":
         votes = described["selection_samples"] + described["estimation_samples"]
         at_once = CUDA_IMAGES.get(run.spec.model.name, 1) * votes if device.type == "cuda" else CPU_VOTES
@@ -110,11 +110,8 @@ def classifier_of(question: Question, run: Run, device: torch.device) -> Classif
 
 def command_of(question: Question, run: Run) -> str:
     """What measures the model in a run's folder anew, wherever that lies; nothing where only `reproduce` does."""
-    threat, selection, words = (
-        question.threat,
-        question.selection,
-        ["patchcert", question.kind, run.path.name],
-    )
+    threat, selection = question.threat, question.selection
+    words = ["patchcert", question.kind, run.path.name]
     if isinstance(threat, Patch):
         words += ["--shape", name_of(threat.stamp) or "STAMP.txt"]
     else:

@@ -7,7 +7,7 @@ from typing import Literal, final
 from torch import Generator, Tensor, nn
 
 from patchcert.attacks import AttackedModel, AttackJob, AttackResult, FastCopy, Findings, PatchAttack
-from patchcert.attacks.base import judged
+from patchcert.attacks.base import judged, seeded
 from patchcert.attacks.composite import Attempt, strongest
 from patchcert.bounds import precise_arithmetic
 from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
@@ -16,7 +16,6 @@ from patchcert.threats import Patch
 DefenseName = Literal["lgs", "dw"]
 Tell = Callable[[str], None]
 
-PATCHES = (42, 52, 60)
 DEFENSES: tuple[DefenseName, ...] = ("lgs", "dw")
 CORNER_ATTACK = PatchAttack(restarts=4, batch_size=64, check_every=10)
 
@@ -34,22 +33,6 @@ class CornerRow:
     """The undefended model's predictions on the clean images."""
     undefended_after: Tensor
     """The undefended model's predictions on the attacked images."""
-
-    def summary(self) -> dict[str, str | int | float | bool]:
-        """Accuracies over all images and over those that the undefended model gets right."""
-        right = self.undefended == self.result.labels
-        withstood = ~self.result.succeeded
-        return {
-            "defense": self.defense,
-            "patch": self.patch,
-            "adaptive": self.adaptive,
-            "images": len(right),
-            "undefended_accuracy": _share(right),
-            "undefended_accuracy_after": _share(self.undefended_after == self.result.labels),
-            "clean_accuracy": self.result.clean_accuracy,
-            "accuracy": self.result.accuracy,
-            "accuracy_of_initially_correct": _share(withstood[right]),
-        }
 
 
 @final
@@ -82,7 +65,7 @@ class CornerExperiment:
         tell: Tell | None = None,
     ) -> tuple[CornerRow, ...]:
         """All cells of one patch size."""
-        job = AttackJob.of(images, labels, Patch(patch, placements="corners"), generator)
+        job = AttackJob(images, labels, Patch(patch, placements="corners"), generator or seeded())
         transferred = self.transferred(model, job, tell)
         return tuple(row for name in defenses for row in self.rows(name, model, job, transferred, tell))
 
@@ -163,7 +146,3 @@ def imagenet_defense(name: DefenseName, model: nn.Module, patch: int) -> Defense
 def _side(job: AttackJob) -> int:
     assert isinstance(job.threat, Patch)
     return job.threat.height
-
-
-def _share(flags: Tensor) -> float:
-    return float(flags.double().mean()) if len(flags) else 0.0

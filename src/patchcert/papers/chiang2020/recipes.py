@@ -3,14 +3,12 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
-from patchcert.attacks import AdaptiveAfterTransfer, AttackSeries, PatchAttack, TransferAttack
 from patchcert.certificates import AnyThreat, IntervalBounds
 from patchcert.certificates.ablation import RandomAblation
-from patchcert.defenses import DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
 from patchcert.evidence.record import Question, Selection
 from patchcert.papers.chiang2020.tables import AVERAGED, Entry
@@ -18,6 +16,9 @@ from patchcert.threats import Patch, SparsePixels, shapes
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, RunSettings, Spec, read_spec
 from patchcert.train.strategies import Ablated, GuidedPlacements, PooledPlacements
+
+if TYPE_CHECKING:
+    from patchcert.attacks import PatchAttack
 
 TUNED = {
     ("mnist", "2x2", "LGS"): "LocalGradientSmoothing(window=2, overlap=1, threshold=0.6, smoothing=1.5)",
@@ -70,7 +71,7 @@ _ANY = nn.Identity()
 class CornerAttack:
     """The attack on ImageNet, with a patch in each corner; `CornerExperiment` carries it out for both defenses."""
 
-    attack: PatchAttack
+    attack: "PatchAttack"
     adaptive: bool
 
     def describe(self) -> dict[str, Any]:
@@ -113,8 +114,10 @@ class Scale:
         fewest = min(self.quick_test, QUICK_HELD_OUT)
         return Selection(spec.data.name, drawn=fewest if self.quick else images)
 
-    def attack(self) -> PatchAttack:
+    def attack(self) -> "PatchAttack":
         """The paper's attack, made stronger in where restarts go: a few steps at every placement come first."""
+        from patchcert.attacks import PatchAttack
+
         restarts, steps = (4, 10) if self.quick else (RESTARTS, STEPS)
         return PatchAttack(steps, restarts=restarts, search="sweep", sweep_steps=steps // 30)
 
@@ -220,6 +223,8 @@ def _voted(entry: Entry, scale: Scale) -> Recipe:
 
 def _attacked(entry: Entry, models: Sequence[str], scale: Scale) -> Recipe:
     """Certified models are those of all-patch training; the others have seen no patch, and fewer images."""
+    from patchcert.attacks import AdaptiveAfterTransfer, AttackSeries, TransferAttack
+
     changes = ["strategy.kind=natural", f"data.validation={HELD_OUT}"]
     if entry.defense == "IBP":
         specs = [_spec(replace(entry, strategy="All Patch"), model) for model in models]
@@ -230,19 +235,19 @@ def _attacked(entry: Entry, models: Sequence[str], scale: Scale) -> Recipe:
     if entry.defense in ("IBP", "None"):
         return replace(made, attack=_attack(entry, images, {"name": "Model"}, attack.describe()))
     defended = _defended(TUNED[entry.dataset, entry.patch, entry.defense])
-    weak, strong = TransferAttack(attack), _adaptive(attack, 1 if scale.quick else VERTICES)
-    how = strong.describe() if entry.attack == "adaptive" else weak.describe()
-    return Recipe(made.specs, attack=_attack(entry, images, defended, how))
-
-
-def _adaptive(attack: PatchAttack, vertices: int) -> AdaptiveAfterTransfer:
-    """Patches of zeros and ones at every placement, then both losses: a threshold hides the gradient from one."""
-    series = AttackSeries((replace(attack, sweep_vertices=vertices), replace(attack, loss="margin")))
-    return AdaptiveAfterTransfer(attack, series)
+    if entry.attack == "plain":
+        return Recipe(made.specs, attack=_attack(entry, images, defended, TransferAttack(attack).describe()))
+    # The gradient is blind to the steps of a threshold: patches of zeros and ones come first, then both losses.
+    vertices = replace(attack, sweep_vertices=1 if scale.quick else VERTICES)
+    aware = AdaptiveAfterTransfer(attack, AttackSeries((vertices, replace(attack, loss="margin"))))
+    return Recipe(made.specs, attack=_attack(entry, images, defended, aware.describe()))
 
 
 def _corners(entry: Entry) -> Recipe:
     """A network that was not trained here, attacked with a patch in one of the corners."""
+    from patchcert.attacks import PatchAttack
+    from patchcert.defenses import DigitalWatermarking, LocalGradientSmoothing
+
     side, is_adaptive = _patch(entry).height, entry.attack == "adaptive"
     watermarking = DigitalWatermarking.imagenet(_ANY, side)
     defense = LocalGradientSmoothing.imagenet() if entry.defense == "LGS" else watermarking

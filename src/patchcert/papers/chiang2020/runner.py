@@ -34,7 +34,7 @@ class Workshop:
     device: str = "cpu"
     data_dir: Path | None = None
     jobs: int = 1
-    worker: tuple[str, ...] = WORKER
+    worker: tuple[str, ...] = field(default_factory=lambda: WORKER)
 
 
 class Watcher(Protocol):
@@ -148,8 +148,8 @@ class Runner:
         return command + (["--data-dir", str(self.shop.data_dir)] if self.shop.data_dir else [])
 
     def _to_ask(self, assignment: Assignment) -> Assignment:
-        """With the questions that are left of a network; of a run that must be trained again, with those that the
-        results have answers to: results of earlier weights are replaced."""
+        """With the questions that are left of a network; of a run that must be trained again, also with those that the
+        results answer by certificates and plain attacks, since evidence of earlier weights is replaced."""
         path = self.shop.results / assignment.name
         if assignment.spec is None:
             left = [each for each in assignment.questions if not _answered(NetworkResult(path), each)]
@@ -157,7 +157,8 @@ class Runner:
         has_weights = (self.shop.runs / assignment.name / WEIGHTS).is_file()
         if has_weights or not (path / SPEC).is_file():
             return assignment
-        earlier = [each.question for each in Result.open(path).evidence if not each.question.certified_only]
+        found = (each.question for each in Result.open(path).evidence if not each.question.certified_only)
+        earlier = (each for each in found if each.attack.get("kind", "PatchAttack") == "PatchAttack")
         return replace(assignment, questions=tuple(dict.fromkeys((*assignment.questions, *earlier))))
 
     def _look(self) -> None:

@@ -23,15 +23,15 @@ Every number of ours is counted from the rows of evidence in [`results/`](../res
 patchcert reproduce all --from results --write docs/results.md
 ```
 
-and a test holds this page to them. The last epoch counts; of several seeds that with the least training loss
+and a test holds this page to them. The last epoch counts; of several seeds the one with the least training loss
 ([why](decisions/0006-which-seed-counts.md)). Neither an epoch nor a seed is chosen on test images; which rows have
 several seeds may be, and notes say what else was decided after a look at them. Certificates cover every placement,
 and all test images unless a row says how many. Accuracies are in per cent, differences in points.
 [How to reproduce them](guides/reproduce.md).
 """
 
-SEEDS = """Of the seeds that were run for a row the one whose mean training loss in the last epoch is least counts,
-for a mean of models the best seed of each; no test image has a part in that choice. The rows All Patch, Random(10)
+SEEDS = """Of the seeds that were run for a row the one with the least mean training loss in the last epoch counts,
+for a mean of models the best seed of each; no test image is part of that choice. The rows All Patch, Random(10)
 and Guided(10) of mlp, cnn2 and cnn4 on CIFAR-10 have three seeds each. Elsewhere more seeds are run only for rows whose
 first one failed or fell below the paper, on the test images too. Read a number with several seeds as the best of that
 many tries ([why](decisions/0006-which-seed-counts.md)); `--seeds 1` counts the first alone. Here are all of them; runs

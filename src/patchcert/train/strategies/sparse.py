@@ -14,17 +14,16 @@ from patchcert.models import ModelSpec
 from patchcert.tensors import Images
 from patchcert.threats import SparsePixels
 from patchcert.threats.sparse import SparseBound
-from patchcert.train.strategy import Batch, Objective, Subject, WorstCase, logit_margins
+from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase, logit_margins
 from patchcert.train.toml import at_least
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class SparseChanges:
+class SparseChanges(Strategy):
     """All choices of a few pixels at once, bounded in the first layer; `bound` overrides the threat's own."""
 
     threats: ClassVar = (SparsePixels,)
-    has_bounds: ClassVar = True
     kind: Literal["sparse"] = "sparse"
     bound: SparseBound | None = None
 
@@ -45,7 +44,7 @@ class SparseChanges:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Ablated:
+class Ablated(Strategy):
     """Plain cross entropy on images of which all but `retained` random pixels are ablated, whatever epsilon is.
 
     Every image has a mask of its own, or a batch shares one. With `bfloat16` the products of the network are rounded

@@ -60,7 +60,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     ]
 
     @functools.wraps(function)
-    def call(*given: Any, **named: Any) -> Any:  # noqa: ANN401
+    def call(*given: Any, **named: Any) -> Any:
         returned = function(*given, **named)
         sizes: Sizes = {}
         for name, position, hint in parameters:
@@ -77,7 +77,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 def checked_fields(kind: type) -> type:
     """The class; of a dataclass, no instance can be made whose fields have other shapes than stated.
 
-    A subclass that is no dataclass itself is not checked: it may compute its fields when they are asked for.
+    A subclass that is not itself a dataclass is not checked: it may compute its fields when they are asked for.
     """
     if not is_dataclass(kind) or not {"__init__", "__dataclass_fields__"} <= vars(kind).keys():
         return kind
@@ -87,7 +87,7 @@ def checked_fields(kind: type) -> type:
     construct = kind.__init__
 
     @functools.wraps(construct)
-    def initialise(self: Any, *given: Any, **named: Any) -> None:  # noqa: ANN401
+    def initialise(self: Any, *given: Any, **named: Any) -> None:
         construct(self, *given, **named)
         sizes: Sizes = {}
         for name, hint in stated.items():

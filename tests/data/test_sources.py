@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from patchcert.data.formats import decode_cifar, decode_idx, decode_idx_pair
+from patchcert.data.sources import decode_cifar, decode_idx, decode_idx_pair
 from patchcert.errors import DataError
 
 
@@ -56,7 +56,7 @@ def test_of_two_labels_the_fine_one_counts():
 @pytest.mark.parametrize("content", [b"", bytes(2 * 3073 - 1)])
 def test_a_cut_cifar_file_is_refused(content):
     with pytest.raises(
-        DataError, match=f"file is damaged: {len(content)} bytes are no whole number of 3073-byte"
+        DataError, match=f"file is damaged: {len(content)} bytes are not a whole number of 3073-byte"
     ):
         decode_cifar(content, "file", 1, 10)
 
