@@ -265,15 +265,8 @@ def _always(
 ) -> None:
     """Registers an activation without settings, as a layer and as functions or methods."""
     operation = Monotone(function, units, is_relu=function is torch.relu)
-
-    def of_layer(layer: nn.Module) -> Operation:
-        return operation
-
-    def of_function(inplace: bool = False) -> Operation:
-        return operation
-
-    layer_rule(layer)(of_layer)
-    function_rule(*functions)(of_function)
+    layer_rule(layer)(lambda layer: operation)
+    function_rule(*functions)(lambda inplace=False: operation)
 
 
 _always(torch.relu, _EXACT, nn.ReLU, F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
