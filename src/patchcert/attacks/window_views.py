@@ -23,9 +23,8 @@ from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Resha
 from patchcert.errors import PatchcertError
 from patchcert.tensors import Images
 from patchcert.threats import Patch
-from patchcert.windows.layout import Layout
+from patchcert.windows.layout import Layout, is_worth_a_matrix, window_matrix
 from patchcert.windows.passes import common_steps
-from patchcert.windows.products import is_worth_a_matrix, window_matrix
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,9 @@ from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings,
 from patchcert.train.step import CapturedStep, Plan, Trainee, TrainingStep
 from patchcert.train.strategies import AllPlacements
 from patchcert.train.strategy import Subject, margin_loss
-from patchcert.windows import PlacementSweep, clean_pass, default_budget, dense_margins
+from patchcert.windows.dense import dense_margins
+from patchcert.windows.passes import clean_pass
+from patchcert.windows.sweep import PlacementSweep, default_budget
 
 Call = Callable[[], object]
 

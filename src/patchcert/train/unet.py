@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.tensors import Images
-from patchcert.windows.kernels import is_fused
+from patchcert.windows.passes import is_fused
 
 _MOST_CHANNELS = 64
 _MOST_TAPS = 63

@@ -14,7 +14,8 @@ from patchcert.threats import Patch
 from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase, derived_seed
 from patchcert.train.toml import at_least
 from patchcert.train.unet import build_unet
-from patchcert.windows import Clean, DifferentiablePlacements, WeakestPlacements, covering_placements
+from patchcert.windows.passes import Clean
+from patchcert.windows.training import DifferentiablePlacements, WeakestPlacements, covering_placements
 
 Chosen = Annotated[Tensor, "n m"]
 """For each image m numbers of placements, as the threat counts them."""

@@ -17,11 +17,11 @@ from patchcert.tensors import Corners, Images, Labels, Margins
 from patchcert.threats import Placements
 from patchcert.train.strategies.placements import PlacedPatch, in_class_order, other_classes
 from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase
-from patchcert.windows import DifferentiablePlacements, PlacementSweep
 from patchcert.windows.blocks import PlacementBlocks
 from patchcert.windows.layout import Layout
 from patchcert.windows.passes import if_covered
-from patchcert.windows.search import search_budget, weakest
+from patchcert.windows.sweep import PlacementSweep
+from patchcert.windows.training import DifferentiablePlacements, search_budget, weakest
 
 
 @final

@@ -7,6 +7,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from patchcert.bounds import Network, trace
+from patchcert.bounds.sparse import sparse_margins
 from patchcert.certificates.ablation import draw_retained, encode_ablated
 from patchcert.errors import InvalidThreat, SpecError
 from patchcert.models import ModelSpec
@@ -35,7 +36,7 @@ class SparseChanges(Strategy):
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
             return WorstCase(
-                network.sparse_margins(batch.own_images, batch.own_labels, pixels, bound, epsilon)
+                sparse_margins(network, batch.own_images, batch.own_labels, pixels, bound, epsilon)
             )
 
         return Objective(network, worst_case)
