@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from patchcert.testing.shapes import check_shapes_on_import
+from shape_checks import check_shapes_on_import
 
 # Before any other module of the package is imported, so that every call in every test is checked.
 check_shapes_on_import("patchcert")

@@ -15,16 +15,12 @@ from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
 from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.errors import UnsupportedLayer
 from patchcert.testing.networks import randomise
-from patchcert.testing.strategies import seeds
 from patchcert.threats import Patch
-from patchcert.windows import (
-    clean_pass,
-    covering_placements,
-    covering_sweep,
-    dense_margins,
-    reference_margins,
-)
-from patchcert.windows.clean import exact_clean_pass
+from patchcert.windows.dense import dense_margins, reference_margins
+from patchcert.windows.passes import clean_pass, exact_clean_pass
+from patchcert.windows.sweep import covering_sweep
+from patchcert.windows.training import covering_placements
+from strategies import seeds
 
 PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
 LAYERS = (nn.CELU, nn.ZeroPad2d)

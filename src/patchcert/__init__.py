@@ -11,10 +11,10 @@ if TYPE_CHECKING:
         Certificates,
         Classifier,
         IntervalBounds,
-        RandomAblation,
         certify,
         placement_margins,
     )
+    from patchcert.certificates.ablation import RandomAblation
     from patchcert.data import load_dataset
     from patchcert.errors import PatchcertError
     from patchcert.models import ModelSpec, Normalize
@@ -54,7 +54,7 @@ _HOMES = {
     "Patch": "patchcert.threats",
     "PatchAttack": "patchcert.attacks",
     "PatchcertError": "patchcert.errors",
-    "RandomAblation": "patchcert.certificates",
+    "RandomAblation": "patchcert.certificates.ablation",
     "SparseAttack": "patchcert.attacks",
     "SparsePixels": "patchcert.threats",
     "certify": "patchcert.certificates",

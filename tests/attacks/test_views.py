@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from patchcert.attacks import AttackedModel, AttackJob, FastCopy, PatchAttack, SparseAttack
 from patchcert.attacks.views import ImageView, put, stamp_cells, without_batch_norms
-from patchcert.certificates import IntervalBounds, RandomAblation
+from patchcert.certificates import IntervalBounds
+from patchcert.certificates.ablation import RandomAblation
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.threats import Patch, SparsePixels, shapes
 

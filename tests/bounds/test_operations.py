@@ -17,7 +17,7 @@ from patchcert.bounds.network import Network
 from patchcert.bounds.operations import Add, Affine, Convolution, Linear, Monotone, Operation
 from patchcert.models import Normalize
 from patchcert.testing.networks import ResidualBlock, randomise
-from patchcert.testing.strategies import image_batches, image_shapes, networks, seeds
+from strategies import image_batches, image_shapes, networks, seeds
 
 OUTWARD = Rounding.outward(torch.float64)
 

@@ -20,12 +20,13 @@ from patchcert.bounds.sparse import (
     largest_by_exchanges,
     largest_by_rounds,
     sparse_first_layer,
+    sparse_margins,
     top_sum,
 )
 from patchcert.errors import InvalidInput, UnsupportedLayer
 from patchcert.models import Normalize
 from patchcert.testing.networks import randomise
-from patchcert.testing.strategies import seeds
+from strategies import seeds
 
 GEOMETRIES = [(3, 1, 1), (2, 2, 1), (1, 1, 0), (2, 1, 1, 2), ((3, 2), (2, 1), (1, 2), (1, 2))]
 """Kernel, stride, padding and dilation of convolutions over 3x2 pixels."""
@@ -243,8 +244,8 @@ def test_a_gpu_finds_the_same_tight_bound(pixels, convolutional):
     torch.testing.assert_close(on_gpu.upper.cpu(), box.upper)
 
 
-def sparse_margins(model, shape=(1, 1, 4, 4), bound="tight"):
-    return trace(model).sparse_margins(torch.rand(shape), torch.zeros(shape[0], dtype=torch.long), 2, bound)
+def margins_of(model, shape=(1, 1, 4, 4), bound="tight"):
+    return sparse_margins(trace(model), torch.rand(shape), torch.zeros(shape[0], dtype=torch.long), 2, bound)
 
 
 class Namesakes(nn.Module):
@@ -263,8 +264,8 @@ def test_bounds_go_on_after_the_first_layer_whatever_its_name():
     plain = nn.Sequential(nn.Flatten(), model.view, model.head)
     assert [step.name for step in trace(model).steps] == ["view", "view", "head"]
     images, labels = torch.rand(2, 1, 4, 4, generator=seeded(1)), torch.tensor([0, 1])
-    margins = trace(model).sparse_margins(images, labels, 2)
-    assert torch.equal(margins, trace(plain).sparse_margins(images, labels, 2))
+    margins = sparse_margins(trace(model), images, labels, 2)
+    assert torch.equal(margins, sparse_margins(trace(plain), images, labels, 2))
 
 
 class Skipping(nn.Module):
@@ -303,18 +304,18 @@ class Reshaping(nn.Module):
 )
 def test_layers_without_a_sparse_bound_are_refused(model, message):
     with pytest.raises(UnsupportedLayer, match=message):
-        sparse_margins(model)
+        margins_of(model)
 
 
 def test_grouped_convolutions_are_refused():
     model = nn.Sequential(nn.Conv2d(2, 2, 1, groups=2), nn.Flatten(), nn.Linear(32, 2))
     with pytest.raises(UnsupportedLayer, match="grouped convolution"):
-        sparse_margins(model, (1, 2, 4, 4))
+        margins_of(model, (1, 2, 4, 4))
 
 
 def test_unknown_bounds_are_refused():
     with pytest.raises(InvalidInput, match="unknown sparse bound 'wide'; expected one of tight, per-pixel"):
-        sparse_margins(nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), bound="wide")
+        margins_of(nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), bound="wide")
 
 
 def test_every_scale_before_the_first_layer_is_paid_for():

@@ -11,11 +11,11 @@ from scipy import stats
 from torch import nn
 
 import patchcert as pc
+from patchcert.certificates import ABSTAINED
 from patchcert.certificates.ablation import (
-    ABSTAINED,
     RandomAblation,
+    VoteRules,
     certified_radius,
-    decided_class,
     draw_retained,
     encode_ablated,
     is_decided,
@@ -115,8 +115,8 @@ def test_encoding_separates_ablated_from_black():
 
 def test_votes_count_every_sample_once_and_do_not_depend_on_batches():
     images = torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1).expand(2, 1, 4, 4)
-    ablation = RandomAblation(CornerModel(), retained=4, batch_size=77)
-    votes = ablation.votes(images, samples=2_000, generator=seeded(1))
+    ablation = RandomAblation(CornerModel(), retained=4, estimation_samples=2_000, batch_size=77)
+    votes = ablation.ballots(images).estimation
     assert votes.sum(dim=1).tolist() == [2_000, 2_000]
     assert votes[0].tolist() == [2_000, 0]
     assert abs(int(votes[1, 1]) - 500) < 5 * math.sqrt(2_000 * 0.25 * 0.75)
@@ -170,8 +170,9 @@ def test_prediction_abstains_when_the_vote_is_too_close():
 def test_votes_are_reproducible():
     images = torch.rand(2, 1, 4, 4, generator=seeded(4))
     ablation = RandomAblation(CornerModel(), retained=8)
-    first, second = (ablation.votes(images, 500, seeded(5)) for _ in range(2))
-    assert torch.equal(first, second)
+    first, second = (ablation.ballots(images) for _ in range(2))
+    assert torch.equal(first.selection, second.selection)
+    assert torch.equal(first.estimation, second.estimation)
 
 
 def test_all_votes_come_from_batches_of_one_shape():
@@ -201,9 +202,9 @@ def test_votes_are_cast_in_the_precision_asked_for_whatever_is_set_around(precis
             seen.append((encoded.flatten(1) @ torch.ones(encoded[0].numel(), 3)).dtype)
             return torch.zeros(len(encoded), 3)
 
-    ablation = RandomAblation(Probe().eval(), retained=2, precision=precision)
+    ablation = RandomAblation(Probe().eval(), 2, 1, 4, precision=precision)
     with torch.autocast("cpu", torch.bfloat16):
-        ablation.votes(torch.rand(1, 1, 4, 4), 5, seeded(0))
+        ablation.ballots(torch.rand(1, 1, 4, 4))
     assert seen == [torch.bfloat16 if precision == "bfloat16" else torch.float32]
 
 
@@ -212,7 +213,7 @@ def test_votes_are_cast_in_the_precision_asked_for_whatever_is_set_around(precis
 )
 def test_the_decided_class_leads_by_more_than_chance(counts):
     votes = np.array(counts, np.uint16)
-    for row, found in zip(counts, decided_class(votes, 0.05), strict=True):
+    for row, found in zip(counts, VoteRules(60, 16, 4, 0.05).predictions(votes), strict=True):
         second, first = sorted(row)[-2:]
         if stats.binomtest(first, first + second, 0.5).pvalue <= 0.05:
             assert row[found] == first
@@ -257,9 +258,9 @@ def test_impossible_settings_are_refused():
     with pytest.raises(InvalidInput, match="precision is 'half'; expected one of float32, tf32, bfloat16"):
         RandomAblation(CornerModel(), retained=5, precision="half")
     with pytest.raises(InvalidInput, match="20 pixels cannot be retained in images of 4x4"):
-        RandomAblation(CornerModel(), retained=20).votes(torch.rand(1, 1, 4, 4), 5, seeded(0))
+        RandomAblation(CornerModel(), retained=20).ballots(torch.rand(1, 1, 4, 4))
     with pytest.raises(InvalidInput, match="base model is in training mode"):
-        RandomAblation(CornerModel().train(), retained=2).votes(torch.rand(1, 1, 4, 4), 5, seeded(0))
+        RandomAblation(CornerModel().train(), retained=2).ballots(torch.rand(1, 1, 4, 4))
     with pytest.raises(InvalidInput, match="got 9 retained and 1 changed of 8"):
         seen_probability(8, 9, 1)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from patchcert.certificates import IntervalBounds, RandomAblation
+from patchcert.certificates import IntervalBounds
+from patchcert.certificates.ablation import RandomAblation
 from patchcert.testing import check_certifier
 
 VARIANTS = (

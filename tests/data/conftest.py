@@ -10,7 +10,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from patchcert.data.sources import CIFAR10, CIFAR100, MNIST, Archive
+from patchcert.data.sources import CIFAR10, CIFAR100, MNIST
 
 
 @pytest.fixture(autouse=True)
@@ -99,9 +99,7 @@ def cifar10_archive(cifar10_files):
 @pytest.fixture
 def cifar10_source(cifar10_files, cifar10_archive):
     sums = {name: digest(content) for name, content in cifar10_files.items()}
-    return dataclasses.replace(
-        CIFAR10, sums=sums, archive=Archive(CIFAR10.archive.name, digest(cifar10_archive))
-    )
+    return dataclasses.replace(CIFAR10, sums={**sums, CIFAR10.archive: digest(cifar10_archive)})
 
 
 @pytest.fixture
@@ -111,4 +109,4 @@ def cifar100_archive(cifar100_files):
 
 @pytest.fixture
 def cifar100_source(cifar100_archive):
-    return dataclasses.replace(CIFAR100, archive=Archive(CIFAR100.archive.name, digest(cifar100_archive)))
+    return dataclasses.replace(CIFAR100, sums={CIFAR100.archive: digest(cifar100_archive)})

@@ -143,16 +143,16 @@ def test_a_cut_archive_is_found(tmp_path, cifar10_archive, cifar10_source):
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(cifar10_archive[:-100])
     with pytest.raises(DataError, match=r"cifar-10-binary.tar.gz is damaged .* its SHA-256"):
         load_source(cifar10_source, tmp_path)
-    unknown = dataclasses.replace(cifar10_source.archive, sha256=None)
+    unknown = {name: cifar10_source.sums[name] for name in cifar10_source.files}
     with pytest.raises(DataError, match=r"cifar-10-binary.tar.gz is damaged .* (cannot be unpacked|lacks)"):
-        load_source(dataclasses.replace(cifar10_source, archive=unknown), tmp_path)
+        load_source(dataclasses.replace(cifar10_source, sums=unknown), tmp_path)
 
 
 def test_an_archive_of_something_else_is_found(tmp_path, cifar10_source):
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(gzip.compress(bytes(10240)))
-    unknown = dataclasses.replace(cifar10_source.archive, sha256=None)
+    unknown = {name: cifar10_source.sums[name] for name in cifar10_source.files}
     with pytest.raises(DataError, match="it lacks data_batch_1.bin"):
-        load_source(dataclasses.replace(cifar10_source, archive=unknown), tmp_path)
+        load_source(dataclasses.replace(cifar10_source, sums=unknown), tmp_path)
 
 
 def test_imagenet_is_found_beneath_the_data_folder_or_the_message_names_where_it_was_looked_for(

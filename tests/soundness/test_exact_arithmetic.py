@@ -14,9 +14,9 @@ from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
 from patchcert.bounds.operations import Add
 from patchcert.certificates import certify, placement_margins
 from patchcert.models import ModelSpec, build
-from patchcert.testing.strategies import seeds
 from patchcert.threats import Patch, SparsePixels
-from patchcert.windows import dense_margins
+from patchcert.windows.dense import dense_margins
+from strategies import seeds
 
 as_fractions = np.vectorize(Fraction, otypes=[object])
 

@@ -10,7 +10,8 @@ from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
 from patchcert.certificates import certify, placement_margins
 from patchcert.testing.networks import ResidualBlock
 from patchcert.threats import Patch, SparsePixels
-from patchcert.windows import covering_sweep, reference_margins
+from patchcert.windows.dense import reference_margins
+from patchcert.windows.sweep import covering_sweep
 
 LARGE, SMALL = 2.0**24, 0.49
 

@@ -16,13 +16,9 @@ def two_is_even(subject):
     require(subject % 2 == 0, f"the rest is {subject % 2}\nwhich is odd")
 
 
-def test_a_report_lists_every_check_with_its_claim():
+def test_a_report_lists_every_check():
     report = run_checks("number", 2, [two_is_two, two_is_even])
     assert report.names == ("two_is_two", "two_is_even")
-    assert [check.claim for check in report.checks] == [
-        "Numbers are themselves.",
-        "Even numbers leave no rest.",
-    ]
     assert str(report) == "number: 2 of 2 checks hold\n  holds  two_is_two\n  holds  two_is_even"
 
 

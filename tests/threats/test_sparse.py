@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from patchcert.errors import InvalidThreat
 from patchcert.testing.conformance import seeded
-from patchcert.testing.strategies import seeds
 from patchcert.threats import SparsePixels, Threat, threat_from_dict
+from strategies import seeds
 
 BOUNDS = ("tight", "per-pixel", "per-value")
 

@@ -192,7 +192,7 @@ images, labels = test.floats(), model(test.floats()).argmax(1)
 labels[0] = (labels[0] + 1) % 10
 with joined_world(torch.device("cpu")) as world:
     found = shared_accuracies(model, images, labels, Patch((1, 2)), world)
-print(found.clean, found.certified)
+print(found.clean_accuracy, found.certified_accuracy)
 """
 
 

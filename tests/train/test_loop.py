@@ -128,8 +128,12 @@ def test_training_resumes_bit_for_bit_from_any_batch(kind, tmp_path):
         train(second.trainee, plan, second, position)
         for name, value in weights(straight.trainee).items():
             assert torch.equal(value, second.trainee.model.state_dict()[name]), (kind, stop, name)
-        if straight.trainee.helper is not None:
-            pairs = zip(straight.trainee.helper.parameters(), second.trainee.helper.parameters(), strict=True)
+        if straight.trainee.objective.helper is not None:
+            pairs = zip(
+                straight.trainee.objective.helper.parameters(),
+                second.trainee.objective.helper.parameters(),
+                strict=True,
+            )
             assert all(torch.equal(a, b) for a, b in pairs)
         assert [s.loss for s in second.summaries] == [s.loss for s in straight.summaries[stop.epoch :]]
 

@@ -27,8 +27,10 @@ def list_of_the_paper(zeros: int, grid: int) -> list[float]:
 def test_the_paper_tables_hold_in_every_epoch(schedule, zeros, grid, natural, growing, full, halvings):
     values, batches = list_of_the_paper(zeros, grid), 235
     epsilon = schedule.epsilon
-    assert [t for t in range(schedule.epochs) if epsilon.is_natural(t)] == natural
-    assert [t for t in range(schedule.epochs) if 0 <= epsilon.start(t) < epsilon.end(t)] == list(growing)
+    assert [t for t in range(schedule.epochs) if epsilon.phase(t) == "natural"] == natural
+    assert [t for t in range(schedule.epochs) if 0 <= epsilon.for_batch(t, 0, 9) < epsilon.end(t)] == list(
+        growing
+    )
     assert epsilon.full_from == full
     assert [t for t in range(schedule.epochs) if epsilon.phase(t) == "growing"] == list(growing)
     assert [t for t in range(schedule.epochs) if epsilon.phase(t) == "full"] == list(
@@ -48,9 +50,9 @@ def test_the_paper_tables_hold_in_every_epoch(schedule, zeros, grid, natural, gr
 
 
 def test_mnist_grows_by_a_sixtieth_in_each_epoch():
-    assert MNIST_PATCH.epsilon.start(2) == pytest.approx(1 / 60)
-    assert MNIST_PATCH.epsilon.start(31) == pytest.approx(0.5)
-    assert CIFAR_PATCH.epsilon.start(70) == pytest.approx(0.5)
+    assert MNIST_PATCH.epsilon.for_batch(2, 0, 9) == pytest.approx(1 / 60)
+    assert MNIST_PATCH.epsilon.for_batch(31, 0, 9) == pytest.approx(0.5)
+    assert CIFAR_PATCH.epsilon.for_batch(70, 0, 9) == pytest.approx(0.5)
 
 
 def test_scaling_shrinks_every_part_and_drops_none():
@@ -67,7 +69,7 @@ def test_scaling_shrinks_every_part_and_drops_none():
 
 def test_without_a_ramp_epsilon_jumps_to_one():
     schedule = EpsilonSchedule(natural_epochs=2, ramp_epochs=0)
-    assert [schedule.start(t) for t in range(4)] == [0.0, 0.0, 1.0, 1.0]
+    assert [schedule.for_batch(t, 0, 9) for t in range(4)] == [0.0, 0.0, 1.0, 1.0]
     assert [schedule.end(t) for t in range(4)] == [0.0, 0.0, 1.0, 1.0]
     assert [schedule.phase(t) for t in range(3)] == ["natural", "natural", "full"]
     assert EpsilonSchedule(0, 0).for_batch(0, 0, 5) == 1.0
@@ -88,8 +90,8 @@ def test_epsilon_never_falls_and_stays_between_zero_and_one(natural, ramp, batch
 
 def test_a_smooth_ramp_starts_slowly_and_meets_the_line_half_way():
     smooth, line = EpsilonSchedule(0, 10, "smooth"), EpsilonSchedule(0, 10)
-    assert smooth.start(1) < line.start(1) / 3
-    assert smooth.start(5) == pytest.approx(line.start(5))
+    assert smooth.for_batch(1, 0, 9) < line.for_batch(1, 0, 9) / 3
+    assert smooth.for_batch(5, 0, 9) == pytest.approx(line.for_batch(5, 0, 9))
 
 
 @pytest.mark.parametrize(

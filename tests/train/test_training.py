@@ -193,14 +193,27 @@ def test_the_helper_network_follows_the_images_unless_it_is_given():
         assert count == wanted if wanted else count < 39_040
 
 
-@pytest.mark.parametrize("kind", ["all", "random", "guided"])
-def test_windows_have_the_precision_that_the_optimiser_asks_for(kind, tmp_path):
-    losses = []
+def window_losses(place, folder, *changes):
+    """The losses of a run in full precision and of the same with windows in bfloat16."""
     for change in ("seed=2019", "optimiser.windows=bfloat16"):
-        spec = tiny(f"strategy.kind={kind}", "schedule.epochs=2", "schedule.epsilon.natural_epochs=0", change)
-        losses.append([row["loss"] for row in train_run(spec, tmp_path / change, CPU).metrics()])
-    assert losses[0] != losses[1]
-    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+        spec = tiny(*changes, "schedule.epochs=2", "schedule.epsilon.natural_epochs=0", change)
+        yield [row["loss"] for row in train_run(spec, folder / change, place).metrics()]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", ["all", "random", "guided"])
+def test_windows_on_a_gpu_have_the_precision_that_the_optimiser_asks_for(kind, tmp_path):
+    exact, rounded = window_losses(Workplace(torch.device("cuda")), tmp_path, f"strategy.kind={kind}")
+    assert exact != rounded
+    assert exact == pytest.approx(rounded, rel=0.01)
+
+
+@pytest.mark.parametrize("stamp", ["6x6", "20x20"])
+@pytest.mark.parametrize("kind", ["all", "random", "guided"])
+def test_windows_on_a_cpu_stay_in_float32(kind, stamp, tmp_path):
+    exact, rounded = window_losses(CPU, tmp_path, f"strategy.kind={kind}", f"threat.stamp={stamp}")
+    assert exact == rounded
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ from patchcert.bounds.geometry import NotCovered
 from patchcert.models import Normalize
 from patchcert.testing.networks import randomise
 from patchcert.threats import Patch, shapes
-from patchcert.windows import DifferentiablePlacements, PlacementSweep, clean_pass
 from patchcert.windows.blocks import PlacementBlocks
 from patchcert.windows.layout import Layout
+from patchcert.windows.passes import clean_pass
+from patchcert.windows.sweep import PlacementSweep
+from patchcert.windows.training import DifferentiablePlacements
 
 SIDE = 14
 NETWORKS = {

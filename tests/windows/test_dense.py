@@ -4,7 +4,7 @@ import torch
 
 from patchcert.bounds import trace
 from patchcert.threats import Patch
-from patchcert.windows import dense_margins, reference_margins
+from patchcert.windows.dense import dense_margins, reference_margins
 
 
 def test_margins_are_those_of_their_corners(small_model, small_batch):

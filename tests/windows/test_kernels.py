@@ -14,22 +14,12 @@ from patchcert.bounds.rounding import blocked_product, fast_arithmetic
 from patchcert.certificates import certify, placement_margins
 from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
-from patchcert.windows import (
-    clean_pass,
-    covering_placements,
-    covering_sweep,
-    exact_clean_pass,
-    passes,
-)
-from patchcert.windows.groups import Cells
-from patchcert.windows.kernels import (
-    differentiable_relu,
-    fused_head,
-    fused_relu,
-    fused_rows,
-    is_fused,
-    placed,
-)
+from patchcert.windows import passes
+from patchcert.windows.passes import Cells, clean_pass, exact_clean_pass
+from patchcert.windows.sweep import covering_sweep
+from patchcert.windows.training import covering_placements
+
+kernels = pytest.importorskip("patchcert.windows.kernels", exc_type=ModuleNotFoundError)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,7 +105,7 @@ def test_the_kernel_on_windows_is_plain_relu(inner, radius_shape, has_slack):
     )
     before = clean[:, cells.index].transpose(0, 1).unflatten(2, inner[:2])
     given_slack = slack if has_slack else None
-    moved, spread = fused_relu(deviation, radius, clean, cells.signed, 1.001, 1.002, given_slack)
+    moved, spread = kernels.fused_relu(deviation, radius, clean, cells.signed, 1.001, 1.002, given_slack)
     expected = plain_relu(deviation, radius, before, cells.outside, 1.001, 1.002, given_slack)
     torch.testing.assert_close(moved.double(), expected[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(spread.double(), expected[1], rtol=1e-5, atol=1e-6)
@@ -130,7 +120,7 @@ def test_the_kernel_on_features_is_plain_relu(features, radius_shape, has_slack)
     radius = torch.rand(*radius_shape, features, generator=generator).cuda()
     deviation = (torch.rand(7, 3, features, generator=generator).cuda() * 2 - 1) * radius
     slack = tuple(torch.rand(3, generator=generator).cuda() * 1e-5 for _ in range(2)) if has_slack else None
-    moved, spread = fused_relu(deviation, radius, clean, None, 1.0, 1.0, slack)
+    moved, spread = kernels.fused_relu(deviation, radius, clean, None, 1.0, 1.0, slack)
     expected = plain_relu(deviation, radius, clean, None, 1.0, 1.0, slack)
     torch.testing.assert_close(moved.double(), expected[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(spread.double(), expected[1], rtol=1e-5, atol=1e-6)
@@ -149,7 +139,7 @@ def test_the_kernel_with_a_gradient_is_plain_relu_with_its_gradient(inner):
         cells, places = signed.int().cuda(), torch.arange(3).reshape(1, 3, 1)
         clean = torch.randn(3, 30, inner[2], generator=generator).cuda()
     found, wanted = ([part.clone().requires_grad_() for part in (deviation, radius, clean)] for _ in range(2))
-    ours = differentiable_relu(*found, cells)
+    ours = kernels.differentiable_relu(*found, cells)
     before = wanted[2] if cells is None else wanted[2][places, signed.clamp(min=0)].view(7, 3, *inner)
     outside = None if cells is None else (cells < 0).view(7, 3, *inner[:2], 1)
     plain = plain_relu(wanted[0], wanted[1], before, outside, 1.0, 1.0, None)
@@ -172,7 +162,7 @@ def test_placing_windows_is_padding_with_its_gradient(channels, padding, dtype):
     windows = torch.randn(7, 3, 6, 4, channels, generator=generator).to(dtype).cuda()
     top, bottom, left, right = padding
     found, wanted = windows.clone().requires_grad_(), windows.clone().requires_grad_()
-    ours = placed(found, (6 + top + bottom, 4 + left + right), (top, left))
+    ours = kernels.placed(found, (6 + top + bottom, 4 + left + right), (top, left))
     plain = F.pad(wanted, (0, 0, left, right, top, bottom))
     weights = torch.randn(plain.shape, generator=generator).to(dtype).cuda()
     for value in (ours, plain):
@@ -188,7 +178,7 @@ def test_windows_are_placed_each_at_its_own_cell(channels, dtype):
     windows = torch.randn(7, 3, 4, 2, channels, generator=generator).to(dtype).cuda()
     shifts = torch.randint(-2, 6, (7, 3, 2), generator=generator).int().cuda()
     found = windows.clone().requires_grad_()
-    ours = placed(found, (6, 8), (-1, 1), shifts)
+    ours = kernels.placed(found, (6, 8), (-1, 1), shifts)
     weights = torch.randn(ours.shape, generator=generator).to(dtype).cuda()
     ours.backward(weights)
     for one, other in itertools.product(range(7), range(3)):
@@ -250,7 +240,7 @@ def test_the_kernel_of_the_last_layer_is_relu_and_two_products(
     deviation = (torch.rand(37, 3, features, generator=generator).cuda() * 2 - 1) * radius
     slack = tuple(torch.rand(3, generator=generator).cuda() * 1e-2 for _ in range(2)) if has_slack else None
     with arithmetic():
-        shift, spread = fused_head(deviation, radius, clean, weight, labels, 1.01, 1.02, slack)
+        shift, spread = kernels.fused_head(deviation, radius, clean, weight, labels, 1.01, 1.02, slack)
     moved, wide = plain_relu(deviation, radius, clean, None, 1.01, 1.02, slack)
     merged = (weight[labels].unsqueeze(2) - weight.T).double()
     scale = float((wide.transpose(0, 1) @ merged.abs()).max())
@@ -262,7 +252,7 @@ def test_the_kernel_of_the_last_layer_is_relu_and_two_products(
 def test_the_kernel_keeps_nan():
     clean, radius = torch.zeros(1, 4, device="cuda"), torch.ones(1, 1, 4, device="cuda")
     deviation = torch.tensor([[[0.0, torch.nan, torch.inf, -1.0]]], device="cuda")
-    moved, _ = fused_relu(deviation, radius, clean, None, 1.0, 1.0, None)
+    moved, _ = kernels.fused_relu(deviation, radius, clean, None, 1.0, 1.0, None)
     assert moved[0, 0, 1].isnan()
     assert not moved[0, 0, 2].isfinite()
 
@@ -283,7 +273,7 @@ def test_rows_under_the_kernel_are_those_of_a_convolution(geometry, channels):
     weight = torch.randn(4, channels, *geometry.kernel, generator=generator).cuda()
     height, width = geometry.output_size(7, 9)
     with precise_arithmetic():
-        rows = fused_rows(maps, geometry, height, width)
+        rows = kernels.fused_rows(maps, geometry, height, width)
         ours = blocked_product(rows, weight.permute(2, 3, 1, 0).flatten(0, 2)).reshape(6, height, width, 4)
         plain = convolve(maps.permute(0, 3, 1, 2), weight, geometry, 1, precise=True).permute(0, 2, 3, 1)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-4)
@@ -308,7 +298,7 @@ def test_sweeps_are_the_same_with_and_without_kernels(name, rounding, monkeypatc
     model = built(name).cuda()
     images, labels = (part.cuda() for part in batch())
     fused = swept(model, images, labels, Patch(3), rounding)
-    assert is_fused(images)
+    assert passes.is_fused(images)
     monkeypatch.setattr(passes, "is_fused", lambda value: False)
     plain = swept(model, images, labels, Patch(3), rounding)
     assert distance(fused, plain) < 2e-6

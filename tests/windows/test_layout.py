@@ -15,9 +15,9 @@ from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
 from patchcert.bounds.operations import Operation
 from patchcert.testing.networks import ResidualBlock
 from patchcert.threats import Patch
-from patchcert.windows import clean_pass, reference_margins
-from patchcert.windows.groups import groups
-from patchcert.windows.layout import WITH_OWN_RULES, Layout
+from patchcert.windows.dense import reference_margins
+from patchcert.windows.layout import WITH_OWN_RULES, ConvolutionMatrix, Layout, window_matrix
+from patchcert.windows.passes import clean_pass, groups
 from patchcert.windows.rules import RULES
 from patchcert.windows.sweep import PlacementSweep
 
@@ -48,7 +48,7 @@ def test_every_placement_is_in_one_group_and_its_cells_are_its_own(first, second
     assert sorted(members.tolist()) == list(range(len(found)))
     masks = found.masks(patch.stamp).flatten(1)
     for group in parts:
-        pixels, cells = group.cells[0], group.cells[3]
+        pixels, cells = (group.cells[group.windows[index], layout.maps[index]] for index in (0, 3))
         assert pixels.outside is None
         for row, member in enumerate(group.members.tolist()):
             covered = torch.zeros(72, dtype=torch.bool)
@@ -254,3 +254,29 @@ def test_a_geometry_that_does_not_fit_the_result_is_not_covered(monkeypatch):
     network = halving(monkeypatch, Halved(Geometry((2, 2))), *MAP_LAYERS)
     with pytest.raises(NotCovered, match=r"Halved makes \(2, 6, 6\) of a map, not \(2, 5, 5\)"):
         PlacementSweep.of(network, torch.rand(1, 1, 8, 8), Patch(2), 2**20)
+
+
+CONVOLUTIONS = [
+    (Geometry((3, 3), (1, 1), (1, 1, 1, 1), (1, 1)), 1),
+    (Geometry((4, 2), (2, 3), (1, 2, 0, 3), (1, 1)), 2),
+    (Geometry((2, 3), (1, 2), (-1, 0, 2, -1), (2, 1)), 1),
+]
+
+
+@pytest.mark.parametrize(("geometry", "groups"), CONVOLUTIONS, ids=str)
+def test_the_matrix_and_its_gradient_are_those_of_the_convolution(geometry, groups):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 4 // groups, *geometry.kernel, generator=generator, requires_grad=True)
+    places = ConvolutionMatrix.of(geometry, weight, groups, (7, 9, 4))
+    slow, ours = window_matrix(geometry, weight, groups, (7, 9, 4)), places.matrix(weight)
+    assert torch.equal(ours, slow)
+    weights = torch.randn(ours.shape, generator=generator)
+    (expected,) = torch.autograd.grad((slow * weights).sum(), weight)
+    (found,) = torch.autograd.grad((ours * weights).sum(), weight)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_are_not_finite_stay_where_they_are():
+    geometry, weight = CONVOLUTIONS[0][0], torch.full((1, 1, 3, 3), torch.inf)
+    matrix = ConvolutionMatrix.of(geometry, weight, 1, (4, 4, 1)).matrix(weight)
+    assert set(matrix.unique().tolist()) == {0.0, torch.inf}

@@ -1,4 +1,4 @@
-"""What windows pay for rounding suffices, checked in exact rationals."""
+"""Stored clean values and windows pay enough for rounding, checked in exact rationals."""
 
 import copy
 import random
@@ -11,8 +11,21 @@ from torch import nn
 from patchcert.bounds import Rounding, precise_arithmetic, trace
 from patchcert.bounds.rounding import blocked_product, summed_roundings
 from patchcert.threats import Patch
-from patchcert.windows import PlacementSweep, exact_clean_pass
-from patchcert.windows.passes import Windows
+from patchcert.windows.passes import Windows, exact_clean_pass
+from patchcert.windows.sweep import PlacementSweep
+
+
+def test_stored_values_are_within_their_slack(small_model, small_batch):
+    """In float64 the exact value is known a billion times better than the float32 one is stored."""
+    network, images, labels = trace(small_model), small_batch[0].float(), small_batch[1]
+    with torch.no_grad():
+        clean = exact_clean_pass(network, images, labels, torch.float32)
+        exact = network.values(images.double())
+    for value, truth, slack, largest in zip(clean.values, exact, clean.slack, clean.largest, strict=True):
+        assert ((value.double() - truth).abs().flatten(1).amax(dim=1) <= slack.double() + 1e-14).all()
+        assert (value.abs().flatten(1).amax(dim=1) <= largest).all()
+    assert (clean.margins <= exact[-1].gather(1, labels[:, None]) - exact[-1]).all()
+
 
 TYPES = [torch.float32, torch.float64]
 

@@ -12,17 +12,13 @@ from torch import nn
 from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
 from patchcert.certificates import certify, placement_margins
 from patchcert.models import Normalize
-from patchcert.testing.networks import FunctionalHead, ResidualBlock, randomise
-from patchcert.testing.strategies import cases, seeds, threats
+from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
-from patchcert.windows import (
-    PlacementSweep,
-    clean_pass,
-    covering_sweep,
-    exact_clean_pass,
-    groups,
-    reference_margins,
-)
+from patchcert.windows import passes
+from patchcert.windows.dense import reference_margins
+from patchcert.windows.passes import clean_pass, exact_clean_pass
+from patchcert.windows.sweep import PlacementSweep, covering_sweep
+from strategies import FunctionalHead, cases, seeds, threats
 
 BUDGET = 2**22
 
@@ -350,7 +346,7 @@ def test_large_windows_take_their_weights_row_by_row_to_the_same_margins(name, r
             return sweep.margins(clean, labels, rounding=rounding)
 
     gathered = swept()
-    monkeypatch.setattr(groups, "_LARGE_WINDOW", 1)
+    monkeypatch.setattr(passes, "_LARGE_WINDOW", 1)
     by_rows = swept()
     assert not torch.equal(gathered, by_rows)
     assert distance(by_rows, gathered) < 2e-6

@@ -9,9 +9,9 @@ from torch import nn
 
 from patchcert.certificates import certify
 from patchcert.testing.networks import randomise
-from patchcert.testing.strategies import cases
 from patchcert.threats import Patch, shapes
 from patchcert.windows.verdicts import block_patch
+from strategies import cases
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,11 @@ class AttackLeftThreat(PatchcertError):
     """An attack returned an image that its threat does not allow; its successes would mean nothing."""
 
 
+def seeded() -> Generator:
+    """The generator of attacks that are given none."""
+    return torch.Generator().manual_seed(0)
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class AttackJob:
@@ -31,18 +36,6 @@ class AttackJob:
     threat: Threat
     generator: Generator
     progress: Progress | None = None
-
-    @classmethod
-    def of(
-        cls,
-        images: Images,
-        labels: Labels,
-        threat: Threat,
-        generator: Generator | None = None,
-        progress: Progress | None = None,
-    ) -> "AttackJob":
-        """Without a generator, one that starts at seed 0."""
-        return cls(images, labels, threat, generator or torch.Generator().manual_seed(0), progress)
 
     def part(self, index: Annotated[Tensor, "i"]) -> "AttackJob":
         """The same for some of the images."""
@@ -169,7 +162,7 @@ class Attack(ABC):
         """
         target = AttackedModel.of(model)
         target.check(images, labels)
-        job = AttackJob.of(images, labels, threat, generator, progress)
+        job = AttackJob(images, labels, threat, generator or seeded(), progress)
         clean = target.evaluate(images, labels, self.batch_size).predictions
         is_attacked = (
             clean == labels if self.spares_wrong_images else torch.ones_like(clean, dtype=torch.bool)

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, final
+from typing import Annotated, Literal, Self, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchcert.attacks.base import AttackJob
+from patchcert.attacks.base import Attack, AttackJob
 from patchcert.attacks.views import AttackedModel, PerImage, View, put, require_finite, sure_lead, wrong_lead
 from patchcert.errors import InvalidInput
 from patchcert.tensors import Images, Labels
@@ -65,73 +65,6 @@ class Climbers:
 
 
 @final
-@dataclass(frozen=True)
-class Climb:
-    """The rule of an ascent: what is maximised, how long the steps are, whether the first success ends it."""
-
-    loss: Loss
-    step_size: float
-    early_stop: bool
-
-    def run(self, climbers: Climbers, record: "Record", segments: list[int]) -> Climbers:
-        """Run the ascents in segments of steps, after each of which those on broken images end; the rest."""
-        for steps in segments:
-            record.count(climbers, steps)
-            climbers = record.update(self.advance(record.labels, climbers, steps))
-            if self.early_stop:
-                climbers = climbers.keep((record.lead[climbers.owner] <= 0).nonzero().flatten())
-            if not len(climbers):
-                return climbers
-        return record.update(self.finish(record.labels, climbers))
-
-    def advance(self, labels: Labels, climbers: Climbers, steps: int) -> Climbers:
-        """The ascents after `steps` steps; every point is evaluated before it is left.
-
-        `labels` are those of the attacked images, not of the climbers. Waits for the device only at the end.
-        """
-        truth, loss = labels[climbers.owner], LOSSES[self.loss]
-        current, best, lead = climbers.current, climbers.best, climbers.lead
-        peak = torch.zeros_like(lead)
-        for _ in range(steps):
-            with torch.enable_grad():
-                point = current.detach().requires_grad_()
-                logits = climbers.view.logits(point)
-                (gradient,) = torch.autograd.grad(loss(logits, truth).sum(), point)
-            best, lead, size = self._better(best, lead, current, logits.detach(), truth)
-            peak = torch.maximum(peak, size)
-            current = torch.add(current, gradient.sign(), alpha=self.step_size).clamp(0, 1)
-        require_finite(peak.isfinite().all())
-        return replace(climbers, current=current, best=best, lead=lead)
-
-    @torch.no_grad()
-    def finish(self, labels: Labels, climbers: Climbers) -> Climbers:
-        """The ascents with their last point evaluated too."""
-        logits, truth = climbers.view.logits(climbers.current), labels[climbers.owner]
-        best, lead, size = self._better(climbers.best, climbers.lead, climbers.current, logits, truth)
-        require_finite(size.isfinite().all())
-        return replace(climbers, best=best, lead=lead)
-
-    def _better(
-        self,
-        best: Values,
-        lead: PerAscent,
-        current: Values,
-        logits: Annotated[Tensor, "m k"],
-        truth: PerAscent,
-    ) -> tuple[Values, PerAscent, PerAscent]:
-        """The better of the best and the current points, its lead, and the size of the logits, NaN included.
-
-        With an early stop a success is never given up.
-        """
-        size = logits.abs().amax(dim=1).to(lead.dtype)
-        reached = sure_lead(logits, truth).to(lead.dtype)
-        improved = reached > lead
-        if self.early_stop:
-            improved &= lead <= 0
-        return torch.where(improved[:, None], current, best), torch.where(improved, reached, lead), size
-
-
-@final
 class Record:
     """The best image met so far for every attacked image, over all ascents."""
 
@@ -171,52 +104,119 @@ class Record:
         self.placement[index] = torch.where(better, placement, self.placement[index])
         self.lead[index] = torch.maximum(lead, self.lead[index])
 
-    def count(self, climbers: Climbers, steps: int) -> None:
-        """Write down steps spent by the ascents."""
-        self.steps.index_add_(0, climbers.owner, torch.full_like(climbers.owner, steps))
-
-    def open(self, early_stop: bool) -> Annotated[Tensor, "i"]:
-        """The indices of the images that are still worth attacking."""
-        if early_stop:
-            return (self.lead <= 0).nonzero().flatten()
-        return torch.arange(len(self.lead), device=self.lead.device)
-
-    def restarts(
-        self, job: AttackJob, restarts: int, early_stop: bool, batch_size: int
-    ) -> Iterator[tuple[Annotated[Tensor, "i"], range]]:
-        """The open images and the numbers of the restarts that they get next, as many as fit into one batch."""
-        done = 0
-        while done < restarts and len(still_open := self.open(early_stop)):
-            group = min(max(batch_size // len(still_open), 1), restarts - done)
-            yield still_open, range(done, done + group)
-            done += group
-            job.report(done, restarts)
-
 
 def segments_of(steps: int, length: int) -> list[int]:
     """The steps in segments of at most `length`."""
     return [min(length, steps - start) for start in range(0, steps, length)]
 
 
-def check_ascent(steps: int, step_size: float, restarts: int, loss: str, batch_size: int) -> None:
-    """Refuse settings with which no ascent can run."""
-    if steps < 0:
-        raise InvalidInput(f"an attack needs 0 steps or more, got steps={steps}", hint="150 is usual")
-    if not 0 < step_size < math.inf:
-        raise InvalidInput(
-            f"an attack needs a positive step size, got step_size={step_size}", hint="0.05 is usual"
-        )
-    if restarts < 1:
-        raise InvalidInput(
-            f"an attack needs at least one restart, got restarts={restarts}",
-            hint="the first start counts as one",
-        )
-    if batch_size < 1:
-        raise InvalidInput(
-            f"an attack needs a batch of at least one image, got batch_size={batch_size}",
-            hint="use as many as the memory holds",
-        )
-    check_choice("loss", loss, tuple(LOSSES))
+class GradientAttack(Attack):
+    """Climbs by sign-gradient steps under these settings; subclasses are dataclasses that give them defaults."""
+
+    steps: int
+    step_size: float
+    restarts: int
+    loss: Loss
+    early_stop: bool
+
+    def __post_init__(self) -> None:
+        """Refuse settings with which no ascent can run."""
+        if self.steps < 0:
+            raise InvalidInput(
+                f"an attack needs 0 steps or more, got steps={self.steps}", hint="150 is usual"
+            )
+        if not 0 < self.step_size < math.inf:
+            raise InvalidInput(
+                f"an attack needs a positive step size, got step_size={self.step_size}", hint="0.05 is usual"
+            )
+        if self.restarts < 1:
+            raise InvalidInput(
+                f"an attack needs at least one restart, got restarts={self.restarts}",
+                hint="the first start counts as one",
+            )
+        if self.batch_size < 1:
+            raise InvalidInput(
+                f"an attack needs a batch of at least one image, got batch_size={self.batch_size}",
+                hint="use as many as the memory holds",
+            )
+        check_choice("loss", self.loss, tuple(LOSSES))
+
+    def exhaustive(self) -> Self:
+        """The same attack without an early stop: it continues after a success, to the largest margin."""
+        return replace(self, early_stop=False)  # pyright: ignore[reportArgumentType]
+
+    def turns(
+        self, record: Record, job: AttackJob, restarts: int
+    ) -> Iterator[tuple[Annotated[Tensor, "i"], range]]:
+        """The images still worth attacking and the numbers of their next restarts, as many as fit into a batch."""
+        done = 0
+        while done < restarts and len(still_open := self._still_open(record)):
+            group = min(max(self.batch_size // len(still_open), 1), restarts - done)
+            yield still_open, range(done, done + group)
+            done += group
+            job.report(done, restarts)
+
+    def _still_open(self, record: Record) -> Annotated[Tensor, "i"]:
+        if self.early_stop:
+            return (record.lead <= 0).nonzero().flatten()
+        return torch.arange(len(record.lead), device=record.lead.device)
+
+    def ascend(self, climbers: Climbers, record: Record, segments: list[int]) -> Climbers:
+        """Run the ascents in segments of steps, after each of which those on broken images end; the rest."""
+        for steps in segments:
+            record.steps.index_add_(0, climbers.owner, torch.full_like(climbers.owner, steps))
+            climbers = record.update(self._advance(record.labels, climbers, steps))
+            if self.early_stop:
+                climbers = climbers.keep((record.lead[climbers.owner] <= 0).nonzero().flatten())
+            if not len(climbers):
+                return climbers
+        return record.update(self._finish(record.labels, climbers))
+
+    def _advance(self, labels: Labels, climbers: Climbers, steps: int) -> Climbers:
+        """The ascents after `steps` steps; every point is evaluated before it is left.
+
+        `labels` are those of the attacked images, not of the climbers. Waits for the device only at the end.
+        """
+        truth, loss = labels[climbers.owner], LOSSES[self.loss]
+        current, best, lead = climbers.current, climbers.best, climbers.lead
+        peak = torch.zeros_like(lead)
+        for _ in range(steps):
+            with torch.enable_grad():
+                point = current.detach().requires_grad_()
+                logits = climbers.view.logits(point)
+                (gradient,) = torch.autograd.grad(loss(logits, truth).sum(), point)
+            best, lead, size = self._better(best, lead, current, logits.detach(), truth)
+            peak = torch.maximum(peak, size)
+            current = torch.add(current, gradient.sign(), alpha=self.step_size).clamp(0, 1)
+        require_finite(peak.isfinite().all())
+        return replace(climbers, current=current, best=best, lead=lead)
+
+    @torch.no_grad()
+    def _finish(self, labels: Labels, climbers: Climbers) -> Climbers:
+        """The ascents with their last point evaluated too."""
+        logits, truth = climbers.view.logits(climbers.current), labels[climbers.owner]
+        best, lead, size = self._better(climbers.best, climbers.lead, climbers.current, logits, truth)
+        require_finite(size.isfinite().all())
+        return replace(climbers, best=best, lead=lead)
+
+    def _better(
+        self,
+        best: Values,
+        lead: PerAscent,
+        current: Values,
+        logits: Annotated[Tensor, "m k"],
+        truth: PerAscent,
+    ) -> tuple[Values, PerAscent, PerAscent]:
+        """The better of the best and the current points, its lead, and the size of the logits, NaN included.
+
+        With an early stop a success is never given up.
+        """
+        size = logits.abs().amax(dim=1).to(lead.dtype)
+        reached = sure_lead(logits, truth).to(lead.dtype)
+        improved = reached > lead
+        if self.early_stop:
+            improved &= lead <= 0
+        return torch.where(improved[:, None], current, best), torch.where(improved, reached, lead), size
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,5 +1,6 @@
 """Attacks made of attacks: on defended models, knowing the defense or not, and one after the other."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self, final
@@ -7,10 +8,13 @@ from typing import ClassVar, Self, final
 import torch
 
 from patchcert.attacks.base import Attack, AttackJob, Findings
+from patchcert.attacks.climbing import Loss
+from patchcert.attacks.patch import PatchAttack
+from patchcert.attacks.sparse import SparseAttack
 from patchcert.attacks.views import AttackedModel, PerImage
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
-from patchcert.threats import Threat
+from patchcert.threats import Patch, SparsePixels, Threat
 
 
 class WrappedAttack(Attack):
@@ -181,3 +185,27 @@ def require_defended(target: AttackedModel) -> Defended:
             hint="wrap it as Defended(defense, model), or attack it directly",
         )
     return model
+
+
+def strongest_attack(
+    threat: Patch | SparsePixels, steps: int = 150, restarts: int = 20, batch_size: int = 1024
+) -> Attack:
+    """For patches, a sweep of all placements with either loss, then restarts at the weakest ones.
+
+    For sparse pixels, the pixels of largest gain with either loss, then the sweeps of the largest square patch
+    that has no more pixels.
+    """
+    losses: tuple[Loss, ...] = ("margin", "cross-entropy")
+    sweeps = tuple(
+        PatchAttack(steps, 0.05, restarts, loss, "sweep", sweep_steps, batch_size=batch_size)
+        for loss, sweep_steps in zip(losses, (20, 5), strict=True)
+    )
+    if isinstance(threat, Patch):
+        return AttackSeries(sweeps)
+    climbs = tuple(
+        SparseAttack(steps, restarts=restarts, loss=loss, batch_size=batch_size) for loss in losses
+    )
+    if threat.unit != "pixel":
+        return AttackSeries(climbs)
+    square = Patch(math.isqrt(threat.pixels))
+    return AttackSeries((*climbs, *(AttackWithin(sweep, square) for sweep in sweeps)))

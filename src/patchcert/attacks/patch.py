@@ -1,25 +1,24 @@
 """The iterated sign-gradient attack on patches, with restarts and a choice of where to put them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self, final, get_args
+from dataclasses import dataclass
+from typing import Annotated, Literal, final, get_args
 
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks.base import Attack, AttackJob, AttackResult, Findings, judged
+from patchcert.attacks.base import AttackJob, AttackResult, Findings, judged, seeded
 from patchcert.attacks.climbing import (
     LOSSES,
-    Climb,
     Climbers,
+    GradientAttack,
     Loss,
     Record,
-    check_ascent,
     check_choice,
     segments_of,
 )
-from patchcert.attacks.views import AttackedModel, Views, put, stamp_cells, sure_lead
-from patchcert.attacks.window_views import patch_views
+from patchcert.attacks.views import AttackedModel, ImageViews, put, stamp_cells, sure_lead
+from patchcert.attacks.window_views import WindowViews, patch_views
 from patchcert.bounds import precise_arithmetic
 from patchcert.certificates import placement_margins as interval_placement_margins
 from patchcert.errors import InvalidInput
@@ -38,7 +37,7 @@ Noise = Annotated[Tensor, "n v"]
 
 @final
 @dataclass(frozen=True)
-class PatchAttack(Attack):
+class PatchAttack(GradientAttack):
     """Fills a patch by sign-gradient steps from random starts; the first wrong answer ends it for an image.
 
     `search` says where the restarts go. "random": a fresh random placement each, none repeated before all
@@ -67,7 +66,7 @@ class PatchAttack(Attack):
     early_stop: bool = True
 
     def __post_init__(self) -> None:
-        check_ascent(self.steps, self.step_size, self.restarts, self.loss, self.batch_size)
+        super().__post_init__()
         check_choice("search", self.search, get_args(Search))
         if self.sweep_steps < 0 or self.sweep_vertices < 0 or self.check_every < 1:
             raise InvalidInput(
@@ -76,10 +75,6 @@ class PatchAttack(Attack):
                 f"check_every={self.check_every}",
                 hint="5, 0 and 25 are usual",
             )
-
-    def exhaustive(self) -> Self:
-        """The same attack without an early stop: it continues after a success, to the largest margin."""
-        return replace(self, early_stop=False)
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest patched image met, at any placement and restart."""
@@ -125,7 +120,7 @@ class _PatchAscents:
     attack: PatchAttack
     job: AttackJob
     patch: Patch
-    views: Views
+    views: ImageViews | WindowViews
     record: Record
 
     @property
@@ -142,9 +137,9 @@ class _PatchAscents:
         `draw` is called once per restart for noise for all images, including broken ones, so that a restart does
         not depend on how batches were cut. Returns the largest lead met at every placement.
         """
-        corners, early_stop, batch_size = self.corners, self.attack.early_stop, self.attack.batch_size
+        corners = self.corners
         leads = self.job.images.new_full((len(self.job.images), len(corners)), -torch.inf)
-        for still_open, turns in self.record.restarts(self.job, restarts, early_stop, batch_size):
+        for still_open, turns in self.attack.turns(self.record, self.job, restarts):
             starts = torch.cat([draw()[still_open] for _ in turns])
             columns = torch.arange(turns.start, turns.stop, device=still_open.device) % order.shape[1]
             owner = still_open.repeat(len(turns))
@@ -174,8 +169,7 @@ class _PatchAscents:
             yield Climbers.at(owner[part], placement[part], view, start)
 
     def _climb(self, climbers: Climbers, steps: int, leads: PerPlacement) -> None:
-        climb = Climb(self.attack.loss, self.attack.step_size, self.attack.early_stop)
-        rest = climb.run(climbers, self.record, segments_of(steps, self.attack.check_every))
+        rest = self.attack.ascend(climbers, self.record, segments_of(steps, self.attack.check_every))
         place = (rest.owner, rest.placement)
         leads[place] = torch.maximum(leads[place], rest.lead)
 
@@ -244,7 +238,7 @@ def reference_patch_attack(
     """
     target = AttackedModel.of(model)
     target.check(images, labels)
-    job = AttackJob.of(images, labels, threat, generator)
+    job = AttackJob(images, labels, threat, generator or seeded())
     clean = target.evaluate(images, labels, attack.batch_size).predictions
     right = (clean == labels).nonzero().flatten()
     found = _reference_search(attack, model, job.part(right), threat)

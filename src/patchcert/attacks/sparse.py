@@ -1,14 +1,14 @@
 """The attack on a few pixels anywhere: choose those of largest first-order gain, climb, choose again."""
 
 import itertools
-from dataclasses import dataclass, replace
-from typing import Annotated, Self, final
+from dataclasses import dataclass
+from typing import Annotated, final
 
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks.base import Attack, AttackJob, Findings
-from patchcert.attacks.climbing import LOSSES, Climb, Climbers, Loss, Record, check_ascent
+from patchcert.attacks.base import AttackJob, Findings
+from patchcert.attacks.climbing import LOSSES, Climbers, GradientAttack, Loss, Record
 from patchcert.attacks.views import AttackedModel, ImageView, put
 from patchcert.errors import InvalidInput
 from patchcert.tensors import Images, Labels
@@ -17,7 +17,7 @@ from patchcert.threats import SparsePixels
 
 @final
 @dataclass(frozen=True)
-class SparseAttack(Attack):
+class SparseAttack(GradientAttack):
     """Changes the pixels whose full change would raise the loss most by its gradient, and climbs on them.
 
     The choice is made anew `selections` times, from the gradient where the last climb ended; `steps`
@@ -34,16 +34,12 @@ class SparseAttack(Attack):
     early_stop: bool = True
 
     def __post_init__(self) -> None:
-        check_ascent(self.steps, self.step_size, self.restarts, self.loss, self.batch_size)
+        super().__post_init__()
         if self.selections < 1:
             raise InvalidInput(
                 f"a sparse attack chooses its pixels at least once, got selections={self.selections}",
                 hint="10 is usual",
             )
-
-    def exhaustive(self) -> Self:
-        """The same attack without an early stop: it continues after a success, to the largest margin."""
-        return replace(self, early_stop=False)
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest image met with no more changed pixels than the threat allows."""
@@ -53,7 +49,7 @@ class SparseAttack(Attack):
                 f"SparseAttack attacks with SparsePixels, got {threat}", hint="use PatchAttack for a Patch"
             )
         record = Record(target, images, job.labels)
-        for still_open, turns in record.restarts(job, self.restarts, self.early_stop, self.batch_size):
+        for still_open, turns in self.turns(record, job, self.restarts):
             starts = torch.cat([_start(turn, images, threat, job.generator)[still_open] for turn in turns])
             owners = still_open.repeat(len(turns)).split(self.batch_size)
             for owner, start in zip(owners, starts.split(self.batch_size), strict=True):
@@ -68,11 +64,11 @@ class SparseAttack(Attack):
         current: Annotated[Tensor, "m c h w"],
     ) -> None:
         """One ascent per owner: choose pixels, climb, choose again from where the climb ended."""
-        climb, model = Climb(self.loss, self.step_size, self.early_stop), record.target.surrogate
+        model = record.target.surrogate
         for steps in self._shares():
             gradient = self._gradient(model, current, record.labels[owner])
             climbers = freed(model, owner, record.clean[owner], current, gradient, threat)
-            climbers = climb.run(climbers, record, [steps] if steps else [])
+            climbers = self.ascend(climbers, record, [steps] if steps else [])
             if not len(climbers):
                 return
             owner = climbers.owner

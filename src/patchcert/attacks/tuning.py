@@ -7,7 +7,7 @@ from typing import final
 
 from torch import Generator, nn
 
-from patchcert.attacks.base import Attack, AttackJob, require_contained
+from patchcert.attacks.base import Attack, AttackJob, require_contained, seeded
 from patchcert.attacks.views import AttackedModel
 from patchcert.bounds import precise_arithmetic
 from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
@@ -74,7 +74,7 @@ def tune_defense(
     target.check(images, labels)
     if not len(images):
         raise InvalidInput("a defense is tuned on at least one image, got none", hint="hold out some images")
-    job = AttackJob.of(images, labels, threat, generator)
+    job = AttackJob(images, labels, threat, generator or seeded())
     attacked = attack.exhaustive().propose(target, job).images
     require_contained(threat, images, attacked)
     candidates, trials = tuple(defenses), []

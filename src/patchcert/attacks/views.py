@@ -204,12 +204,6 @@ class View(ABC):
         """The view of the ascents of these indices."""
 
 
-class Views(Protocol):
-    """Makes the view of ascents on the images `owner` with a patch at the corners."""
-
-    def at(self, owner: Annotated[Tensor, "m"], corners: Annotated[Tensor, "m 2"]) -> View: ...
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class ImageView(View):

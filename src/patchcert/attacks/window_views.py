@@ -10,12 +10,12 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Protocol, final
+from typing import Annotated, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
-from patchcert.attacks.views import ImageViews, View, Views, stamp_cells, stamp_offsets
+from patchcert.attacks.views import ImageViews, View, stamp_cells, stamp_offsets
 from patchcert.bounds import Network, trace
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Window, convolve
 from patchcert.bounds.network import Step
@@ -23,8 +23,8 @@ from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Resha
 from patchcert.errors import PatchcertError
 from patchcert.tensors import Images
 from patchcert.threats import Patch
-from patchcert.windows.layout import Layout
-from patchcert.windows.products import is_worth_a_matrix, window_matrix
+from patchcert.windows.layout import Layout, is_worth_a_matrix, window_matrix
+from patchcert.windows.passes import common_steps
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +40,6 @@ _OFF = 1e30
 """Less than minus this, a ReLU gives zero: so cells outside the map stay what zero padding takes them for."""
 
 
-class Part(Protocol):
-    """A linear map of the values of all climbers."""
-
-    def __call__(self, values: Tensor) -> Tensor: ...
-
-    def keep(self, index: Tensor) -> "Part":
-        """The part for some of the climbers."""
-        ...
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class Product:
@@ -59,9 +49,6 @@ class Product:
 
     def __call__(self, values: Tensor) -> Tensor:
         return values @ self.matrix
-
-    def keep(self, index: Tensor) -> "Product":
-        return self
 
 
 @final
@@ -79,9 +66,6 @@ class Slide:
         moved = convolve(maps, self.weight, self.geometry, self.groups, precise=False)
         return moved.permute(0, 2, 3, 1).flatten(1)
 
-    def keep(self, index: Tensor) -> "Slide":
-        return self
-
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -94,12 +78,13 @@ class Spread:
     def __call__(self, values: Tensor) -> Tensor:
         return values.new_zeros(len(values), self.size).scatter_add(1, self.index, values)
 
-    def keep(self, index: Tensor) -> "Spread":
-        return Spread(self.index[index], self.size)
-
     def then(self, other: "Spread") -> "Spread":
         """Both in one."""
         return Spread(other.index.gather(1, self.index), other.size)
+
+
+Part = Product | Slide | Spread
+"""A linear map of the values of all climbers."""
 
 
 @final
@@ -127,6 +112,9 @@ class Stage:
         channels = torch.arange(area.channels, device=base.device) * (area.height * area.width)
         spread = Spread((places[..., None] + channels).flatten(1), area.size)
         return (spread if start is None else start.then(spread), *self.parts)
+
+    def by_places(self, value: Tensor) -> Tensor:
+        return value.flatten(1) if self.window is None else value.flatten(2).transpose(1, 2).contiguous()
 
     def window_of(self, clean: Tensor, rows: Tensor, base: Tensor) -> Tensor:
         """The clean result (m, ...) on the windows, far below zero outside the map; `clean` as `WindowPlan.clean`."""
@@ -169,32 +157,20 @@ class WindowPlan:
         """Raises NotCovered where windows cannot follow the network."""
         values = network.values(images[:1])
         layout = Layout.of(network, values)
-        known = [window for window in layout.windows(Window(0, 0, patch.height, patch.width)) if window]
-        rows, columns = math.lcm(*(w.row_step for w in known)), math.lcm(*(w.column_step for w in known))
+        rows, columns = common_steps(layout.windows(Window(0, 0, patch.height, patch.width)))
         start = Window(0, 0, patch.height + rows - 1, patch.width + columns - 1)
         stages = _Builder(layout, layout.windows(start)).stages()
         numbers = sum(values[stage.index][0].numel() for stage in stages)
         return cls(network, start, (rows, columns), stages, numbers)
 
-    def drawn_back(self, corners: Tensor) -> Tensor:
-        """The corners (m, 2) moved to the last multiples of the network's strides."""
-        step = torch.tensor(self.step, device=corners.device)
-        return torch.div(corners, step, rounding_mode="floor") * step
-
     @torch.no_grad()
     def clean(self, images: Tensor) -> list[Tensor]:
         """The clean results of all stages, (n, places, channels) where they have places."""
-        parts = [self._clean_part(part) for part in images.split(_CLEAN_AT_ONCE)]
+        parts = []
+        for part in images.split(_CLEAN_AT_ONCE):
+            values = self.network.values(part)
+            parts.append([stage.by_places(values[stage.index]) for stage in self.stages])
         return parts[0] if len(parts) == 1 else [torch.cat(same) for same in zip(*parts, strict=True)]
-
-    def _clean_part(self, images: Tensor) -> list[Tensor]:
-        values = self.network.values(images)
-        return [
-            values[stage.index].flatten(1)
-            if stage.window is None
-            else values[stage.index].flatten(2).transpose(1, 2).contiguous()
-            for stage in self.stages
-        ]
 
 
 class _Builder:
@@ -292,7 +268,7 @@ class _Builder:
         return weight * scale.reshape(-1, *[1] * (weight.dim() - 2))
 
 
-def patch_views(model: nn.Module, images: Images, patch: Patch) -> Views:
+def patch_views(model: nn.Module, images: Images, patch: Patch) -> "ImageViews | WindowViews":
     """Windows where they follow the network, else whole images."""
     whole = ImageViews(model, images, patch)
     try:
@@ -319,10 +295,9 @@ class Layer:
         return values.relu() if self.rectified else values
 
     def keep(self, index: Tensor) -> "Layer":
-        """The layer for some of the climbers."""
-        return replace(
-            self, parts=tuple(part.keep(index) for part in self.parts), constant=self.constant[index]
-        )
+        """The layer for some of the climbers; only a spread differs between them."""
+        parts = (replace(p, index=p.index[index]) if isinstance(p, Spread) else p for p in self.parts)
+        return replace(self, parts=tuple(parts), constant=self.constant[index])
 
 
 def linear(parts: Sequence[Part], values: Tensor, constant: Tensor | None) -> Tensor:
@@ -371,7 +346,8 @@ class WindowViews:
         cells = stamp_cells(self.patch, corners, self.images.shape[1:])
         clean = self.images.flatten(1)[owner[:, None], cells]
         maps, rows = self._clean(owner)
-        base = self.plan.drawn_back(corners)
+        step = torch.tensor(self.plan.step, device=corners.device)
+        base = torch.div(corners, step, rounding_mode="floor") * step
         start = self._start(corners - base)
         layers = []
         for number, stage in enumerate(self.plan.stages):

@@ -2,8 +2,6 @@
 
 from patchcert.bench.measure import CASES as CASES
 from patchcert.bench.measure import SIZES as SIZES
-from patchcert.bench.measure import AttackRates as AttackRates
 from patchcert.bench.measure import Case as Case
 from patchcert.bench.measure import Machine as Machine
-from patchcert.bench.measure import Measurement as Measurement
 from patchcert.bench.measure import run_case as run_case

@@ -12,8 +12,8 @@ import torch
 
 from patchcert.bounds.operations import Convolution, Linear
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
-from patchcert.windows import PlacementSweep
-from patchcert.windows.groups import Group
+from patchcert.windows.passes import Group
+from patchcert.windows.sweep import PlacementSweep
 
 
 def synchronise(device: torch.device) -> None:

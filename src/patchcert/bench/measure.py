@@ -1,7 +1,7 @@
 """The cases, and what is measured of each: dense bounds, the sweep, certification, a training step, and the attack."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings,
 from patchcert.train.step import CapturedStep, Plan, Trainee, TrainingStep
 from patchcert.train.strategies import AllPlacements
 from patchcert.train.strategy import Subject, margin_loss
-from patchcert.windows import PlacementSweep, clean_pass, default_budget, dense_margins
+from patchcert.windows.dense import dense_margins
+from patchcert.windows.passes import clean_pass
+from patchcert.windows.sweep import PlacementSweep, default_budget
 
 Call = Callable[[], object]
 
@@ -86,75 +88,17 @@ class Machine:
     batch: int
     certified_images: int
     spend: float
-    attacked_images: int = 400
-    restarts: int = 80
+    attacked_images: int
+    restarts: int
     data_dir: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AttackRates:
-    """Image-steps per second, a forward and a backward pass of one image each, of the same steps done both ways.
+def run_case(case: Case, machine: Machine) -> dict[str, Any]:
+    """All figures of one case, measured one after another on the same machine, in plain types.
 
-    No image is dropped early, which with random weights would measure luck. The plain loop does one of the
-    restarts, each of which costs it the same.
+    Times are microseconds per image for all placements; peak gigabytes are None where the device does not count
+    them. A ratio says how many times faster something is than the dense step.
     """
-
-    images: int
-    restarts: int
-    steps: int
-    plain: float
-    batched: float
-    ratio: float
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """Microseconds per image for all placements, and peak gigabytes where the device counts them."""
-
-    case: str
-    placements: int
-    dense_forward: float
-    dense_step: float
-    sweep_float32: float
-    sweep_tf32: float
-    certification: float
-    certified_images: int
-    are_test_images: bool
-    verdicts: float
-    training_step: float
-    floor_float32: float
-    floor_tf32: float
-    dense_gigabytes: float | None
-    step_gigabytes: float | None
-    attack: AttackRates
-
-    @property
-    def step_ratio(self) -> float:
-        """How many times faster a whole training step is than the dense step."""
-        return self.dense_step / self.training_step
-
-    @property
-    def sweep_ratio(self) -> float:
-        return self.dense_step / self.sweep_float32
-
-    @property
-    def certification_ratio(self) -> float:
-        return self.dense_step / self.certification
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures and ratios in plain types."""
-        ratios = {
-            "step_ratio": self.step_ratio,
-            "sweep_ratio": self.sweep_ratio,
-            "certification_ratio": self.certification_ratio,
-            "certification_seconds": self.certification * self.certified_images / 1e6,
-            "sweep_fraction_of_floor": self.floor_float32 / self.sweep_float32,
-        }
-        return asdict(self) | ratios
-
-
-def run_case(case: Case, machine: Machine) -> Measurement:
-    """All figures of one case, measured one after another on the same machine."""
     model = case.build(machine.device)
     network = trace(model)
     images, labels = case.images(machine.batch, machine.device)
@@ -163,30 +107,36 @@ def run_case(case: Case, machine: Machine) -> Measurement:
     dense_gigabytes = _peak(machine.device)
     sweep = PlacementSweep.of(network, images, case.threat, default_budget(machine.device))
     work = Work.of(sweep)
+    floor = work.seconds(machine.ceilings, tf32=False) * 1e6
     exact, fast = _sweeps(sweep, images, labels, machine)
     certified = _certified_images(case, machine)
     certification, verdicts = _certifications(model, case, certified, machine)
     _reset_peak(machine.device)
     step = _micro(_training_step(case, machine), machine, machine.batch)
     step_gigabytes = _peak(machine.device)
-    return Measurement(
-        case=case.name,
-        placements=len(sweep.order),
-        dense_forward=dense_forward,
-        dense_step=dense_step,
-        sweep_float32=exact,
-        sweep_tf32=fast,
-        certification=certification,
-        certified_images=len(certified),
-        are_test_images=machine.data_dir is not None and case.data in DATA_SETS,
-        verdicts=verdicts,
-        training_step=step,
-        floor_float32=work.seconds(machine.ceilings, tf32=False) * 1e6,
-        floor_tf32=work.seconds(machine.ceilings, tf32=True) * 1e6,
-        dense_gigabytes=dense_gigabytes,
-        step_gigabytes=step_gigabytes,
-        attack=_attack_rates(case, machine.device, machine.attacked_images, machine.restarts, machine.spend),
-    )
+    return {
+        "case": case.name,
+        "placements": len(sweep.order),
+        "dense_forward": dense_forward,
+        "dense_step": dense_step,
+        "sweep_float32": exact,
+        "sweep_tf32": fast,
+        "certification": certification,
+        "certified_images": len(certified),
+        "are_test_images": machine.data_dir is not None and case.data in DATA_SETS,
+        "verdicts": verdicts,
+        "training_step": step,
+        "floor_float32": floor,
+        "floor_tf32": work.seconds(machine.ceilings, tf32=True) * 1e6,
+        "dense_gigabytes": dense_gigabytes,
+        "step_gigabytes": step_gigabytes,
+        "attack": _attack_rates(case, machine),
+        "step_ratio": dense_step / step,
+        "sweep_ratio": dense_step / exact,
+        "certification_ratio": dense_step / certification,
+        "certification_seconds": certification * len(certified) / 1e6,
+        "sweep_fraction_of_floor": floor / exact,
+    }
 
 
 def _micro(call: Call, machine: Machine, images: int) -> float:
@@ -312,40 +262,31 @@ def _peak(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
 
 
-def _attack_rates(case: Case, device: torch.device, images: int, restarts: int, spend: float) -> AttackRates:
-    """Both rates for the paper's steps, or for fewer where a call would take longer than `spend` seconds."""
-    target = _AttackTarget.of(case, device, images)
+def _attack_rates(case: Case, machine: Machine) -> dict[str, float]:
+    """Image-steps per second, a forward and a backward pass of one image each, of the same steps done both ways.
+
+    These are the paper's steps, or fewer where a call would take longer than `spend` seconds. No image is dropped
+    early, which with random weights would measure luck. The plain loop does one of the restarts, each of which
+    costs it the same.
+    """
+    device, count, restarts = machine.device, machine.attacked_images, machine.restarts
+    model, (images, _) = case.build(device), case.images(count, device)
+    with torch.no_grad():
+        labels = model(images).argmax(dim=1)  # all images are right, so that all of them are attacked
+
+    def batched(attack: PatchAttack) -> AttackResult:
+        return attack.run(model, images, labels, case.threat, Generator().manual_seed(0))
+
+    def plain(attack: PatchAttack) -> AttackResult:
+        return reference_patch_attack(attack, model, images, labels, case.threat, Generator().manual_seed(0))
+
     attack = PatchAttack(
         FEWEST_ATTACK_STEPS, restarts=restarts, early_stop=False, batch_size=default_batch_size(device)
     )
-    short = seconds(lambda: target.batched(attack), device, 0.0)
-    steps = min(max(int(spend / short * FEWEST_ATTACK_STEPS), FEWEST_ATTACK_STEPS), ATTACK_STEPS)
+    short = seconds(lambda: batched(attack), device, 0.0)
+    steps = min(max(int(machine.spend / short * FEWEST_ATTACK_STEPS), FEWEST_ATTACK_STEPS), ATTACK_STEPS)
     attack, single = replace(attack, steps=steps), replace(attack, steps=steps, restarts=1)
-    batched = images * restarts * steps / seconds(lambda: target.batched(attack), device, spend)
-    plain = images * steps / seconds(lambda: target.plain(single), device, spend)
-    return AttackRates(images, restarts, steps, plain, batched, batched / plain)
-
-
-@dataclass(frozen=True, slots=True)
-class _AttackTarget:
-    """A network and images that it gets right, so that all of them are attacked."""
-
-    case: Case
-    model: nn.Module
-    images: Tensor
-    labels: Tensor
-
-    @staticmethod
-    def of(case: Case, device: torch.device, count: int) -> "_AttackTarget":
-        model, (images, _) = case.build(device), case.images(count, device)
-        with torch.no_grad():
-            return _AttackTarget(case, model, images, model(images).argmax(dim=1))
-
-    def batched(self, attack: PatchAttack) -> AttackResult:
-        return attack.run(self.model, self.images, self.labels, self.case.threat, Generator().manual_seed(0))
-
-    def plain(self, attack: PatchAttack) -> AttackResult:
-        generator = Generator().manual_seed(0)
-        return reference_patch_attack(
-            attack, self.model, self.images, self.labels, self.case.threat, generator
-        )
+    fast = count * restarts * steps / seconds(lambda: batched(attack), device, machine.spend)
+    slow = count * steps / seconds(lambda: plain(single), device, machine.spend)
+    rates = {"plain": slow, "batched": fast, "ratio": fast / slow}
+    return {"images": count, "restarts": restarts, "steps": steps, **rates}

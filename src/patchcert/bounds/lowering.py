@@ -8,9 +8,8 @@ import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -97,19 +96,11 @@ Target = type[nn.Module] | Callable | str
 """What a forward pass calls: a layer by its type, a function, a method of a tensor by its name."""
 
 
-class Kind(Enum):
-    """The ways in which a forward pass can call something."""
-
-    LAYER = "layer"
-    FUNCTION = "function"
-    METHOD = "method"
-
-    @staticmethod
-    def of(target: Target) -> "Kind":
-        """A type is a layer, a string a method."""
-        if isinstance(target, str):
-            return Kind.METHOD
-        return Kind.LAYER if isinstance(target, type) and issubclass(target, nn.Module) else Kind.FUNCTION
+def kind_of(target: Target) -> Literal["layer", "function", "method"]:
+    """How a forward pass calls it: a type is a layer, a string a method."""
+    if isinstance(target, str):
+        return "method"
+    return "layer" if isinstance(target, type) and issubclass(target, nn.Module) else "function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,27 +111,17 @@ class Site:
     target: Target
 
     def __str__(self) -> str:
-        name = public_name(self.target)
-        match Kind.of(self.target):
-            case Kind.LAYER:
-                return f"layer '{self.place}' ({name})"
-            case kind:
-                return f"{kind.value} {name} at '{self.place}'"
+        kind, name = kind_of(self.target), public_name(self.target)
+        return f"layer '{self.place}' ({name})" if kind == "layer" else f"{kind} {name} at '{self.place}'"
 
     def refuse(self) -> NoReturn:
         """Says what has bounds instead, and what to do."""
-        kind = Kind.of(self.target)
-        known = ", ".join(supported(kind))
+        kind, rules = kind_of(self.target), {**LAYER_RULES, **FUNCTION_RULES}
+        alike = [target for target in rules if kind_of(target) == kind and not always_refuses(rules[target])]
+        known = ", ".join(sorted({public_name(target) for target in alike}, key=str.lower))
         raise UnsupportedLayer(
-            f"{self}: no bound is known for it; {kind.value}s with bounds: {known}", _advice(self.target)
+            f"{self}: no bound is known for it; {kind}s with bounds: {known}", _advice(self.target)
         )
-
-
-def supported(kind: Kind) -> list[str]:
-    """The names of all layers, functions or methods that have bounds."""
-    rules = {**LAYER_RULES, **FUNCTION_RULES}
-    known = [target for target, rule in rules.items() if not always_refuses(rule)]
-    return sorted({public_name(target) for target in known if Kind.of(target) is kind}, key=str.lower)
 
 
 def always_refuses(rule: Callable) -> bool:
@@ -156,7 +137,7 @@ def public_name(target: Target) -> str:
     if isinstance(target, str):
         return f".{target}()"
     name = bare_name(target)
-    if Kind.of(target) is Kind.FUNCTION:
+    if kind_of(target) == "function":
         for prefix, module in _PUBLIC.items():
             if getattr(module, name, None) is target:
                 return f"{prefix}.{name}"
@@ -173,7 +154,7 @@ def _advice(target: Target) -> str:
     for names, hint in _HINTS.items():
         if name in names.split():
             return hint
-    if Kind.of(target) is Kind.LAYER:
+    if kind_of(target) == "layer":
         return "replace the layer, or register a sound rule for it with patchcert.bounds.layer_rule"
     key = repr(target) if isinstance(target, str) else public_name(target)
     return f"use a layer that has bounds, or register a sound rule with patchcert.bounds.function_rule({key})"

@@ -60,6 +60,18 @@ class Rounding:
             )
         return relative / (1 - relative)
 
+    def product(
+        self,
+        left: Annotated[Tensor, "... rows inner"],
+        right: Annotated[Tensor, "... inner columns"],
+        terms: int | None = None,
+    ) -> Annotated[Tensor, "... rows columns"]:
+        """The matrix product, in the form whose rounding is known where bounds must be sound.
+
+        `terms` is how many products of a sum can differ from zero, where that is fewer than all.
+        """
+        return blocked_product(left, right, terms) if self.is_outward else left @ right
+
 
 _SHORT_BLOCK, _LONG_BLOCK = 128, 1152
 _FEWEST_ROWS, _FEWEST_COLUMNS = 32, 16
@@ -116,11 +128,6 @@ def lifted(scale: Annotated[Tensor, "..."]) -> Annotated[Tensor, "..."]:
     """
     tiny = torch.finfo(scale.dtype).tiny
     return torch.where(scale.abs() < tiny, torch.full_like(scale, tiny).copysign(scale), scale)
-
-
-def dtype_holds(target: torch.dtype, source: torch.dtype) -> bool:
-    """Every number of the source type is a number of the target type."""
-    return torch.promote_types(target, source) == target
 
 
 NEAREST = Rounding(unit=0.0, tiny=0.0)

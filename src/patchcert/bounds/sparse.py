@@ -8,19 +8,17 @@ channel values instead of pixels: on images with several channels it covers k ch
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 
-from patchcert.bounds.geometry import Geometry, under_kernel
+from patchcert.bounds.geometry import under_kernel
+from patchcert.bounds.network import Network, Step
 from patchcert.bounds.operations import ChannelScale, Convolution, Interval, Linear, Reshape
-from patchcert.bounds.rounding import Rounding, blocked_product, lifted
+from patchcert.bounds.rounding import NEAREST, Rounding, lifted
 from patchcert.errors import InvalidInput, UnsupportedLayer
-from patchcert.tensors import Images
-
-if TYPE_CHECKING:
-    from patchcert.bounds.network import Step
+from patchcert.tensors import Images, Labels, Margins
 
 BOUNDS = ("tight", "per-pixel", "per-value")
 _MOST_ROUNDS = 16
@@ -38,7 +36,7 @@ class FirstLayer:
     scales: tuple[ChannelScale, ...]
 
     @staticmethod
-    def of(steps: Sequence["Step"]) -> "FirstLayer":
+    def of(steps: Sequence[Step]) -> "FirstLayer":
         """Found by walking the chain of steps from the image on."""
         scales: list[ChannelScale] = []
         for position, step in enumerate(steps):
@@ -53,15 +51,6 @@ class FirstLayer:
         raise UnsupportedLayer(
             "a sparse bound needs a Linear or Conv2d layer first, after normalisation at most"
         )
-
-    def check_sees(self, shape: Size, images: Tensor) -> None:
-        """A convolution must see the image as it is, a linear layer all of it in one row."""
-        whole = images.shape if isinstance(self.operation, Convolution) else images.flatten(1).shape
-        if shape != whole:
-            raise UnsupportedLayer(
-                f"a sparse bound needs a first layer that sees {tuple(whole[1:])}, not {tuple(shape[1:])}",
-                hint="take the image as it is into a Conv2d, or flattened into a Linear layer",
-            )
 
     def pixel_weight(self, channels: int, rounding: Rounding) -> Annotated[Tensor, "neurons c positions"]:
         """Weights per unit of raw pixel value; never too small by an underflow where bounds must be sound."""
@@ -78,6 +67,29 @@ class FirstLayer:
             shaped = shaped * scale.reshape(1, *(shaped.shape[1:] if by_feature else (-1, 1)))
             shaped = lifted(shaped) if rounding.is_outward else shaped
         return shaped
+
+
+def sparse_margins(
+    network: Network,
+    images: Images,
+    labels: Labels,
+    pixels: int,
+    bound: str = "tight",
+    epsilon: float | Tensor = 1.0,
+    rounding: Rounding = NEAREST,
+) -> Margins:
+    """Margins over every image that differs from the given one in at most `pixels` pixels."""
+    layer = FirstLayer.of(network.steps)
+    before = Network(network.steps[: layer.position + 1])
+    *_, seen, clean = before.intervals(Interval.point(images), rounding)
+    whole = images.shape if isinstance(layer.operation, Convolution) else images.flatten(1).shape
+    if seen.shape != whole:
+        raise UnsupportedLayer(
+            f"a sparse bound needs a first layer that sees {tuple(whole[1:])}, not {tuple(seen.shape[1:])}",
+            hint="take the image as it is into a Conv2d, or flattened into a Linear layer",
+        )
+    box = sparse_first_layer(layer, clean, images, pixels, bound, epsilon, rounding)
+    return network.margins(box, labels, layer.position + 1, rounding)
 
 
 def sparse_first_layer(
@@ -139,19 +151,11 @@ def _tight_moves(
     size: tuple[int, ...] = ()
     if isinstance(layer.operation, Convolution):
         size = layer.operation.geometry.output_size(images.shape[-2], images.shape[-1])
-        below = _footprints(room, layer.operation.geometry, size)
-    product = blocked_product if rounding.is_outward else torch.matmul
-    moves = top_sum(product(parts.permute(2, 0, 1), below), pixels)
+        below = under_kernel(layer.operation.geometry.pad(room), layer.operation.geometry, *size)
+        below = below.permute(2, 3, 1, 0, 4, 5).flatten(3).flatten(0, 1)
+    moves = top_sum(rounding.product(parts.permute(2, 0, 1), below), pixels)
     up, down = moves.reshape(len(parts), len(images), *size).transpose(0, 1).chunk(2, dim=1)
     return up, down
-
-
-def _footprints(
-    room: Annotated[Tensor, "n c _ _"], geometry: Geometry, size: tuple[int, int]
-) -> Annotated[Tensor, "positions c n_places"]:
-    """The values under the kernel at each place of each image."""
-    below = under_kernel(geometry.pad(room), geometry, *size)
-    return below.permute(2, 3, 1, 0, 4, 5).flatten(3).flatten(0, 1)
 
 
 def _free_moves(

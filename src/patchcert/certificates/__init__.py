@@ -1,10 +1,11 @@
 """Every kind of proof, all of one shape: `predict(images)` and `certify(images, labels, threat) -> Certificates`."""
 
+import importlib
+
 import torch
 from torch import nn
 
-from patchcert.certificates.ablation import ABSTAINED as ABSTAINED
-from patchcert.certificates.ablation import RandomAblation as RandomAblation
+from patchcert.certificates.classifier import ABSTAINED as ABSTAINED
 from patchcert.certificates.classifier import AnyThreat as AnyThreat
 from patchcert.certificates.classifier import Ballots as Ballots
 from patchcert.certificates.classifier import Certificates as Certificates
@@ -16,8 +17,12 @@ from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, PlacementMargins
 from patchcert.threats import Patch
 
-METHODS: dict[str, type[Classifier]] = {"IntervalBounds": IntervalBounds, "RandomAblation": RandomAblation}
-"""The kinds of proof by the names that evidence calls them."""
+_HOMES = {"IntervalBounds": "intervals", "RandomAblation": "ablation"}
+
+
+def method_named(name: str) -> type[Classifier] | None:
+    """The kind of proof that evidence calls by this name, loaded on use; None where there is none."""
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name) if name in _HOMES else None
 
 
 def certify(

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Annotated, Any, Literal, final, get_args
 
@@ -17,6 +17,7 @@ from torch import Generator, Tensor, nn
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
 from patchcert.certificates.checks import check_fit, check_images, check_inputs, check_labels
 from patchcert.certificates.classifier import (
+    ABSTAINED,
     AnyThreat,
     Ballots,
     Certificates,
@@ -32,8 +33,6 @@ from patchcert.threats import threat_from_dict
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 _KEYS = 2**31 - 1
-ABSTAINED = -1
-"""What the vote says where its two leading classes cannot be told apart."""
 
 
 def seen_probability(pixels: int, retained: int, changed: int) -> Fraction:
@@ -82,12 +81,6 @@ def is_decided(
     return chance <= error_rate
 
 
-def decided_class(votes: NDArray[np.integer], error_rate: float) -> NDArray[np.int64]:
-    """The class that leads the votes (n, classes), or ABSTAINED where that could be chance (`is_decided`)."""
-    second, first = np.partition(votes.astype(np.int64), -2, axis=1)[:, -2:].T
-    return np.where(is_decided(first, second, error_rate), votes.argmax(axis=1), ABSTAINED)
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class VoteRules:
@@ -99,8 +92,9 @@ class VoteRules:
     error_rate: float
 
     def predictions(self, votes: NDArray[np.integer]) -> NDArray[np.int64]:
-        """The class that leads the votes (n, k), or ABSTAINED."""
-        return decided_class(votes, self.error_rate)
+        """The class that leads the votes (n, k), or ABSTAINED where that could be chance (`is_decided`)."""
+        second, first = np.partition(votes.astype(np.int64), -2, axis=1)[:, -2:].T
+        return np.where(is_decided(first, second, self.error_rate), votes.argmax(axis=1), ABSTAINED)
 
     def radii(
         self, votes: NDArray[np.integer], selected: NDArray[np.integer], labels: NDArray[np.integer]
@@ -200,15 +194,8 @@ class RandomAblation(Classifier):
         )
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "name": "RandomAblation",
-            "retained": self.retained,
-            "selection_samples": self.selection_samples,
-            "estimation_samples": self.estimation_samples,
-            "error_rate": self.error_rate,
-            "precision": self.precision,
-            "seed": self.seed,
-        }
+        names = [each.name for each in fields(self) if each.name not in ("model", "batch_size")]
+        return {"name": "RandomAblation"} | {name: getattr(self, name) for name in names}
 
     def images_per_block(self, device: torch.device) -> int | None:
         """Draws follow from the whole block, which has a fixed size for that reason."""
@@ -238,18 +225,6 @@ class RandomAblation(Classifier):
         """The mean of the base model's softmax over a few fixed random copies, in logarithms."""
         return _MeanVote(self)
 
-    def votes(
-        self, images: Images, samples: int, generator: Generator, progress: Progress | None = None
-    ) -> Annotated[Tensor, "n k"]:
-        """How often the base model says each class on fresh random copies."""
-        return self._count(images, (samples,), generator, progress)[:, 0]
-
-    def ballots(self, images: Images, progress: Progress | None = None) -> Ballots:
-        """Both counts of votes."""
-        parts = (self.selection_samples, self.estimation_samples)
-        counts = self._count(images, parts, self._generator(images), progress)
-        return Ballots(counts[:, 0], counts[:, 1])
-
     def _generator(self, images: Images) -> Generator:
         generator = Generator(images.device)
         if self.seed is None:
@@ -264,30 +239,29 @@ class RandomAblation(Classifier):
         return VoteRules(self.estimation_samples, pixels, self.retained, self.error_rate)
 
     @torch.no_grad()
-    def _count(
-        self, images: Tensor, parts: tuple[int, ...], generator: Generator, progress: Progress | None
-    ) -> Tensor:
-        """Votes by image, part and class.
+    def ballots(self, images: Images, progress: Progress | None = None) -> Ballots:
+        """Both counts of votes.
 
         The last batch is filled up with votes that do not count. Nor do logits that are NaN or infinite, so that they
         never help to prove anything.
         """
         self._check(images)
-        device, each, total = images.device, sum(parts), len(images) * sum(parts)
-        ends = torch.tensor(parts).cumsum(0).to(device)
+        device, each = images.device, self.selection_samples + self.estimation_samples
+        total, generator = len(images) * each, self._generator(images)
         counts = torch.zeros(0, dtype=torch.int64, device=device)
         for start in range(0, total, self.batch_size):
             position = torch.arange(start, start + self.batch_size, device=device)
             owner = (position // each).clamp(max=len(images) - 1)
             logits = self._logits(images.index_select(0, owner), generator)
             if start == 0:
-                counts = counts.new_zeros(len(images) * len(parts) * logits.shape[1])
-            part = torch.bucketize(position % each, ends, right=True)
-            bins = (owner * len(parts) + part) * logits.shape[1] + logits.argmax(dim=1)
+                counts = counts.new_zeros(len(images) * 2 * logits.shape[1])
+            count = (position % each >= self.selection_samples).long()
+            bins = (owner * 2 + count) * logits.shape[1] + logits.argmax(dim=1)
             counts.scatter_add_(0, bins, ((position < total) & logits.isfinite().all(dim=1)).long())
             if progress is not None:
                 progress(min(start + self.batch_size, total) // each, len(images))
-        return counts.reshape(len(images), len(parts), -1)
+        counts = counts.reshape(len(images), 2, -1)
+        return Ballots(counts[:, 0], counts[:, 1])
 
     def _check(self, images: Tensor) -> None:
         if images.dim() != 4 or not len(images):

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.bounds import Interval, Network, Rounding
-from patchcert.bounds.rounding import dtype_holds
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError
 from patchcert.threats import Patch, SparsePixels
 
@@ -21,7 +20,7 @@ def bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) ->
             f"bounds are computed in float32 or float64, got dtype={dtype}", hint="use torch.float64"
         )
     for name, source in (("model", own), ("images", images.dtype)):
-        if not dtype_holds(dtype, source):
+        if torch.promote_types(dtype, source) != dtype:
             raise InvalidInput(
                 f"the {name} of {source} cannot be held exactly in dtype={dtype}", hint=f"use dtype={source}"
             )

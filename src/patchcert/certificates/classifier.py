@@ -17,6 +17,8 @@ from patchcert.threats import Patch, SparsePixels
 AnyThreat = Patch | SparsePixels
 Promise = Literal["recovery", "detection"]
 Columns = Mapping[str, NDArray[Any]]
+ABSTAINED = -1
+"""The prediction of a classifier that abstains."""
 
 
 @final

@@ -27,11 +27,15 @@ from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, Margins, PlacementMargins
 from patchcert.threats import Patch, SparsePixels
-from patchcert.windows.clean import Clean, exact_clean_pass
-from patchcert.windows.dense import dense_margins
-from patchcert.windows.memory import default_budget, default_image_budget, images_within, rows_within
-from patchcert.windows.sweep import PlacementSweep, covering_sweep
-from patchcert.windows.verdicts import VerdictSweep
+from patchcert.windows.passes import Clean, exact_clean_pass
+from patchcert.windows.sweep import (
+    PlacementSweep,
+    covering_sweep,
+    default_budget,
+    default_image_budget,
+    images_within,
+    rows_within,
+)
 
 FLOAT64_BLOCK, GPU_BLOCK = 256, 2048
 """In float64 and on a GPU libraries sum in another order for other batch sizes: blocks of a proof have a fixed size."""
@@ -78,9 +82,8 @@ class IntervalBounds(Classifier):
     ) -> Certificates:
         with torch.no_grad(), precise_arithmetic(), subnormals_kept():
             proof = _Proof.of(self, images, labels, threat, progress)
-            if proof.verdicts is not None:
-                return proof.bare_verdicts()
-            return proof.certificates()
+            is_bare = self.verdicts_only and proof.sweep is not None
+            return proof.bare_verdicts() if is_bare else proof.certificates()
 
     def placement_margins(
         self, images: Images, labels: Labels, threat: Patch, progress: Progress | None = None
@@ -120,15 +123,13 @@ class IntervalBounds(Classifier):
 class _Proof:
     """One call: checked inputs, the network in the dtype of the bounds and in float64, and the memory budget.
 
-    `sweep` is the fast engine for the threat, None where the threat has no placements or only the dense way goes;
-    `verdicts` stands in its place where only verdicts are wanted.
+    `sweep` is the fast engine for the threat, None where the threat has no placements or only the dense way goes.
     """
 
     network: Network
     audit: Network
     threat: AnyThreat
     sweep: PlacementSweep | None
-    verdicts: VerdictSweep | None
     images: Images
     labels: Labels
     predictions: Labels
@@ -155,12 +156,9 @@ class _Proof:
         check_labels(labels, logits.shape[1])
         converted = images.to(dtype)
         check_trace(exact_model, audit, network, converted, threat)
-        sweep, verdicts = None, None
+        sweep = None
         if isinstance(threat, Patch) and len(images):
-            if bounds.verdicts_only:
-                verdicts = VerdictSweep.of(network, converted, threat, budget)
-            else:
-                sweep = covering_sweep(network, converted, threat, budget)
+            sweep = covering_sweep(network, converted, threat, budget)
         predictions = logits.argmax(dim=1) if len(logits) else labels.new_empty(0)
         is_finite = logits.isfinite().all(dim=1) & has_finite_weights(model)
         return _Proof(
@@ -168,7 +166,6 @@ class _Proof:
             audit=audit,
             threat=threat,
             sweep=sweep,
-            verdicts=verdicts,
             images=converted,
             labels=labels,
             predictions=predictions,
@@ -205,9 +202,12 @@ class _Proof:
 
     def bare_verdicts(self) -> Certificates:
         """The same verdicts without margins and maps."""
-        assert self.verdicts is not None
+        from patchcert.windows.verdicts import VerdictSweep
+
+        assert self.sweep is not None
+        verdicts = VerdictSweep.of(self.sweep, self.images)
         proven = [
-            self.verdicts.proven(self._clean_pass(chunk), self.labels[chunk], self.rounding)
+            verdicts.proven(self._clean_pass(chunk), self.labels[chunk], self.rounding)
             for chunk in self.chunks()
         ]
         return Certificates(torch.cat(proven) & self.is_sound, self.predictions, self.labels)
@@ -226,10 +226,12 @@ class _Proof:
 
     def _bounded_sparse(self, chunk: slice) -> Certificates:
         """Some of the images against sparse changes."""
+        from patchcert.bounds.sparse import sparse_margins
+
         images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
         assert isinstance(threat, SparsePixels)
-        margins = self.network.sparse_margins(
-            images, labels, threat.pixels, threat.bound, rounding=self.rounding
+        margins = sparse_margins(
+            self.network, images, labels, threat.pixels, threat.bound, rounding=self.rounding
         )
         return self._verdicts(chunk, margins, labels.new_full((len(labels), 2), -1))
 
@@ -252,8 +254,10 @@ class _Proof:
         assert isinstance(threat, Patch)
         if self.sweep is not None:
             return self.sweep.margins(self._clean_pass(chunk), labels, rounding=self.rounding)
+        from patchcert.windows.dense import dense_margins
+
         corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
-        size = rows_within(self.network, images, self.budget, len(images), unfolded=True)
+        size = rows_within(self.network, images, self.budget, unfolded=True)
         parts = [
             dense_margins(self.network, images, labels, threat, some, rounding=self.rounding)
             for some in corners.split(size)

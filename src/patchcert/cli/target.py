@@ -150,14 +150,14 @@ def choose_classifier(
     target: Target, method: str | None, settings: "Sequence[str]", of_intervals: "Mapping[str, Any]"
 ) -> "Classifier":
     """The target's model with the kind of proof asked for; by default the kind that it was trained for."""
-    from patchcert.certificates import METHODS as KINDS
-    from patchcert.certificates import IntervalBounds
+    from patchcert.certificates import IntervalBounds, method_named
 
     learned = _learned_votes(target)
     chosen = method or ("ablation" if learned else "interval")
     if chosen not in METHODS:
         raise InvalidInput(f"--method {chosen} is unknown", hint=f"choose one of {', '.join(METHODS)}.")
-    kind = KINDS[METHODS[chosen]]
+    kind = method_named(METHODS[chosen])
+    assert kind is not None
     given = {name: value for name, value in of_intervals.items() if value is not None}
     if kind is not IntervalBounds and given:
         option = next(iter(given)).replace("_", "-")

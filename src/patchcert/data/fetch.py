@@ -6,11 +6,12 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from patchcert.data.files import RECORD, data_folders, locate_in, read, read_archive, recorded_sums
+from patchcert.data.files import RECORD, data_folders, locate, read, read_archive, recorded_sums
 from patchcert.data.sources import Source
 from patchcert.errors import DataError
 from patchcert.files import atomic_write, sha256
@@ -31,10 +32,6 @@ class _Download:
     mirrors: tuple[str, ...]
     target: Path
 
-    @property
-    def urls(self) -> tuple[str, ...]:
-        return tuple(f"{mirror.rstrip('/')}/{self.name}" for mirror in self.mirrors)
-
 
 def fetch(
     source: Source,
@@ -44,32 +41,25 @@ def fetch(
 ) -> Path:
     """The folder of the files in the first data folder; what is missing or damaged there is downloaded."""
     root = data_folders(data_dir)[0]
-    present = _intact_folder(source, root)
-    if present is not None:
-        return present
+    with suppress(DataError):
+        present = locate(source, root)
+        read(source, present)
+        return present.folder
     mirrors = (_url(mirror),) if mirror else source.mirrors
     folder = root / source.folders[0]
-    if source.archive:
-        archive = _Download(source.archive.name, source.archive.sha256, mirrors, root / source.archive.name)
-        _fetch_archive(source, archive, folder, progress)
-    else:
-        for name in source.published:
-            _fetch_file(_Download(name, source.sums.get(name), mirrors, folder / name), progress)
+    for name in source.published:
+        target = (root if source.archive else folder) / name
+        wanted = _Download(name, source.sums.get(name), mirrors, target)
+        if source.archive:
+            _fetch_archive(source, wanted, folder, progress)
+        else:
+            _fetch_file(wanted, progress)
     return folder
 
 
 def _url(mirror: str) -> str:
     """A mirror as a URL; a folder of this machine may be given by its path."""
     return mirror if "://" in mirror else Path(mirror).expanduser().resolve().as_uri()
-
-
-def _intact_folder(source: Source, root: Path) -> Path | None:
-    try:
-        located = locate_in(source, (root,))
-        read(source, located)
-    except DataError:
-        return None
-    return located.folder
 
 
 def _fetch_file(wanted: _Download, progress: Progress | None) -> None:
@@ -97,7 +87,8 @@ def _fetch_archive(source: Source, wanted: _Download, folder: Path, progress: Pr
 def _download(wanted: _Download, stream: IO[bytes], progress: Progress | None) -> str:
     """Fill the stream from the first mirror that delivers the right bytes; their sum."""
     failures: list[str] = []
-    for url in wanted.urls:
+    for mirror in wanted.mirrors:
+        url = f"{mirror.rstrip('/')}/{wanted.name}"
         stream.seek(0)
         stream.truncate()
         try:

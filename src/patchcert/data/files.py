@@ -12,6 +12,7 @@ from pathlib import Path
 
 from patchcert.data.sources import Source
 from patchcert.errors import DataError
+from patchcert.files import sha256
 
 RECORD = "SHA256SUMS"
 """Beside fetched files: the sums at the time of fetching, in the format of `sha256sum`."""
@@ -64,13 +65,7 @@ def find_imagenet(data_dir: Path | None = None) -> Path:
 
 def locate(source: Source, data_dir: str | Path | None = None) -> Located:
     """The first complete set of files; failing that, an error says what is missing and how to get it."""
-    option = f" --data-dir {shlex.quote(str(data_dir))}" if data_dir else ""
-    return locate_in(source, data_folders(data_dir), option)
-
-
-def locate_in(source: Source, roots: tuple[Path, ...], option: str = "") -> Located:
-    """As `locate`, in exactly these folders; the option is what `fetch` needs to fill the first of them."""
-    incomplete: list[str] = []
+    roots, incomplete = data_folders(data_dir), list[str]()
     for root in roots:
         for folder in (*(root / name for name in source.folders), root):
             found = [_present(folder, name) for name in source.files]
@@ -79,21 +74,15 @@ def locate_in(source: Source, roots: tuple[Path, ...], option: str = "") -> Loca
             missing = [name for name, path in zip(source.files, found, strict=True) if path is None]
             if len(missing) < len(found):
                 incomplete.append(f"{folder} lacks {', '.join(missing)}")
-            if source.archive and (folder / source.archive.name).is_file():
-                return Located(folder, (), folder / source.archive.name)
+            if source.archive and (folder / source.archive).is_file():
+                return Located(folder, (), folder / source.archive)
+    option = f" --data-dir {shlex.quote(str(data_dir))}" if data_dir else ""
+    target = roots[0] if source.archive else roots[0] / source.folders[0]
     problem = incomplete or [f"looked in {', '.join(str(root) for root in roots)}"]
     raise DataError(
         f"the files of {source.name} are not there: {'; '.join(problem)}",
-        hint=_fetch_hint(source, roots[0], option),
-    )
-
-
-def _fetch_hint(source: Source, root: Path, option: str) -> str:
-    names = ", ".join(source.published)
-    target = root if source.archive else root / source.folders[0]
-    return (
-        f"run `patchcert data fetch {source.name}{option}`, or download {names} from {source.mirrors[0]} into "
-        f"{target}; data elsewhere are found with --data-dir or $PATCHCERT_DATA."
+        hint=f"run `patchcert data fetch {source.name}{option}`, or download {', '.join(source.published)} from "
+        f"{source.mirrors[0]} into {target}; data elsewhere are found with --data-dir or $PATCHCERT_DATA.",
     )
 
 
@@ -101,10 +90,10 @@ def read(source: Source, located: Located) -> dict[str, Checked]:
     """The bytes of every file, unpacked, none of which differs from its known sum."""
     if located.archive is not None:
         return read_archive(source, located.archive)
-    return {name: read_file(source, path) for name, path in zip(source.files, located.paths, strict=True)}
+    return {name: _read_file(source, path) for name, path in zip(source.files, located.paths, strict=True)}
 
 
-def read_file(source: Source, path: Path) -> Checked:
+def _read_file(source: Source, path: Path) -> Checked:
     """The bytes of one file, unpacked; its sum is compared with the published or else the recorded one."""
     try:
         content = path.read_bytes()
@@ -113,17 +102,17 @@ def read_file(source: Source, path: Path) -> Checked:
     actual = hashlib.sha256(content).hexdigest()
     expected = source.sums.get(path.name) or recorded_sums(path.parent).get(path.name)
     _compare(source, path, actual, expected)
-    unpacked = _unpack(source, content, path) if path.suffix == ".gz" else content
+    try:
+        unpacked = gzip.decompress(content) if path.suffix == ".gz" else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise _damaged(source, path, f"it cannot be unpacked ({error})") from error
     return Checked(unpacked, actual, expected is not None)
 
 
 def read_archive(source: Source, path: Path) -> dict[str, Checked]:
     """The files of a source out of its tar archive, whose own sum is checked first; nothing is written."""
-    if source.archive is None:
-        raise DataError(f"{source.name} is not published as an archive")
-    with path.open("rb") as stream:
-        actual = hashlib.file_digest(stream, "sha256").hexdigest()
-    _compare(source, path, actual, source.archive.sha256)
+    published = source.sums.get(path.name)
+    _compare(source, path, sha256(path), published)
     try:
         with tarfile.open(path, "r:gz") as archive:
             contents = _members(archive, source.files)
@@ -132,12 +121,13 @@ def read_archive(source: Source, path: Path) -> dict[str, Checked]:
     missing = [name for name in source.files if name not in contents]
     if missing:
         raise _damaged(source, path, f"it lacks {', '.join(missing)}")
-    sums = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    for name, actual in sums.items():
-        _compare(source, path / name, actual, source.sums.get(name))
-    return {
-        name: Checked(contents[name], sums[name], source.archive.sha256 is not None) for name in source.files
+    checked = {
+        name: Checked(contents[name], hashlib.sha256(contents[name]).hexdigest(), published is not None)
+        for name in source.files
     }
+    for name, file in checked.items():
+        _compare(source, path / name, file.sha256, source.sums.get(name))
+    return checked
 
 
 def recorded_sums(folder: Path) -> dict[str, str]:
@@ -162,13 +152,6 @@ def _members(archive: tarfile.TarFile, names: Iterable[str]) -> dict[str, bytes]
         if stream is not None:
             contents[name] = stream.read()
     return contents
-
-
-def _unpack(source: Source, content: bytes, path: Path) -> bytes:
-    try:
-        return gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise _damaged(source, path, f"it cannot be unpacked ({error})") from error
 
 
 def _compare(source: Source, path: Path, actual: str, expected: str | None) -> None:

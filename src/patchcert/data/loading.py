@@ -12,7 +12,7 @@ import torch
 
 from patchcert.data.files import Checked, locate, read
 from patchcert.data.folder import FOLDER, ImageShape, read_folder
-from patchcert.data.sources import CLASS_NAMES, Source, find_source
+from patchcert.data.sources import CLASS_NAMES_FILE, MNIST, SOURCES, Source, find_source
 from patchcert.data.split import Dataset, Split
 from patchcert.errors import DataError
 from patchcert.files import sha256
@@ -44,12 +44,13 @@ def load_source(source: Source, data_dir: str | Path | None = None) -> Dataset:
 
 def assemble(source: Source, checked: Mapping[str, Checked]) -> Dataset:
     """A published data set from the bytes of its files."""
-    decoded = source.decode({file: part.content for file, part in checked.items()})
+    contents = {file: part.content for file, part in checked.items()}
+    train, test = source.decode(contents)
     return Dataset(
         name=source.name,
-        train=decoded.train,
-        test=decoded.test,
-        classes=decoded.classes,
+        train=train,
+        test=test,
+        classes=source.classes or tuple(contents[CLASS_NAMES_FILE].decode().split()),
         mean=source.mean,
         std=source.std,
         checksums={file: part.sha256 for file, part in checked.items()},
@@ -59,9 +60,9 @@ def assemble(source: Source, checked: Mapping[str, Checked]) -> Dataset:
 def class_names(name: str) -> tuple[str, ...] | None:
     """What the labels of a data set mean, where that is known without reading its images."""
     if name == MNIST_MINI:
-        return CLASS_NAMES["mnist"]
-    if not name.startswith(FOLDER):
-        return CLASS_NAMES.get(name)
+        return MNIST.classes
+    if name in SOURCES:
+        return SOURCES[name].classes or None
     try:
         return load_dataset(name).classes
     except DataError:
@@ -76,7 +77,7 @@ def load_mnist_mini() -> Dataset:
         name=MNIST_MINI,
         train=Split(tensors["train_images"], tensors["train_labels"].long()),
         test=Split(tensors["test_images"], tensors["test_labels"].long()),
-        classes=CLASS_NAMES["mnist"],
+        classes=MNIST.classes,
         mean=(0.0,),
         std=(1.0,),
         checksums={_MINI_FILE.name: sha256(_MINI_FILE)},

@@ -1,41 +1,33 @@
-"""The data sets that can be read: their official files, the checksums of these, and where they are published."""
+"""The data sets that can be read: their official files, where they are published, their checksums and formats.
+
+IDX, of MNIST and its relatives, is a big-endian header, then one byte per value; the binary version of CIFAR is one or
+two label bytes per image, then 3 x 32 x 32 bytes.
+"""
 
 import difflib
+import math
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import Annotated
 
 import torch
+from torch import Tensor
 
-from patchcert.data.formats import decode_cifar, decode_idx_pair
 from patchcert.data.split import Split
 from patchcert.errors import DataError
+from patchcert.tensors import Labels
 
 Contents = Mapping[str, bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """What a source's files say."""
-
-    train: Split
-    test: Split
-    classes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """One compressed tar file with all files of a source in its folder."""
-
-    name: str
-    sha256: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A data set as published.
 
-    `files` are what is read, each as it is or packed as `.gz`; `sums` are the SHA-256 sums known of either.
+    `files` are what is read, each as it is, packed as `.gz`, or in `archive`, a compressed tar file that holds all of
+    them; `sums` are the SHA-256 sums known of any. `decode` makes the training and the test set of what is in the
+    files; `classes` are empty where a file of class names says them.
     """
 
     name: str
@@ -43,15 +35,16 @@ class Source:
     files: tuple[str, ...]
     sums: Mapping[str, str]
     mirrors: tuple[str, ...]
-    decode: Callable[[Contents], Decoded]
+    decode: Callable[[Contents], tuple[Split, Split]]
+    classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    archive: Archive | None = None
+    archive: str | None = None
 
     @property
     def published(self) -> tuple[str, ...]:
         """The names under which the mirrors hold the files."""
-        return (self.archive.name,) if self.archive else tuple(f"{name}.gz" for name in self.files)
+        return (self.archive,) if self.archive else tuple(f"{name}.gz" for name in self.files)
 
 
 _IDX_FILES = (
@@ -61,33 +54,76 @@ _IDX_FILES = (
     "t10k-labels-idx1-ubyte",
 )
 _CIFAR10_BATCHES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
-_FASHION = (
-    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
-    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-)
-_DIGITS = tuple("0123456789")
-_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CLASS_NAMES_FILE = "fine_label_names.txt"
+_UNSIGNED_BYTE = 8
+_CIFAR_PIXELS = 3 * 32 * 32
 
 
-def _decode_idx(contents: Contents, classes: tuple[str, ...]) -> Decoded:
+def decode_idx(content: bytes, where: str) -> Tensor:
+    """The array of an IDX file of bytes; `where` names the file in errors."""
+    if len(content) < 4:
+        raise DataError(f"{where} is cut short: {len(content)} bytes hold no IDX header")
+    zero, kind, dimensions = struct.unpack(">HBB", content[:4])
+    if zero != 0 or kind != _UNSIGNED_BYTE or dimensions == 0:
+        raise DataError(f"{where} is no IDX file of bytes: it starts with 0x{content[:4].hex()}")
+    start = 4 + 4 * dimensions
+    if len(content) < start:
+        raise DataError(f"{where} is cut short: {len(content)} bytes hold no IDX header")
+    shape = struct.unpack(f">{dimensions}I", content[4:start])
+    expected = start + math.prod(shape)
+    if len(content) != expected:
+        size = "x".join(str(length) for length in shape)
+        raise DataError(
+            f"{where} is damaged: {size} values take {expected} bytes, the file has {len(content)}"
+        )
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)
+
+
+def decode_idx_pair(images: bytes, labels: bytes, where: str) -> tuple[Annotated[Tensor, "n 1 h w"], Labels]:
+    """Images as bytes and labels as int64, of equal number."""
+    pixels = decode_idx(images, f"{where} images")
+    targets = decode_idx(labels, f"{where} labels")
+    if pixels.dim() != 3 or targets.dim() != 1 or len(pixels) != len(targets):
+        raise DataError(
+            f"{where} images have shape {tuple(pixels.shape)} and labels {tuple(targets.shape)}; "
+            "expected (n, height, width) and (n,)"
+        )
+    return pixels.unsqueeze(1), targets.long()
+
+
+def decode_cifar(
+    content: bytes, where: str, label_bytes: int, classes: int
+) -> tuple[Annotated[Tensor, "n 3 32 32"], Labels]:
+    """Images as bytes and labels as int64; of several label bytes the last, finest one counts."""
+    record = label_bytes + _CIFAR_PIXELS
+    if not content or len(content) % record:
+        raise DataError(
+            f"{where} is damaged: {len(content)} bytes are not a whole number of {record}-byte CIFAR records"
+        )
+    records = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, record)
+    labels = records[:, label_bytes - 1].long()
+    if int(labels.max()) >= classes:
+        raise DataError(f"{where} is damaged: label {int(labels.max())} where labels are 0 to {classes - 1}")
+    return records[:, label_bytes:].reshape(-1, 3, 32, 32).contiguous(), labels
+
+
+def _decode_idx(contents: Contents) -> tuple[Split, Split]:
     train_images, train_labels, test_images, test_labels = (contents[name] for name in _IDX_FILES)
     train = Split(*decode_idx_pair(train_images, train_labels, "training"))
     test = Split(*decode_idx_pair(test_images, test_labels, "test"))
-    return Decoded(train, test, classes)
+    return train, test
 
 
-def _decode_cifar10(contents: Contents) -> Decoded:
+def _decode_cifar10(contents: Contents) -> tuple[Split, Split]:
     batches = [decode_cifar(contents[name], name, 1, 10) for name in _CIFAR10_BATCHES]
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
     test = Split(*decode_cifar(contents["test_batch.bin"], "test_batch.bin", 1, 10))
-    return Decoded(Split(images, labels), test, _CIFAR10)
+    return Split(images, labels), test
 
 
-def _decode_cifar100(contents: Contents) -> Decoded:
-    classes = tuple(contents["fine_label_names.txt"].decode().split())
+def _decode_cifar100(contents: Contents) -> tuple[Split, Split]:
     train = Split(*decode_cifar(contents["train.bin"], "train.bin", 2, 100))
-    test = Split(*decode_cifar(contents["test.bin"], "test.bin", 2, 100))
-    return Decoded(train, test, classes)
+    return train, Split(*decode_cifar(contents["test.bin"], "test.bin", 2, 100))
 
 
 MNIST = Source(
@@ -108,7 +144,8 @@ MNIST = Source(
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         "https://storage.googleapis.com/cvdf-datasets/mnist/",
     ),
-    decode=partial(_decode_idx, classes=_DIGITS),
+    decode=_decode_idx,
+    classes=tuple("0123456789"),
     mean=(0.0,),
     std=(1.0,),
 )
@@ -127,7 +164,11 @@ FASHION_MNIST = Source(
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
     ),
-    decode=partial(_decode_idx, classes=_FASHION),
+    decode=_decode_idx,
+    classes=(
+        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+    ),
     mean=(0.0,),
     std=(1.0,),
 )
@@ -142,40 +183,32 @@ CIFAR10 = Source(
         "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
         "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
         "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+        "cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
         "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
     },
     mirrors=("https://www.cs.toronto.edu/~kriz/",),
     decode=_decode_cifar10,
+    classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     mean=(0.4914, 0.4822, 0.4465),
     std=(0.2023, 0.1994, 0.2010),
-    archive=Archive(
-        "cifar-10-binary.tar.gz", "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
-    ),
+    archive="cifar-10-binary.tar.gz",
 )
 
 # The sums of the single files are not published: `fetch` checks the archive and records them.
 CIFAR100 = Source(
     name="cifar100",
     folders=("cifar-100-binary", "cifar100"),
-    files=("train.bin", "test.bin", "fine_label_names.txt"),
-    sums={},
+    files=("train.bin", "test.bin", CLASS_NAMES_FILE),
+    sums={"cifar-100-binary.tar.gz": "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"},
     mirrors=("https://www.cs.toronto.edu/~kriz/",),
     decode=_decode_cifar100,
+    classes=(),
     mean=(0.5071, 0.4865, 0.4409),
     std=(0.2673, 0.2564, 0.2762),
-    archive=Archive(
-        "cifar-100-binary.tar.gz", "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"
-    ),
+    archive="cifar-100-binary.tar.gz",
 )
 
 SOURCES: Mapping[str, Source] = {source.name: source for source in (MNIST, FASHION_MNIST, CIFAR10, CIFAR100)}
-
-CLASS_NAMES: Mapping[str, tuple[str, ...]] = {
-    "mnist": _DIGITS,
-    "fashion-mnist": _FASHION,
-    "cifar10": _CIFAR10,
-}
-"""Of the data sets whose files do not say them."""
 
 OFFICIAL_TEST_IMAGES = 10_000
 """In each of these data sets."""

@@ -2,7 +2,5 @@
 
 from patchcert.defenses.preprocessing import Defended as Defended
 from patchcert.defenses.preprocessing import Defense as Defense
-from patchcert.defenses.preprocessing import Surrogate as Surrogate
-from patchcert.defenses.preprocessing import SurrogateModel as SurrogateModel
 from patchcert.defenses.smoothing import LocalGradientSmoothing as LocalGradientSmoothing
 from patchcert.defenses.watermarking import DigitalWatermarking as DigitalWatermarking

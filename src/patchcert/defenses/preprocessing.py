@@ -30,36 +30,25 @@ class Defense(nn.Module, ABC):
 
 @final
 class Defended(nn.Module):
-    """A classifier behind a defense; to everyone else an ordinary model."""
+    """A classifier behind a defense; to everyone else an ordinary model.
 
-    def __init__(self, defense: Defense, model: nn.Module) -> None:
+    With a surrogate of the defense it has the same logits, and the gradients that an adaptive attacker uses.
+    """
+
+    def __init__(self, defense: Defense, model: nn.Module, surrogate: Surrogate | None = None) -> None:
         super().__init__()
         self.defense = defense
         self.model = model
+        self.surrogate = surrogate or defense
         self.train(model.training)
 
     def forward(self, images: Images) -> Logits:
         """The logits of the model on the images that the defense lets through."""
-        return self.model(self.defense(images))
-
-    def surrogates(self) -> "tuple[SurrogateModel, ...]":
-        """The defended model once per surrogate: the same logits, the gradients an adaptive attacker uses."""
-        return tuple(SurrogateModel(surrogate, self.model) for surrogate in self.defense.surrogates())
-
-
-@final
-class SurrogateModel(nn.Module):
-    """The classifier behind one surrogate of its defense."""
-
-    def __init__(self, surrogate: Surrogate, model: nn.Module) -> None:
-        super().__init__()
-        self.surrogate = surrogate
-        self.model = model
-        self.train(model.training)
-
-    def forward(self, images: Images) -> Logits:
-        """The logits of the defended model."""
         return self.model(self.surrogate(images))
+
+    def surrogates(self) -> "tuple[Defended, ...]":
+        """The defended model once per surrogate."""
+        return tuple(Defended(self.defense, self.model, each) for each in self.defense.surrogates())
 
 
 def straight_through(value: Tensor, source: Tensor) -> Tensor:

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Annotated, Literal, final, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from patchcert.defenses.preprocessing import Defense, Surrogate, straight_through
 from patchcert.errors import InvalidInput, ModelError
@@ -153,13 +152,16 @@ def saliency(model: nn.Module, images: Images, kind: SaliencyKind) -> Map:
     mode, so one backward pass serves the batch. Works inside `no_grad` and `inference_mode` and leaves the
     model as it was.
     """
-    with torch.inference_mode(False), torch.enable_grad():
+    guided = guided_backpropagation(model) if kind == "guided" else nullcontext()
+    with torch.inference_mode(False), torch.enable_grad(), guided:
         inputs = images.detach().clone().requires_grad_()
-        if kind == "guided":
-            with guided_backpropagation(model):
-                gradient = _input_gradient(model, inputs, kind)
+        logits = model(inputs)
+        predicted = logits.detach().argmax(dim=1)
+        if kind == "loss-gradient":
+            score = F.cross_entropy(logits, predicted, reduction="sum")
         else:
-            gradient = _input_gradient(model, inputs, kind)
+            score = logits.gather(1, predicted[:, None]).sum()
+        (gradient,) = torch.autograd.grad(score, inputs)
     return gradient.abs().amax(dim=1)
 
 
@@ -172,29 +174,16 @@ def guided_backpropagation(model: nn.Module) -> Iterator[None]:
             f"guided saliency needs ReLU modules, but {type(model).__name__} has none",
             hint="use the saliency kind 'gradient' for this model",
         )
-    handles: list[RemovableHandle] = []
-    try:
-        handles += [module.register_forward_hook(_keep_positive) for module in rectifiers]
+    with ExitStack() as hooks:
+        for module in rectifiers:
+            hooks.enter_context(module.register_forward_hook(_keep_positive))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _keep_positive(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     """The gradient that reaches a ReLU's output is cut at 0; the ReLU itself cuts it where it was off."""
     if output.requires_grad:
         output.register_hook(lambda gradient: gradient.clamp(min=0))
-
-
-def _input_gradient(model: nn.Module, inputs: Images, kind: SaliencyKind) -> Images:
-    logits = model(inputs)
-    predicted = logits.detach().argmax(dim=1)
-    if kind == "loss-gradient":
-        score = F.cross_entropy(logits, predicted, reduction="sum")
-    else:
-        score = logits.gather(1, predicted[:, None]).sum()
-    return torch.autograd.grad(score, inputs)[0]
 
 
 def _within(start: Corner, length: int, size: int) -> Annotated[Tensor, "n size"]:

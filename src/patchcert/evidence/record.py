@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from patchcert.certificates import METHODS, AnyThreat
+from patchcert.certificates import AnyThreat, method_named
 from patchcert.data import count_test_images
 from patchcert.errors import PatchcertError, RunError
 from patchcert.files import atomic_write
@@ -233,7 +233,7 @@ class Evidence:
     def subject(self) -> tuple[object, ...]:
         """What the rows are about: two files with the same subject can contradict each other."""
         classifier = self.meta["classifier"]
-        method = METHODS.get(classifier["name"])
+        method = method_named(classifier["name"])
         predictor = {"name": "Model"} if method is not None and method.predicts_as_its_model else classifier
         selection = self.selection
         return (
@@ -324,7 +324,7 @@ class Evidence:
         broken = np.flatnonzero(self.columns["certified"] & (prediction != label))
         if broken.size:
             return f"row {broken[0]} is certified, but predicted wrongly"
-        method = METHODS.get(self.meta["classifier"].get("name", ""))
+        method = method_named(self.meta["classifier"].get("name", ""))
         return "" if method is None else method.contradiction(self.columns, self.meta)
 
 

@@ -4,7 +4,7 @@ The latter take encoded images, which have twice the channels.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -141,42 +141,28 @@ def _network(
     spec: ModelSpec, convolutions: tuple[_Convolution, ...], widths: tuple[int, ...]
 ) -> nn.Sequential:
     """Convolutions, then fully connected layers, a ReLU after each but the last, which is called `logits`."""
-    if spec.widths:
-        convolutions, widths = _with_widths(spec, convolutions, widths)
+    outputs = spec.widths or (*(shape.channels for shape in convolutions), *widths)
+    count = len(convolutions) + len(widths)
+    if len(outputs) != count:
+        raise ModelError(
+            f"{spec.name} has {count} layers before the last, but ModelSpec.widths has "
+            f"{len(spec.widths)} numbers: {spec.widths}"
+        )
     layers = OrderedDict[str, nn.Module]()
     channels, height, width = spec.channels, spec.height, spec.width
-    for index, shape in enumerate(convolutions, start=1):
-        layers[f"conv{index}"] = nn.Conv2d(
-            channels, shape.channels, shape.kernel, shape.stride, shape.padding
-        )
+    for index, (shape, filters) in enumerate(zip(convolutions, outputs, strict=False), start=1):
+        layers[f"conv{index}"] = nn.Conv2d(channels, filters, shape.kernel, shape.stride, shape.padding)
         layers[f"relu{index}"] = nn.ReLU()
-        channels, height, width = shape.channels, shape.output_size(height), shape.output_size(width)
+        channels, height, width = filters, shape.output_size(height), shape.output_size(width)
     if min(height, width) < 1:
         raise ModelError(
             f"{spec.name} needs larger images than {spec.height}x{spec.width}: nothing is left of them"
         )
     layers["flatten"] = nn.Flatten()
     features = channels * height * width
-    for index, units in enumerate(widths, start=1):
+    for index, units in enumerate(outputs[len(convolutions) :], start=1):
         layers[f"linear{index}"] = nn.Linear(features, units)
         layers[f"relu{len(convolutions) + index}"] = nn.ReLU()
         features = units
     layers["logits"] = nn.Linear(features, spec.classes)
     return nn.Sequential(layers)
-
-
-def _with_widths(
-    spec: ModelSpec, convolutions: tuple[_Convolution, ...], widths: tuple[int, ...]
-) -> tuple[tuple[_Convolution, ...], tuple[int, ...]]:
-    """The same layers with the channels and units that the description asks for."""
-    many = len(convolutions)
-    if len(spec.widths) != many + len(widths):
-        raise ModelError(
-            f"{spec.name} has {many + len(widths)} layers before the last, but ModelSpec.widths has "
-            f"{len(spec.widths)} numbers: {spec.widths}"
-        )
-    narrowed = [
-        replace(shape, channels=channels)
-        for shape, channels in zip(convolutions, spec.widths[:many], strict=True)
-    ]
-    return tuple(narrowed), spec.widths[many:]

@@ -3,8 +3,7 @@
 import difflib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -107,7 +106,9 @@ def build(spec: ModelSpec, generator: Generator | None = None) -> nn.Sequential:
     if generator is None:
         module = builder(spec)
     else:
-        with _draws_from(generator):
+        seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int(seed))  # layers initialise from the global CPU state
             module = builder(spec)
     return _normalised(module, spec).eval()
 
@@ -122,18 +123,6 @@ def _find(name: str) -> Builder:
         hint=f"{advice}Your own are registered with @patchcert.models.architecture(name); "
         "on the command line in a module that --import names.",
     )
-
-
-@contextmanager
-def _draws_from(generator: Generator) -> Iterator[None]:
-    """Layers initialise from the global CPU state: seed it from the generator, and put it back afterwards."""
-    seed = torch.randint(2**62, (), generator=generator, device=generator.device).item()
-    before = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(int(seed))
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(before)
 
 
 def _normalised(module: nn.Module, spec: ModelSpec) -> nn.Sequential:

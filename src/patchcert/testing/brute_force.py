@@ -53,11 +53,6 @@ def reached_margins(model: nn.Module, images: Images, label: int) -> Margins:
     return logits[:, label, None] - logits
 
 
-def other_classes(margins: Annotated[Tensor, "... k"], label: int) -> Annotated[Tensor, "... _"]:
-    """The margins without the column of the label, which is zero."""
-    return torch.cat([margins[..., :label], margins[..., label + 1 :]], dim=-1)
-
-
 def _fillings(values: int, generator: Generator) -> Annotated[Tensor, "fillings values"]:
     if values <= ALL_FILLINGS:
         numbers = torch.arange(2**values)[:, None]

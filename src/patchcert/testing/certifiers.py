@@ -1,8 +1,7 @@
 """What every kind of proof promises, asked of the deployed classifier alone: `predict` and `certify`."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -11,14 +10,14 @@ from torch import Tensor, nn
 from patchcert.certificates import ABSTAINED, AnyThreat, Certificates, Classifier, Guarantee
 from patchcert.errors import PatchcertError
 from patchcert.tensors import Images, Labels
-from patchcert.testing.brute_force import members, other_classes, reached_margins
+from patchcert.testing.brute_force import members, reached_margins
 from patchcert.testing.conformance import (
+    ConformanceError,
     ConformanceReport,
-    changed_state,
+    everything_unchanged,
     require,
     run_checks,
     seeded,
-    state_around,
 )
 from patchcert.testing.networks import (
     Flip,
@@ -50,18 +49,17 @@ class CertifierUnderTest:
     device: str = "cpu"
 
     def answer(
-        self,
-        model: nn.Module,
-        images: Images,
-        labels: Sequence[int] | Tensor,
-        threat: AnyThreat,
-        variant: Factory | None = None,
-    ) -> Certificates:
-        """What the classifier of this model proves, after a look at shapes and types."""
+        self, model: nn.Module, images: Images, labels: Sequence[int] | Tensor, threat: AnyThreat
+    ) -> Certificates | None:
+        """What the classifier of this model proves, after a look at shapes and types; None where it declines."""
         labels = torch.as_tensor(labels)
-        classifier = (variant or self.classifier_of)(model.to(self.device))
-        found = classifier.certify(images.to(self.device), labels.to(self.device), threat)
-        model.cpu()
+        try:
+            classifier = self.classifier_of(model.to(self.device))
+            found = classifier.certify(images.to(self.device), labels.to(self.device), threat)
+        except self.refusals:
+            return None
+        finally:
+            model.cpu()
         tensors = {name: tensor.detach().cpu() for name, tensor in found.to_tensors().items()}
         for name, dtype in (("certified", torch.bool), ("predictions", torch.int64)):
             require(
@@ -71,21 +69,11 @@ class CertifierUnderTest:
             )
         return Certificates.from_tensors(tensors, found.guarantee.confidence, found.guarantee.promise)
 
-    def answer_unless_refused(
-        self, model: nn.Module, images: Images, labels: Sequence[int] | Tensor, threat: AnyThreat
-    ) -> Certificates | None:
-        """As `answer`; None where the model or the threat is refused."""
-        try:
-            return self.answer(model, images, labels, threat)
-        except self.refusals:
-            model.cpu()
-            return None
-
     def verdicts(
         self, model: nn.Module, images: Images, labels: Sequence[int] | Tensor, threat: AnyThreat
     ) -> Annotated[Tensor, "n"]:
         """True where the image is certified; a model or threat that is refused certifies nothing."""
-        answer = self.answer_unless_refused(model, images, labels, threat)
+        answer = self.answer(model, images, labels, threat)
         return torch.zeros(len(images), dtype=torch.bool) if answer is None else answer.certified
 
     def predictions(self, model: nn.Module, images: Images) -> Labels:
@@ -95,12 +83,8 @@ class CertifierUnderTest:
         return found
 
     def refuses(self, model: nn.Module, images: Images, labels: Sequence[int], threat: AnyThreat) -> bool:
-        """Whether the classifier declines with an error."""
-        try:
-            self.answer(model, images, labels, threat)
-        except Exception:  # any error is better than a verdict here
-            return True
-        return False
+        """Whether the classifier declines; with any error, which is better than a verdict."""
+        return replace(self, refusals=(Exception,)).answer(model, images, labels, threat) is None
 
     def require_unbroken(
         self, model: nn.Module, images: Images, labels: Sequence[int] | Tensor, threat: AnyThreat, what: str
@@ -110,45 +94,26 @@ class CertifierUnderTest:
         An abstention breaks no certificate that promises detection, or that holds with some confidence only.
         """
         labels = torch.as_tensor(labels)
-        answer = self.answer_unless_refused(model, images, labels, threat)
+        answer = self.answer(model, images, labels, threat)
         if answer is None:
             return
         for index in answer.certified.nonzero().flatten().tolist():
             visited = members(threat, images[index], seeded())
-            broken = self._broken(model, visited, int(labels[index]), answer.guarantee)
-            require(broken is None, f"{threat} on {what}: image {index} is certified, but {broken}")
+            proven = f"{threat} on {what}: image {index} is certified"
+            self.require_prediction(model, visited, int(labels[index]), answer.guarantee, proven)
 
-    def require_sound_map(
-        self, model: nn.Module, images: Images, labels: Tensor, patch: Patch, what: str
+    def require_prediction(
+        self, model: nn.Module, visited: Images, label: int, guarantee: Guarantee, proven: str
     ) -> None:
-        """Require that certified images are proven at every placement, and unbroken wherever the map says proven."""
-        answer = self.answer_unless_refused(model, images, labels, patch)
-        if answer is None or answer.placements is None:
-            return
-        corners = patch.placements(*SHAPE[1:]).corners.tolist()
-        require(
-            answer.placements.dtype == torch.bool and answer.placements.shape == (len(images), len(corners)),
-            f"placements must be bool (n, {len(corners)}), "
-            f"got {answer.placements.dtype} {tuple(answer.placements.shape)}",
-        )
-        odd = (answer.certified & ~answer.placements.all(dim=1)).nonzero().flatten().tolist()
-        require(not odd, f"{what}: images {odd} are certified, but not proven at every placement")
-        right = answer.placements & (answer.predictions == labels)[:, None]
-        for index, place in right.nonzero().tolist():
-            here = Patch(patch.stamp, [(corners[place][0], corners[place][1])])
-            visited = members(here, images[index], seeded())
-            broken = self._broken(model, visited, int(labels[index]), answer.guarantee)
-            require(broken is None, f"{what}: image {index} is proven at {corners[place]}, but {broken}")
-
-    def _broken(self, model: nn.Module, visited: Images, label: int, guarantee: Guarantee) -> str | None:
-        """Which of the members changes the prediction from the label, as a sentence; None where none does."""
+        """Require that all members visited are predicted as the label, as was proven with this guarantee."""
         found = self.predictions(model, visited)
         may_abstain = guarantee.promise == "detection" or not guarantee.is_deterministic
-        wrong = (found != label) & ~((found == ABSTAINED) & may_abstain)
-        if not wrong.any():
-            return None
-        first = int(wrong.nonzero()[0])
-        return f"{int(wrong.sum())} members change the prediction, one of them from {label} to {int(found[first])}"
+        wrong = found[(found != label) & ~((found == ABSTAINED) & may_abstain)]
+        if len(wrong):
+            change = (
+                f"{len(wrong)} members change the prediction, one of them from {label} to {int(wrong[0])}"
+            )
+            raise ConformanceError(f"{proven}, but {change}")
 
 
 def every_placement_counts(subject: CertifierUnderTest) -> None:
@@ -261,7 +226,22 @@ def maps_of_placements_are_sound(subject: CertifierUnderTest) -> None:
     images, patch = torch.rand(4, *SHAPE, generator=seeded()), Patch(2)
     for name, model in random_networks(SHAPE, 3, seed=11).items():
         labels = subject.predictions(model, images).clamp(min=0)
-        subject.require_sound_map(model, images, labels, patch, f"{name} network")
+        answer = subject.answer(model, images, labels, patch)
+        if answer is None or answer.placements is None:
+            continue
+        corners = patch.placements(*SHAPE[1:]).corners.tolist()
+        found = answer.placements
+        require(
+            found.dtype == torch.bool and found.shape == (len(images), len(corners)),
+            f"placements must be bool (n, {len(corners)}), got {found.dtype} {tuple(found.shape)}",
+        )
+        odd = (answer.certified & ~found.all(dim=1)).nonzero().flatten().tolist()
+        require(not odd, f"{name} network: images {odd} are certified, but not proven at every placement")
+        for index, place in (found & (answer.predictions == labels)[:, None]).nonzero().tolist():
+            top, left = corners[place]
+            visited = members(Patch(patch.stamp, [(top, left)]), images[index], seeded())
+            proven = f"{name} network: image {index} is proven at {corners[place]}"
+            subject.require_prediction(model, visited, int(labels[index]), answer.guarantee, proven)
 
 
 def margins_bound_what_brute_force_reaches(subject: CertifierUnderTest) -> None:
@@ -269,26 +249,23 @@ def margins_bound_what_brute_force_reaches(subject: CertifierUnderTest) -> None:
     images, patch = torch.rand(4, *SHAPE, generator=seeded()), Patch(2)
     for name, model in random_networks(SHAPE, 3, seed=11).items():
         labels = _model_predictions(model, images)
-        answer = subject.answer_unless_refused(model, images, labels, patch)
-        if answer is None or answer.margins is None:
+        answer = subject.answer(model, images, labels, patch)
+        if answer is None or answer.margins is None or answer.least_margin is None:
             continue
-        require(
-            answer.margins.shape == (4, 3),
-            f"margins must be (n, classes), got {tuple(answer.margins.shape)}",
+        found = tuple(answer.margins.shape)
+        require(found == (4, 3), f"margins must be (n, classes), got {found}")
+        reached = torch.stack(
+            [
+                reached_margins(model, members(patch, image, seeded()), label).amin(dim=0)
+                for image, label in zip(images, labels.tolist(), strict=True)
+            ]
         )
-        for image, label, margins, certified in zip(
-            images, labels.tolist(), answer.margins.double(), answer.certified.tolist(), strict=True
-        ):
-            reached = reached_margins(model, members(patch, image, seeded()), label).amin(dim=0)
-            excess, own = float((margins - reached).max()), float(margins[label])
-            least = float(other_classes(margins, label).min())
-            require(own == 0, f"{name} network: the margin at the label is {own}, not 0")
-            require(
-                excess < 1e-5, f"{name} network: a margin is {excess:.3g} above a reachable logit difference"
-            )
-            require(
-                not certified or least > 0, f"{name} network: certified with a least margin of {least:.3g}"
-            )
+        own = answer.margins[torch.arange(4), labels]
+        excess = float((answer.margins.double() - reached).max())
+        weak = (answer.certified & ~(answer.least_margin > 0)).nonzero().flatten().tolist()
+        require(not own.any(), f"{name} network: the margins at the labels are {own.tolist()}, not 0")
+        require(excess < 1e-5, f"{name} network: a margin is {excess:.3g} above a reachable logit difference")
+        require(not weak, f"{name} network: images {weak} are certified without a positive margin")
 
 
 def the_worst_placement_is_the_weakest_allowed_one(subject: CertifierUnderTest) -> None:
@@ -298,11 +275,13 @@ def the_worst_placement_is_the_weakest_allowed_one(subject: CertifierUnderTest) 
         placements = patch.placements(*SHAPE[1:])
         masks = placements.masks(patch.stamp)
         for corner, mask in zip(placements.corners.tolist(), masks, strict=True):
-            named = subject.answer(stamp_probe(SHAPE, mask), image, [0, 0], patch).worst_placement
+            answer = subject.answer(stamp_probe(SHAPE, mask), image, [0, 0], patch)
+            if answer is None or answer.worst_placement is None:
+                continue
+            named = answer.worst_placement.tolist()
             require(
-                named is None or named.tolist() == [corner, corner],
-                f"{patch}: the worst placements are {None if named is None else named.tolist()}, "
-                f"but only {corner} changes anything",
+                named == [corner, corner],
+                f"{patch}: the worst placements are {named}, but only {corner} changes anything",
             )
 
 
@@ -311,7 +290,7 @@ def predictions_are_those_of_the_deployed_classifier(subject: CertifierUnderTest
     images = torch.rand(6, *SHAPE, generator=seeded(2))
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
     for name, model in random_networks(SHAPE, 3, seed=13, gain=0.5).items():
-        answer = subject.answer_unless_refused(model, images, labels, Patch(1))
+        answer = subject.answer(model, images, labels, Patch(1))
         if answer is None:
             continue
         said = subject.predictions(model, images)
@@ -328,7 +307,7 @@ def insensitive_networks_are_certified(subject: CertifierUnderTest) -> None:
     images = torch.rand(3, *SHAPE, generator=seeded())
     certified = subject.verdicts(constant(SHAPE, [0.0, 5.0]), images, [1, 1, 1], Patch(2))
     require(
-        bool(certified.all()),
+        certified.all(),
         f"a network with constant logits 0 and 5 is not certified: {certified.tolist()}",
     )
 
@@ -375,7 +354,7 @@ def batches_and_variants_do_not_change_verdicts(subject: CertifierUnderTest) -> 
         found = torch.cat([subject.verdicts(model, part, label, patch) for part, label in parts])
         require(torch.equal(together, found), f"verdicts in batches of {size} differ from those of one batch")
     for index, variant in enumerate(subject.variants):
-        found = subject.answer(model, images, labels, patch, variant).certified
+        found = replace(subject, classifier_of=variant).verdicts(model, images, labels, patch)
         require(torch.equal(together, found), f"variant {index} gives other verdicts than the classifier")
 
 
@@ -403,17 +382,10 @@ def nothing_but_the_result_is_changed(subject: CertifierUnderTest) -> None:
     """Weights, modes, gradients, images and the switches of torch are as before, after refusals too."""
     model = random_networks(SHAPE, 2, seed=5)["normalised"]
     images = torch.rand(3, *SHAPE, generator=seeded())
-    before, kept = state_around(model), images.clone()
-    weights = copy.deepcopy(model.state_dict())
-    subject.verdicts(model, images, [0, 1, 0], Patch(2))
-    subject.predictions(model, images)
-    subject.refuses(model, images, [0, 1, 0], Patch(6))
-    model.cpu()
-    changed = changed_state(before, state_around(model))
-    require(not changed, f"the calls left these changed: {', '.join(changed)}")
-    require(torch.equal(images, kept), "the images were changed")
-    same = all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
-    require(same, "the weights were changed")
+    with everything_unchanged(model, images):
+        subject.verdicts(model, images, [0, 1, 0], Patch(2))
+        subject.predictions(model, images)
+        subject.refuses(model, images, [0, 1, 0], Patch(6))
 
 
 CERTIFIER_CHECKS: tuple[Callable[[CertifierUnderTest], None], ...] = (

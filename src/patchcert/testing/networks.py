@@ -4,6 +4,8 @@ Most probes are chains of Flatten, Linear and ReLU on images of a given (channel
 0 and 1, and say 0 unless provoked.
 """
 
+import math
+
 import torch
 from torch import Generator, Tensor, nn
 
@@ -24,19 +26,6 @@ class ResidualBlock(nn.Module):
         return self.branch(images) + self.shortcut(images)
 
 
-class FunctionalHead(nn.Module):
-    """A head whose flattening and activation are function calls, invisible in a list of its submodules."""
-
-    def __init__(self, features: int, hidden: int, classes: int) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(features, hidden)
-        self.output = nn.Linear(hidden, classes)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Flatten, one hidden layer, logits."""
-        return self.output(torch.relu(self.hidden(torch.flatten(features, 1))))
-
-
 @torch.no_grad()
 def randomise(model: nn.Module, generator: Generator, gain: float = 1.0) -> nn.Module:
     """Give every layer weights drawn from the generator, batch norms also running statistics; in eval mode.
@@ -55,7 +44,8 @@ def randomise(model: nn.Module, generator: Generator, gain: float = 1.0) -> nn.M
 
 
 def linear(weight: Tensor, bias: list[float]) -> nn.Linear:
-    """A linear layer of these weights."""
+    """A linear layer of these weights; those of one output may have the shape of an image."""
+    weight = weight.flatten(1)
     layer = nn.Linear(weight.shape[1], weight.shape[0])
     with torch.no_grad():
         layer.weight.copy_(weight)
@@ -65,8 +55,7 @@ def linear(weight: Tensor, bias: list[float]) -> nn.Linear:
 
 def constant(shape: Shape, logits: list[float]) -> nn.Module:
     """Gives the same logits for every image."""
-    features = shape[0] * shape[1] * shape[2]
-    return nn.Sequential(nn.Flatten(), linear(torch.zeros(len(logits), features), logits)).eval()
+    return nn.Sequential(nn.Flatten(), linear(torch.zeros(len(logits), *shape), logits)).eval()
 
 
 def pixel_probe(
@@ -76,7 +65,7 @@ def pixel_probe(
     weight = torch.zeros(2, *shape)
     weight[1, channel, row, column] = -1.0 if dark else 1.0
     bias = [threshold - 1.0, 0.0] if dark else [threshold, 0.0]
-    return nn.Sequential(nn.Flatten(), linear(weight.flatten(1), bias)).eval()
+    return nn.Sequential(nn.Flatten(), linear(weight, bias)).eval()
 
 
 def stamp_probe(shape: Shape, mask: Tensor, hidden: bool = True) -> nn.Module:
@@ -86,24 +75,18 @@ def stamp_probe(shape: Shape, mask: Tensor, hidden: bool = True) -> nn.Module:
     not react at all before; without, its logit is linear and has a gradient everywhere on the mask.
     """
     values = int(mask.sum()) * shape[0]
-    weight = mask.float().expand(shape).flatten()[None]
-    if not hidden:
-        return nn.Sequential(
-            nn.Flatten(), linear(torch.cat([0 * weight, weight]), [values - 0.5, 0.0])
-        ).eval()
-    return nn.Sequential(
-        nn.Flatten(),
-        linear(weight, [0.75 - values]),
-        nn.ReLU(),
-        linear(torch.tensor([[0.0], [1.0]]), [0.5, 0.0]),
-    ).eval()
+    weight = mask.float().expand(1, *shape)
+    layers = [linear(torch.cat([0 * weight, weight]), [values - 0.5, 0.0])]
+    if hidden:
+        second = linear(torch.tensor([[0.0], [1.0]]), [0.5, 0.0])
+        layers = [linear(weight, [0.75 - values]), nn.ReLU(), second]
+    return nn.Sequential(nn.Flatten(), *layers).eval()
 
 
 def brightness_probe(shape: Shape) -> nn.Module:
     """Says 0 for images whose mean is above 1/2, else 1: what a patch can do is a matter of counting."""
-    features = shape[0] * shape[1] * shape[2]
-    weight = torch.stack([torch.ones(features), -torch.ones(features)])
-    return nn.Sequential(nn.Flatten(), linear(weight, [-features / 2, features / 2])).eval()
+    half, white = math.prod(shape) / 2, torch.ones(shape)
+    return nn.Sequential(nn.Flatten(), linear(torch.stack([white, -white]), [-half, half])).eval()
 
 
 class Flip(nn.Module):
@@ -119,13 +102,11 @@ class HiddenOrder(nn.Module):
 
     def __init__(self, shape: Shape, row: int, column: int) -> None:
         super().__init__()
-        features = shape[0] * shape[1] * shape[2]
+        features, white = math.prod(shape), torch.ones(shape)
         weight = torch.zeros(features, *shape)
         weight[:, 0, row, column] = 1.0
-        self.output = linear(
-            torch.stack([torch.zeros(features), torch.ones(features)]), [0.5 * features, 0.0]
-        )
-        self.hidden = linear(weight.flatten(1), [0.0] * features)
+        self.output = linear(torch.stack([0 * white, white]), [0.5 * features, 0.0])
+        self.hidden = linear(weight, [0.0] * features)
 
     def forward(self, images: Tensor) -> Tensor:
         """Hidden layer before output, whatever the registration says."""

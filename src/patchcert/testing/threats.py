@@ -49,14 +49,14 @@ class ThreatUnderTest:
 def the_clean_image_is_contained(subject: ThreatUnderTest) -> None:
     """An attacker need not change anything."""
     images = subject.images(8)
-    require(bool(subject.threat.contains(images, images).all()), "a clean image is not contained")
+    require(subject.threat.contains(images, images).all(), "a clean image is not contained")
 
 
 def samples_are_contained(subject: ThreatUnderTest) -> None:
     """Whatever `sample` draws, `contains` accepts."""
     images = subject.images(200)
     found = subject.threat.contains(images, subject.sample(images))
-    require(bool(found.all()), f"{int((~found).sum())} of 200 samples are not contained")
+    require(found.all(), f"{int((~found).sum())} of 200 samples are not contained")
 
 
 def samples_follow_the_generator_and_spare_the_images(subject: ThreatUnderTest) -> None:
@@ -81,7 +81,7 @@ def samples_reach_every_placement(subject: ThreatUnderTest) -> None:
     changed = (subject.sample(images) != images).any(dim=1).cpu()
     for corner, mask in zip(placements.corners.tolist(), placements.masks(subject.threat.stamp), strict=True):
         drawn = (changed == mask).flatten(1).all(dim=1)
-        require(bool(drawn.any()), f"in {len(images)} samples the placement {tuple(corner)} was never filled")
+        require(drawn.any(), f"in {len(images)} samples the placement {tuple(corner)} was never filled")
 
 
 def samples_reach_every_covered_value(subject: ThreatUnderTest) -> None:
@@ -150,7 +150,7 @@ def projections_are_contained_and_stay_where_they_are(subject: ThreatUnderTest) 
     images = subject.images(50)
     noise = torch.randn(images.shape, generator=seeded(3), dtype=torch.float64).to(images.device)
     projected = subject.threat.project(images, images + noise)
-    require(bool(subject.threat.contains(images, projected).all()), "a projection is not contained")
+    require(subject.threat.contains(images, projected).all(), "a projection is not contained")
     again = subject.threat.project(images, projected)
     require(torch.equal(projected, again), "projecting twice is not the same as projecting once")
     samples = subject.sample(images)

@@ -13,7 +13,7 @@ from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.tensors import Images, PerImage
 from patchcert.threats import shapes
 from patchcert.threats.placements import (
-    NAMED_RULES,
+    Named,
     PlacementRule,
     Placements,
     PlacementsLike,
@@ -21,7 +21,15 @@ from patchcert.threats.placements import (
     stamp_masks,
 )
 from patchcert.threats.shapes import Rows, Stamp, StampLike, from_rows, read_stamp, sums_under, to_rows, trim
-from patchcert.threats.threat import Plain, check_images, check_pair, gains, is_valid, without_nan
+from patchcert.threats.threat import (
+    Plain,
+    check_images,
+    check_pair,
+    gains,
+    is_valid,
+    random_filling,
+    without_nan,
+)
 
 
 @final
@@ -42,7 +50,7 @@ class Patch:
         given = read_stamp(stamp)
         trimmed = trim(given)
         rule = read_rule(placements)
-        if trimmed.shape != given.shape and rule not in NAMED_RULES.values():
+        if trimmed.shape != given.shape and not isinstance(rule, Named):
             raise InvalidThreat(
                 f"the stamp of shape {tuple(given.shape)} has empty outer rows or columns, so it is unclear "
                 "which pixel the given placements are the top-left corner of",
@@ -57,7 +65,7 @@ class Patch:
     @property
     def stamp(self) -> Stamp:
         """True on the pixels that the patch covers; a copy, which may be changed."""
-        return self._stamp.clone()
+        return self._stamp_on(torch.device("cpu")).clone()
 
     @property
     def height(self) -> int:
@@ -135,10 +143,7 @@ class Patch:
         check_images(images)
         placements = self.placements(images.shape[2], images.shape[3])
         corners = placements.sample((len(images),), generator).to(images.device)
-        drawn = torch.rand(images.shape, generator=generator, device=generator.device, dtype=images.dtype)
-        extreme = torch.rand(len(images), 1, 1, 1, generator=generator, device=generator.device) < 0.5
-        noise = torch.where(extreme, drawn.round(), drawn).to(images.device)
-        return torch.where(self._masks(images, corners)[:, None], noise, images)
+        return torch.where(self._masks(images, corners)[:, None], random_filling(images, generator), images)
 
     def project(self, clean: Images, changed: Images) -> Images:
         """The member nearest to each changed image: the placement that saves most distance, clamped.
@@ -168,15 +173,13 @@ class Patch:
                 f"a patch is a table with kind = 'patch', stamp and placements, got {dict(plain)!r}",
                 hint="write for example stamp = '5x5' and placements = 'everywhere'",
             )
-        return cls(_stamp_from_plain(plain["stamp"]), plain.get("placements", "everywhere"))
+        stamp = plain["stamp"]
+        read = from_rows(list(map(str, stamp))) if isinstance(stamp, list) else shapes.parse(str(stamp))
+        return cls(read, plain.get("placements", "everywhere"))
 
     @cached_property
     def _placements(self) -> dict[tuple[int, int], Placements]:
         return {}
-
-    @cached_property
-    def _stamp(self) -> Stamp:
-        return from_rows(self.rows)
 
     @cached_property
     def _stamps(self) -> dict[torch.device, Tensor]:
@@ -185,7 +188,7 @@ class Patch:
     def _stamp_on(self, device: torch.device) -> Stamp:
         """The stamp on a device, copied there once so that later calls do not wait for the host."""
         if device not in self._stamps:
-            self._stamps[device] = self.stamp.to(device)
+            self._stamps[device] = from_rows(self.rows).to(device)
         return self._stamps[device]
 
     def _masks(self, images: Images, corners: Annotated[Tensor, "... 2"]) -> Annotated[Tensor, "... h w"]:
@@ -199,9 +202,3 @@ class Patch:
         placements = self.placements(values.shape[1], values.shape[2])
         sums = sums_under(self.stamp, values).flatten(1)
         return sums if placements.complete else sums[:, placements.flat.to(values.device)]
-
-
-def _stamp_from_plain(stamp: Plain) -> Stamp:
-    if isinstance(stamp, list):
-        return from_rows([str(row) for row in stamp])
-    return shapes.parse(str(stamp))

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol, final
+from itertools import pairwise
+from typing import Annotated, Literal, final
 
 import numpy as np
 import torch
@@ -30,19 +31,6 @@ class Placements:
     def __len__(self) -> int:
         return self.corners.shape[0]
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Placements):
-            return NotImplemented
-        same_frame = (self.height, self.width, self.image_height, self.image_width) == (
-            other.height,
-            other.width,
-            other.image_height,
-            other.image_width,
-        )
-        return same_frame and torch.equal(self.corners.cpu(), other.corners.cpu())
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
     @property
     def rows(self) -> int:
         """How many top edges fit."""
@@ -63,11 +51,6 @@ class Placements:
         """The corners as indices into the rows x columns grid of all positions that fit."""
         return self.corners[:, 0] * self.columns + self.corners[:, 1]
 
-    def to(self, device: torch.device | str) -> "Placements":
-        """The same placements with corners on another device."""
-        corners = self.corners.to(device)
-        return Placements(corners, self.height, self.width, self.image_height, self.image_width)
-
     def masks(self, stamp: Stamp) -> Annotated[Tensor, "p h w"]:
         """True on the pixels that the stamp covers at each placement."""
         if tuple(stamp.shape) != (self.height, self.width):
@@ -81,7 +64,7 @@ class Placements:
         )
 
     def sample(self, shape: tuple[int, ...], generator: Generator) -> Annotated[Tensor, "... 2"]:
-        """Corners of the given leading shape, drawn uniformly and independently, on the device of `corners`."""
+        """Corners of the given leading shape, drawn uniformly and independently."""
         index = torch.randint(len(self), shape, generator=generator, device=generator.device)
         return self.corners[index.to(self.corners.device)]
 
@@ -107,47 +90,29 @@ def stamp_masks(
     return inside & stamp.flatten()[row_offsets + columns.clamp(0, box[1] - 1)[..., None, :]]
 
 
-class PlacementRule(Protocol):
-    """Which corners are allowed, before the image size is known."""
+@final
+@dataclass(frozen=True)
+class Named:
+    """Every position at which the whole stamp lies inside the image, or the image's corners.
+
+    These are four; fewer where the stamp is as high or as wide as the image.
+    """
+
+    name: Literal["everywhere", "corners"]
 
     def corners(self, rows: int, columns: int, image: tuple[int, int]) -> Corners:
         """The allowed corners in row-major order, where rows x columns of them fit the image."""
-        ...
-
-    def to_plain(self) -> Plain:
-        """The rule in plain types, as `read_rule` understands it."""
-        ...
-
-
-@final
-@dataclass(frozen=True)
-class Everywhere:
-    """Every position at which the whole stamp lies inside the image."""
-
-    def corners(self, rows: int, columns: int, image: tuple[int, int]) -> Corners:
-        return torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-
-    def to_plain(self) -> Plain:
-        return "everywhere"
-
-    def __str__(self) -> str:
-        return "everywhere"
-
-
-@final
-@dataclass(frozen=True)
-class ImageCorners:
-    """The four corners of the image; fewer where the stamp is as high or as wide as the image."""
-
-    def corners(self, rows: int, columns: int, image: tuple[int, int]) -> Corners:
-        tops, lefts = sorted({0, rows - 1}), sorted({0, columns - 1})
+        tops, lefts = range(rows), range(columns)
+        if self.name == "corners":
+            tops, lefts = sorted({0, rows - 1}), sorted({0, columns - 1})
         return torch.cartesian_prod(torch.tensor(tops), torch.tensor(lefts))
 
     def to_plain(self) -> Plain:
-        return "corners"
+        """The rule in plain types, as `read_rule` understands it."""
+        return self.name
 
     def __str__(self) -> str:
-        return "corners"
+        return self.name
 
 
 @final
@@ -201,18 +166,19 @@ class Mapped:
         return f"{''.join(self.map).count('#')} mapped placements"
 
 
-NAMED_RULES: dict[str, PlacementRule] = {"everywhere": Everywhere(), "corners": ImageCorners()}
+PlacementRule = Named | Listed | Mapped
+"""Which corners are allowed, before the image size is known."""
 
 
 def read_rule(value: PlacementsLike | Plain) -> PlacementRule:
     """The rule meant by a word, a list of (top, left), a boolean map, or what `to_plain` returned."""
     if isinstance(value, str):
-        if value not in NAMED_RULES:
+        if value not in ("everywhere", "corners"):
             raise InvalidThreat(
-                f"unknown placements {value!r}, expected one of {', '.join(map(repr, NAMED_RULES))}",
+                f"unknown placements {value!r}, expected one of 'everywhere', 'corners'",
                 hint="or give a list of (top, left) corners or a boolean map",
             )
-        return NAMED_RULES[value]
+        return Named(value)
     if isinstance(value, dict):
         rows = value.get("map")
         if set(value) != {"map"} or not isinstance(rows, list):
@@ -223,19 +189,24 @@ def read_rule(value: PlacementsLike | Plain) -> PlacementRule:
 
 
 def _mapped(allowed: Annotated[Tensor, "rows columns"]) -> Mapped:
-    if not allowed.any():
-        raise _none_allowed()
+    _require_any(int(allowed.sum()))
     return Mapped(to_rows(allowed))
 
 
 def _listed(value: object) -> Listed:
-    positions = [_position(pair) for pair in _rows_of(value)]
-    if not positions:
-        raise _none_allowed()
-    for first, second in zip(sorted(positions), sorted(positions)[1:], strict=False):
+    positions = sorted(_position(pair) for pair in _rows_of(value))
+    _require_any(len(positions))
+    for first, second in pairwise(positions):
         if first == second:
             raise InvalidThreat(f"placement {first} is listed twice", hint="list every (top, left) once")
-    return Listed(tuple(sorted(positions)))
+    return Listed(tuple(positions))
+
+
+def _require_any(count: int) -> None:
+    if not count:
+        raise InvalidThreat(
+            "no placement is allowed, so the threat would be empty", hint="allow at least one placement"
+        )
 
 
 def _rows_of(value: object) -> Sequence[object]:
@@ -257,12 +228,6 @@ def _position(pair: object) -> tuple[int, int]:
             hint="give a list such as [(0, 0), (3, 5)], or a map of dtype bool",
         )
     return whole[0], whole[1]
-
-
-def _none_allowed() -> InvalidThreat:
-    return InvalidThreat(
-        "no placement is allowed, so the threat would be empty", hint="allow at least one placement"
-    )
 
 
 def _outside(top: int, left: int, rows: int, columns: int, image: tuple[int, int]) -> InvalidThreat:

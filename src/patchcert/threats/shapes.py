@@ -4,8 +4,9 @@ Text and pictures of a stamp use '#' or white for covered pixels, '.' or black f
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, combinations
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import combinations
 from math import isqrt
 from pathlib import Path
 from typing import Annotated, SupportsIndex
@@ -92,7 +93,11 @@ def transfer_shapes(pixels: int) -> dict[str, tuple[Tensor, ...]]:
         "parallelogram": [parallelogram(pixels, mirror, turn) for turn in flags for mirror in flags],
         "diamond": [diamond(pixels)],
     }
-    return {name: _distinct(stamps) for name, stamps in found.items() if stamps}
+    return {
+        name: tuple({to_rows(stamp): stamp for stamp in stamps}.values())
+        for name, stamps in found.items()
+        if stamps
+    }
 
 
 def from_text(text: str) -> Stamp:
@@ -140,19 +145,12 @@ def name_of(stamp: Stamp) -> str | None:
     if pixels == height * width:
         return f"{height}x{width}"
     for kind, (_, variants) in NAMED.items():
-        if not _has(kind, pixels):
-            continue
-        for options in chain.from_iterable(
-            combinations(variants, count) for count in range(len(variants) + 1)
-        ):
-            if torch.equal(_named(kind, pixels, options), stamp):
-                return ":".join((kind, str(pixels), *options))
+        for count in range(len(variants) + 1):
+            for options in combinations(variants, count):
+                with suppress(InvalidThreat):
+                    if torch.equal(_named(kind, pixels, options), stamp):
+                        return ":".join((kind, str(pixels), *options))
     return None
-
-
-def render(stamp: Stamp) -> str:
-    """The stamp drawn with '#' and '.', as `from_text` reads it."""
-    return "\n".join(to_rows(stamp))
 
 
 def describe(stamp: Stamp) -> str:
@@ -219,7 +217,7 @@ def sums_under(stamp: Stamp, values: Annotated[Tensor, "n h w"]) -> Annotated[Te
     """
     height, width = stamp.shape
     if bool(stamp.all()):
-        return _window_sums(_window_sums(values, width, dim=2), height, dim=1)
+        return _window_sums(_window_sums(values, width).mT, height).mT
     running = F.pad(values.cumsum(dim=2), (1, 0))
     tops, lefts = values.shape[1] - height + 1, values.shape[2] - width + 1
     total = running.new_zeros(values.shape[0], tops, lefts)
@@ -266,18 +264,6 @@ def _ball(radius: int) -> Stamp:
     return distance[:, None] + distance[None, :] <= radius
 
 
-def _has(kind: str, pixels: int) -> bool:
-    try:
-        NAMED[kind][0](pixels)
-    except InvalidThreat:
-        return False
-    return True
-
-
-def _distinct(stamps: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    return tuple({to_rows(stamp): stamp for stamp in stamps}.values())
-
-
 def _from_picture(path: Path) -> Stamp:
     with Image.open(path) as picture:
         grey = picture.convert("L")
@@ -291,12 +277,10 @@ def _from_picture(path: Path) -> Stamp:
     return trim(levels == 255)
 
 
-def _window_sums(values: Tensor, length: int, dim: int) -> Tensor:
-    running = values.cumsum(dim=dim)
-    zero = torch.zeros_like(running.narrow(dim, 0, 1))
-    running = torch.cat([zero, running], dim=dim)
-    count = values.shape[dim] - length + 1
-    return running.narrow(dim, length, count) - running.narrow(dim, 0, count)
+def _window_sums(values: Tensor, length: int) -> Tensor:
+    """The sums of `length` neighbours along the last dimension."""
+    running = F.pad(values.cumsum(dim=-1), (1, 0))
+    return running[..., length:] - running[..., :-length]
 
 
 def _runs(stamp: Stamp) -> list[tuple[int, int, int]]:

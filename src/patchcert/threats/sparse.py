@@ -9,7 +9,16 @@ from torch import Generator, Tensor
 
 from patchcert.errors import InvalidThreat
 from patchcert.tensors import Images, PerImage
-from patchcert.threats.threat import Plain, as_whole, check_images, check_pair, gains, is_valid, without_nan
+from patchcert.threats.threat import (
+    Plain,
+    as_whole,
+    check_images,
+    check_pair,
+    gains,
+    is_valid,
+    random_filling,
+    without_nan,
+)
 
 SparseBound = Literal["tight", "per-pixel", "per-value"]
 
@@ -61,12 +70,9 @@ class SparsePixels:
         """One random member per image: distinct places, filled with uniform noise or zeros and ones."""
         check_images(images)
         self._check_fit(images)
-        device = generator.device
-        keys = self._units(torch.rand(images.shape, generator=generator, device=device))
-        drawn = torch.rand(images.shape, generator=generator, device=device, dtype=images.dtype)
-        extreme = torch.rand(len(images), 1, 1, 1, generator=generator, device=device) < 0.5
-        noise = torch.where(extreme, drawn.round(), drawn).to(images.device)
-        return torch.where(self._largest(keys.to(images.device), images), noise, images)
+        keys = self._units(torch.rand(images.shape, generator=generator, device=generator.device))
+        chosen = self._largest(keys.to(images.device), images)
+        return torch.where(chosen, random_filling(images, generator), images)
 
     def project(self, clean: Images, changed: Images) -> Images:
         """The member nearest to each changed image: the units that save most distance, clamped to [0, 1].

@@ -64,6 +64,13 @@ def is_valid(clean: Images, changed: Images) -> PerImage:
     return fine.flatten(1).all(dim=1)
 
 
+def random_filling(images: Images, generator: Generator) -> Images:
+    """For each image new values, either uniform noise or zeros and ones."""
+    drawn = torch.rand(images.shape, generator=generator, device=generator.device, dtype=images.dtype)
+    extreme = torch.rand(len(images), 1, 1, 1, generator=generator, device=generator.device) < 0.5
+    return torch.where(extreme, drawn.round(), drawn).to(images.device)
+
+
 def without_nan(clean: Images, changed: Images) -> Images:
     """The changed image with the clean value wherever it holds a NaN, which is near no pixel value."""
     return torch.where(changed.isnan(), clean, changed)

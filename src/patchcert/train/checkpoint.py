@@ -68,8 +68,9 @@ def _take(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _tensors(trainee: Trainee) -> dict[str, Tensor]:
     tensors = {f"model.{name}": value for name, value in trainee.model.state_dict().items()}
-    if trainee.helper is not None:
-        tensors |= {f"helper.{name}": value for name, value in trainee.helper.state_dict().items()}
+    helper = trainee.objective.helper
+    if helper is not None:
+        tensors |= {f"helper.{name}": value for name, value in helper.state_dict().items()}
     for number, parameter in enumerate(trainee.parameters):
         for key, value in trainee.optimiser.state.get(parameter, {}).items():
             tensors[f"optimiser.{number}.{key}"] = value

@@ -109,8 +109,8 @@ def local_device(device: torch.device) -> torch.device:
 class Accuracies:
     """Shares of images that are classified correctly, and that are certified."""
 
-    clean: float
-    certified: float
+    clean_accuracy: float
+    certified_accuracy: float
 
 
 def shared_accuracies(

@@ -4,6 +4,7 @@ import hashlib
 import platform
 import subprocess
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ import torch
 
 import patchcert
 from patchcert.data import Dataset
-
-PACKAGES = ("numpy", "safetensors")
 
 
 def describe_environment(device: torch.device, dataset: Dataset, processes: int) -> dict[str, Any]:
@@ -43,26 +42,19 @@ def describe_session(device: torch.device, epoch: int, batch: int) -> dict[str, 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Where, and with what, evidence was gathered."""
-    return {"device": device_name(device), "versions": _versions()}
-
-
-def _versions() -> dict[str, str]:
-    """Of the package, of Python and of what computes."""
-    own = {
+    versions = {
         "patchcert": patchcert.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **{name: metadata.version(name) for name in ("numpy", "safetensors")},
     }
-    return own | {name: metadata.version(name) for name in PACKAGES}
+    return {"device": device_name(device), "versions": versions}
 
 
+@cache
 def source_sha256() -> str:
     """A sum over the package's own files as they were when this module was read, which tells the code apart where there
     is no commit; empty where there are no such files."""
-    return _SOURCE_SHA256
-
-
-def _sum_of_sources() -> str:
     package = Path(patchcert.__file__).parent
     total = hashlib.sha256()
     files = sorted(package.rglob("*.py"))
@@ -72,7 +64,7 @@ def _sum_of_sources() -> str:
     return total.hexdigest() if files else ""
 
 
-_SOURCE_SHA256 = _sum_of_sources()
+source_sha256()
 
 
 def device_name(device: torch.device) -> str:

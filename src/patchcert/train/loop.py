@@ -9,7 +9,7 @@ from typing import Protocol
 from patchcert.errors import InvalidInput, RunError
 from patchcert.train.schedules import Phase
 from patchcert.train.step import CapturedStep, Plan, Rows, Trainee, TrainingStep
-from patchcert.train.strategy import Natural, derived_seed
+from patchcert.train.strategy import derived_seed, natural_objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def _train_epoch(
 
 
 def _make_step(trainee: Trainee, plan: Plan, phase: Phase) -> Callable[[Rows], None]:
-    clean = Natural().bind_network(trainee.objective.network) if phase == "natural" else None
+    clean = natural_objective(trainee.objective.network) if phase == "natural" else None
     step = TrainingStep(trainee, plan, clean, is_full=phase == "full")
     wanted, obstacle = plan.spec.run.cuda_graph, _obstacle_to_capture(trainee, plan)
     if wanted == "on" and obstacle:

@@ -127,7 +127,10 @@ def prepare_run(folder: Path, spec: Spec, resume: bool) -> Run:
         return Run.create(folder, spec)
     run = Run.open(folder)
     if not (resume or run.is_finished or run.state.is_file() or run.metrics()):
-        return _begin_anew(run, spec)
+        (folder / ENVIRONMENT).unlink(
+            missing_ok=True
+        )  # it was refused, or killed, before it had a state to lose
+        return Run.create(folder, spec)
     if run.spec.fingerprint() != spec.fingerprint():
         difference = _first_difference(to_table(run.spec), to_table(spec))
         raise RunError(f"{folder} holds a different run: {difference}", hint="give another folder with --out")
@@ -139,12 +142,6 @@ def prepare_run(folder: Path, spec: Spec, resume: bool) -> Run:
             )
         raise RunError(f"{folder} holds this run, unfinished", hint="add --resume to continue it")
     return run
-
-
-def _begin_anew(run: Run, spec: Spec) -> Run:
-    """Another run in the folder of one that was refused, or killed, before it had a state to lose."""
-    (run.path / ENVIRONMENT).unlink(missing_ok=True)
-    return Run.create(run.path, spec)
 
 
 @contextlib.contextmanager

@@ -39,10 +39,6 @@ class EpsilonSchedule:
         """The first epoch whose every batch has epsilon 1."""
         return self.natural_epochs + self.ramp_epochs
 
-    def start(self, epoch: int) -> float:
-        """Epsilon of the epoch's first batch."""
-        return self._bend(self._line(epoch))
-
     def end(self, epoch: int) -> float:
         """Epsilon of the epoch's last batch; the next epoch starts there, unless there is no ramp."""
         return self._bend(self._line_end(epoch))
@@ -53,13 +49,9 @@ class EpsilonSchedule:
         share = batch / (batches - 1) if batches > 1 else 1.0
         return self._bend(start + (end - start) * share)
 
-    def is_natural(self, epoch: int) -> bool:
-        """Epsilon stays at 0 throughout the epoch, so that it trains by plain cross entropy."""
-        return self.end(epoch) < NATURAL_BELOW
-
     def phase(self, epoch: int) -> Phase:
-        """Whether epsilon is 0, grows, or is 1 throughout the epoch."""
-        if self.is_natural(epoch):
+        """Whether epsilon is 0, grows, or is 1 throughout the epoch; at 0 it trains by plain cross entropy."""
+        if self.end(epoch) < NATURAL_BELOW:
             return "natural"
         return "full" if epoch >= self.full_from else "growing"
 
@@ -104,10 +96,6 @@ class LearningRateSchedule:
         at_least(1, "decay_every", self.decay_every)
         at_least(0, "decay_from", self.decay_from or 0)
 
-    def at(self, epoch: int, decay_from: int) -> float:
-        """The rate of a whole epoch; the first decay comes `decay_every` epochs after `decay_from`."""
-        return self.initial * self.decay_factor ** (max(epoch - decay_from, 0) // self.decay_every)
-
     def scaled(self, factor: float) -> "LearningRateSchedule":
         """The same rates with the decays closer together, in proportion."""
         start = None if self.decay_from is None else scale(self.decay_from, factor)
@@ -137,8 +125,9 @@ class Schedule:
         return self.epsilon.full_from + 1 if given is None else given
 
     def rate(self, epoch: int) -> float:
-        """The learning rate of an epoch."""
-        return self.learning_rate.at(epoch, self.decay_from)
+        """The learning rate of a whole epoch; the first decay comes `decay_every` epochs after `decay_from`."""
+        rates = self.learning_rate
+        return rates.initial * rates.decay_factor ** (max(epoch - self.decay_from, 0) // rates.decay_every)
 
     def scaled(self, factor: float) -> "Schedule":
         """Every part shrunk (or stretched) in proportion, each at least 1 epoch where it was above 0."""

@@ -10,8 +10,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from patchcert.data import Dataset, Split, load_dataset
 from patchcert.data.folder import FOLDER, ImageShape
 from patchcert.errors import DataError, SpecError
@@ -127,7 +125,7 @@ class OptimiserSettings:
     """Adam, or gradient descent where a momentum is given, its batches, and what is added to the loss.
 
     For speed, `tf32` lets a GPU round the products of training steps to fewer digits, and `windows` is the precision
-    of what a patch changes in the layers of a network; certificates use neither.
+    on a GPU of what a patch changes in the layers of a network; certificates use neither.
     """
 
     batch_size: int = 256
@@ -149,11 +147,6 @@ class OptimiserSettings:
     def roundings(self) -> tuple[str, ...]:
         """What training rounds to fewer digits than float32 has, in words; nothing by default."""
         return ("TF32",) * self.tf32 + ("bfloat16 windows",) * (self.windows is not None)
-
-    @property
-    def windows_dtype(self) -> torch.dtype | None:
-        """The precision of windows; None for that of the images."""
-        return torch.bfloat16 if self.windows == "bfloat16" else None
 
     def exact(self) -> "OptimiserSettings":
         """The same with steps in float32 throughout."""

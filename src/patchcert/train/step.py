@@ -64,11 +64,6 @@ class Trainee:
         self.optimiser = self._optimiser(settings)
 
     @property
-    def helper(self) -> nn.Module | None:
-        """The network trained beside the model, if any."""
-        return self.objective.helper
-
-    @property
     def parameters(self) -> list[nn.Parameter]:
         """All weights that learn, the classifier's first."""
         return [each for group in self.optimiser.param_groups for each in group["params"]]
@@ -76,8 +71,8 @@ class Trainee:
     def _optimiser(self, settings: OptimiserSettings) -> torch.optim.Optimizer:
         """Gradient descent where there is a momentum, else Adam; both can be recorded with their step."""
         groups: list[dict[str, Any]] = [{"params": list(self.model.parameters())}]
-        if self.helper is not None:
-            groups.append({"params": list(self.helper.parameters()), "weight_decay": 0.0})
+        if self.objective.helper is not None:
+            groups.append({"params": list(self.objective.helper.parameters()), "weight_decay": 0.0})
         on_cuda = self.device.type == "cuda"
         rate, decay = self.learning_rate, settings.weight_decay
         if settings.momentum is not None:

@@ -1,10 +1,10 @@
 """What a training strategy is: it turns a batch and an epsilon into worst-case margins with a gradient."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Annotated, ClassVar, Literal, Protocol, final
+from typing import Annotated, ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -88,48 +88,40 @@ class Objective:
     helper: nn.Module | None = None
 
 
-class Strategy(Protocol):
-    """One way to train against a threat: a frozen dataclass whose fields are the keys of `[strategy]`.
+class Strategy(ABC):
+    """One way to train against a threat: a frozen dataclass whose fields are the keys of `[strategy]`."""
 
-    `threats` are the kinds of threat it can train against. `has_bounds` says whether interval bounds of the model mean
-    anything, so that certified accuracy is measured during training.
-    """
+    __slots__ = ()
+    threats: ClassVar[tuple[type, ...]] = (Patch,)
+    """The kinds of threat it can train against."""
+    has_bounds: ClassVar[bool] = True
+    """Whether interval bounds of the model mean anything, so that certified accuracy is measured during training."""
 
-    threats: ClassVar[tuple[type, ...]]
-    has_bounds: ClassVar[bool]
-
-    @property
-    def kind(self) -> str:
-        """The strategy's name in a specification."""
-        ...
-
+    @abstractmethod
     def bind(self, subject: Subject) -> Objective:
         """The strategy at work on a model and a threat, with all that it keeps between steps."""
-        ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Natural:
+class Natural(Strategy):
     """Plain cross entropy on clean images, whatever epsilon is: no threat is trained against."""
 
     threats: ClassVar = (Patch, SparsePixels)
-    has_bounds: ClassVar = True
     kind: Literal["natural"] = "natural"
 
     def bind(self, subject: Subject) -> Objective:
         """The margins of the clean images."""
-        return self.bind_network(trace(subject.model))
-
-    def bind_network(self, network: Network) -> Objective:
-        """The same for a model that has been traced."""
-        return Objective(network, partial(_clean_margins, network))
+        return natural_objective(trace(subject.model))
 
 
-def _clean_margins(
-    network: Network, batch: Batch, epsilon: float | Tensor, generator: Generator
-) -> WorstCase:
-    return WorstCase(logit_margins(network.values(batch.own_images)[-1], batch.own_labels))
+def natural_objective(network: Network) -> Objective:
+    """The margins of clean images by a model that has been traced."""
+
+    def clean_margins(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
+        return WorstCase(logit_margins(network.values(batch.own_images)[-1], batch.own_labels))
+
+    return Objective(network, clean_margins)
 
 
 def logit_margins(logits: Annotated[Tensor, "n k"], labels: Labels) -> Margins:

@@ -12,12 +12,11 @@ import tomllib
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from patchcert.errors import InvalidInput, PatchcertError, SpecError
 from patchcert.threats import Patch, SparsePixels, threat_from_dict
 
-T = TypeVar("T")
 THREAT_KEYS = {"patch": ("kind", "stamp", "placements"), "sparse": ("kind", "pixels", "bound")}
 
 
@@ -39,18 +38,14 @@ class Place:
         return SpecError(f"{source}: {self.key or 'the specification'} {message}", hint=hint)
 
 
-def decode(kind: type[T], value: object, place: Place) -> T:
-    """The value as a frozen dataclass; errors name the key, the file and the nearest valid key."""
-    return _decode(kind, value, place)
-
-
 def at_least(least: int, name: str, value: int | None) -> None:
     """Refuse the value of a field that is set and below the least that makes sense."""
     if value is not None and value < least:
         raise InvalidInput(f"{name} is {value}; expected at least {least}")
 
 
-def _decode(kind: Any, value: Any, place: Place) -> Any:
+def decode(kind: Any, value: Any, place: Place) -> Any:
+    """The value as this type, such as a frozen dataclass; errors name the key, the file and the nearest valid key."""
     if dataclasses.is_dataclass(kind) and kind not in (Patch, SparsePixels):
         return _table(kind, value, place)
     origin = get_origin(kind)
@@ -68,15 +63,15 @@ def _table(kind: Any, value: Any, place: Place) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     refuse_unknown(table, fields, place)
     hints = get_type_hints(kind)
-    missing = [name for name, field in fields.items() if name not in table and _is_required(field)]
+    missing = [
+        name
+        for name, each in fields.items()
+        if name not in table and each.default is each.default_factory is dataclasses.MISSING
+    ]
     if missing:
         wanted = f"{missing[0]} = ..." if place.key else f"a section [{missing[0]}]"
         raise place.below(missing[0]).error("is missing", hint=f"add {wanted}")
-    values = {name: _decode(hints[name], table[name], place.below(name)) for name in table}
-    return _checked(kind, values, place)
-
-
-def _checked(kind: Any, values: dict[str, Any], place: Place) -> Any:
+    values = {name: decode(hints[name], table[name], place.below(name)) for name in table}
     try:
         return kind(**values)
     except PatchcertError as error:
@@ -88,7 +83,7 @@ def _union(kinds: tuple[Any, ...], value: Any, place: Place) -> Any:
     if set(rest) == {Patch, SparsePixels}:
         return _threat(value, place)
     if len(rest) == 1:
-        return _decode(rest[0], value, place)
+        return decode(rest[0], value, place)
     table = _as_table(value, place)
     tagged = {get_args(get_type_hints(kind)["kind"])[0]: kind for kind in rest}
     if "kind" not in table:
@@ -117,7 +112,7 @@ def _choice(choices: tuple[Any, ...], value: Any, place: Place) -> Any:
 def _sequence(kinds: tuple[Any, ...], value: Any, place: Place) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise place.error(f"is {value!r}; expected a list", hint=f"write [{value}]")
-    return tuple(_decode(kinds[0], item, place.below(str(index))) for index, item in enumerate(value))
+    return tuple(decode(kinds[0], item, place.below(str(index))) for index, item in enumerate(value))
 
 
 def _scalar(kind: Any, value: Any, place: Place) -> Any:
@@ -148,10 +143,6 @@ def nearest(word: str, choices: Iterable[str], listed: str = "known") -> str:
     names = list(choices)
     close = difflib.get_close_matches(word, names, n=1)
     return f"did you mean {close[0]}?" if close else f"{listed}: {', '.join(names)}"
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:

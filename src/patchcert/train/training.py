@@ -14,7 +14,7 @@ import torch
 from torch import Generator, nn
 
 from patchcert.certificates.checks import check_fit
-from patchcert.data import Dataset, Split
+from patchcert.data import Dataset
 from patchcert.errors import PatchcertError, RunError, SpecError
 from patchcert.models import ModelSpec, build, save
 from patchcert.train.checkpoint import Best, load_state, save_state
@@ -24,7 +24,7 @@ from patchcert.train.loop import EpochSummary, Position, train
 from patchcert.train.run_folder import Run, exclusive, prepare_run
 from patchcert.train.spec import Spec
 from patchcert.train.step import Plan, Trainee
-from patchcert.train.strategy import Strategy, Subject, derived_seed
+from patchcert.train.strategy import Subject, derived_seed
 
 SAVE_SHARE = 0.02
 """At most this share of the time is spent on saving the state."""
@@ -56,7 +56,6 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"nothing is lost; resume with: patchcert train {folder} --resume")
-        self.folder = folder
 
 
 @dataclass(slots=True)
@@ -143,16 +142,18 @@ class _Training:
         data, held_out = spec.data.split(dataset)
         self.held_out = None if held_out is None else held_out.to(place.device)
         self.plan = Plan(spec, data.to(place.device), place.world)
-        windows = spec.optimiser.windows_dtype
+        is_rounded = spec.optimiser.windows is not None and place.device.type == "cuda"
+        windows = torch.bfloat16 if is_rounded else None
         subject = Subject(self.model, self.model_spec, spec.threat, spec.seed, windows)
-        strategy: Strategy = spec.strategy
-        self.trainee = Trainee(self.model, strategy.bind(subject), spec.optimiser)
+        self.trainee = Trainee(self.model, spec.strategy.bind(subject), spec.optimiser)
         self.best = Best()
         self._saved_at, self._save_took = 0.0, 0.0
 
     def carry_out(self, stop: StopRequest) -> None:
         """Train from the saved state, or from the start, to the end or until a stop is asked for."""
-        self.stop, start = stop, self._restore()
+        self.stop, start = stop, Position()
+        if self.run.state.is_file():
+            start, self.best = load_state(self.run.state, self.trainee)
         if self.place.world.is_main:
             self.run.truncate_metrics(start.epoch)
             self._record_session(start)
@@ -198,12 +199,6 @@ class _Training:
         self._saved_at = time.monotonic()
         self._save_took = self._saved_at - began
 
-    def _restore(self) -> Position:
-        if not self.run.state.is_file():
-            return Position()
-        position, self.best = load_state(self.run.state, self.trainee)
-        return position
-
     def _record_session(self, start: Position) -> None:
         device = self.place.device
         before = self.run.environment().get("sessions", [])
@@ -219,21 +214,18 @@ class _Training:
             return {}
         images = self.plan.data if self.held_out is None else self.held_out
         sample = images if chooses else images.take(self.spec.run.check_images)
-        found = self._accuracies(sample)
-        if chooses and found["certified_accuracy"] > self.best.accuracy:
+        found = shared_accuracies(
+            self.model, sample.floats(), sample.labels, self.spec.threat, self.place.world
+        )
+        if chooses and found.certified_accuracy > self.best.accuracy:
             weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-            self.best = Best(found["certified_accuracy"], summary.epoch, weights)
+            self.best = Best(found.certified_accuracy, summary.epoch, weights)
         name = "train" if self.held_out is None else "validation"
-        return found | {"checked_on": name, "checked_images": len(sample)}
+        return asdict(found) | {"checked_on": name, "checked_images": len(sample)}
 
     def _is_due(self, epoch: int) -> bool:
         every = self.spec.run.check_every if self.spec.strategy.has_bounds else 0
         return bool(every) and ((epoch + 1) % every == 0 or epoch + 1 == self.spec.schedule.epochs)
-
-    def _accuracies(self, sample: Split) -> dict[str, float]:
-        world = self.place.world
-        found = shared_accuracies(self.model, sample.floats(), sample.labels, self.spec.threat, world)
-        return {"clean_accuracy": found.clean, "certified_accuracy": found.certified}
 
 
 def summarise(run: Run) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.tensors import Images
-from patchcert.windows.kernels import is_fused
+from patchcert.windows.passes import is_fused
 
 _MOST_CHANNELS = 64
 _MOST_TAPS = 63
@@ -61,7 +61,9 @@ class MarginUNet(nn.Module):
             ]
         )
         self.full = nn.Sequential(_convolution(channels, width), _convolution(width, width))
-        self.laterals = nn.ModuleList(_convolution(size, size, 1) for size in _widths(width))
+        self.laterals = nn.ModuleList(
+            _convolution(size, size, 1) for size in (width, width, 2 * width, 4 * width)
+        )
         self.up = nn.ModuleList(
             [
                 _convolution(6 * width, 4 * width),
@@ -116,10 +118,6 @@ def build_unet(
 def _normalisation(width: int) -> nn.BatchNorm2d:
     """By the batch alone: the U-net only ever guesses about the batch it learns from."""
     return nn.BatchNorm2d(width, track_running_stats=False)
-
-
-def _widths(width: int) -> tuple[int, int, int, int]:
-    return width, width, 2 * width, 4 * width
 
 
 def _convolution(channels: int, width: int, kernel: int = 3) -> nn.Sequential:

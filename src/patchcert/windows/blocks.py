@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, final
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from patchcert.bounds.geometry import NotCovered, Window
 from patchcert.bounds.operations import ChannelScale, Convolution, MaxPool, Monotone, Reshape
 from patchcert.threats import Patch, Placements
 from patchcert.windows.layout import Layout
-from patchcert.windows.passes import Columns, OnWindows, Outside, Part, WindowPass, Windows, common_steps
+from patchcert.windows.passes import WindowPass, Windows, common_steps
 from patchcert.windows.rules import propagate
 
 
@@ -109,11 +109,6 @@ class PlacementBlocks:
         return state
 
 
-def masked(box: Windows, masks: Annotated[Tensor, "b members _ h w 1"]) -> Windows:
-    """The box (b, n, h, w, c) on the pixels of each member, and nothing elsewhere."""
-    return box.map(lambda part: (part.unsqueeze(1) * masks).flatten(0, 1))
-
-
 def _axis(count: int, sides: Sequence[int]) -> tuple[Annotated[Tensor, "b"], Annotated[Tensor, "b reach"]]:
     """The corners of the blocks along an axis of `count` placements, and their members as offsets from them."""
     counts = [count]
@@ -188,38 +183,3 @@ def covered_pixels(threat: Patch, rows: int, columns: int) -> Annotated[Tensor, 
     for top, left in itertools.product(range(rows), range(columns)):
         masks[top, left, top : top + threat.height, left : left + threat.width, 0] = threat.stamp
     return masks.flatten(0, 1)
-
-
-@final
-class RepeatedPass(WindowPass):
-    """Each placement of a pass `count` times in a row."""
-
-    def __init__(self, single: WindowPass, count: int) -> None:
-        self.shared, self.windows = single.shared, single.windows
-        self.has_gradient, self.single, self.count = single.has_gradient, single, count
-
-    def outside(self, index: int) -> Outside | None:
-        return self._repeated(self.single.outside(index))
-
-    def clean_windows(self, index: int) -> OnWindows | Annotated[Tensor, "n features"]:
-        values = self.single.clean_windows(index)
-        return values if self.windows[index] is None else repeated(values, self.count)
-
-    def surroundings(self, position: int, height: int, width: int) -> OnWindows:
-        return repeated(self.single.surroundings(position, height, width), self.count)
-
-    def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
-        """Copies count as further images, which share their weights."""
-        images = part.unflatten(0, (-1, self.count)).flatten(1, 2)
-        return self.single.flat_product(images, columns, index).unflatten(1, (self.count, -1)).flatten(0, 1)
-
-    def signed_cells(self, index: int) -> Annotated[Tensor, "p ... cells"] | None:
-        return self._repeated(self.single.signed_cells(index))
-
-    def _repeated(self, table: Tensor | None) -> Tensor | None:
-        return None if table is None else repeated(table, self.count)
-
-
-def repeated(table: Tensor, count: int) -> Tensor:
-    """Each row `count` times in a row."""
-    return table.unsqueeze(1).expand(-1, count, *table.shape[1:]).flatten(0, 1)

@@ -8,7 +8,7 @@ from torch import Tensor
 from patchcert.bounds import NEAREST, Network, Rounding
 from patchcert.tensors import Corners, Images, Labels, PlacementMargins
 from patchcert.threats import Patch
-from patchcert.windows.memory import rows_within
+from patchcert.windows.sweep import rows_within
 
 
 def dense_margins(
@@ -41,7 +41,7 @@ def dense_weakest(
 ) -> Annotated[Tensor, "n k"]:
     """The placement of least margin for each image and class, a few placements at a time."""
     corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
-    size = rows_within(network, images, budget, len(images))
+    size = rows_within(network, images, budget)
     least, weakest = None, None
     for start in range(0, len(corners), size):
         margins = dense_margins(network, images, labels, threat, corners[start : start + size], epsilon)

@@ -1,4 +1,4 @@
-"""Steps on windows as single CUDA kernels, which read and write each number once.
+"""Steps on windows as single CUDA kernels, which read and write each number once; loaded where `is_fused` says so.
 
 Each computes what a slower form computes, and tests on machines with CUDA hold the two equal. `fused_relu` and
 `differentiable_relu` are `_monotone` in `rules`; `placed` is `F.pad`; `fused_rows` followed by a product is `convolve`;
@@ -9,7 +9,6 @@ Each computes what a slower form computes, and tests on machines with CUDA hold 
 # Triton is a language of its own; its stubs, where it is installed, do not tell all.
 # pyright: reportCallIssue=false
 
-import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated
@@ -19,6 +18,12 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from patchcert.bounds.geometry import Geometry
+from patchcert.bounds.operations import Convolution, is_relu
+from patchcert.bounds.rounding import blocked_product
+from patchcert.windows import triton_kernels
+from patchcert.windows.layout import Weight
+from patchcert.windows.passes import Columns, OnWindows, WindowPass, Windows
+from patchcert.windows.rules import relu_terms
 
 Size = tuple[int, int]
 
@@ -26,16 +31,6 @@ _State = Annotated[Tensor, "p n ..."]
 """Deviations or radii: (p, n, h, w, c) on windows, or (p, n, features)."""
 _Radius = Annotated[Tensor, "_ _ ..."]
 """Radii that may be the same for all placements or images."""
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def is_fused(value: Tensor) -> bool:
-    """Whether steps on such values run as single kernels: they are float32 on CUDA, and Triton is installed."""
-    return value.is_cuda and value.dtype == torch.float32 and _has_triton()
 
 
 def fused_relu(
@@ -53,13 +48,11 @@ def fused_relu(
     multiplied by `factor` and the first slack added before the function, by `widen` and the second slack after it.
     Deviation and radius may be of half precision: the sums are in float32 all the same.
     """
-    from patchcert.windows.triton_kernels import relu_windows
-
     deviation, radius, clean = deviation.contiguous(), radius.contiguous(), clean.contiguous()
     placements, images = deviation.shape[:2]
     new_deviation, new_radius = torch.empty_like(deviation), torch.empty_like(deviation)
     grid = _Grid.of(deviation, 256)
-    relu_windows[grid.programs](  # pyright: ignore[reportIndexIssue]
+    triton_kernels.relu_windows[grid.programs](  # pyright: ignore[reportIndexIssue]
         deviation,
         radius,
         clean,
@@ -130,13 +123,11 @@ class _FusedRelu(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: FunctionCtx, by_deviation: Tensor, by_radius: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None]:
-        from patchcert.windows.triton_kernels import relu_windows_gradient
-
         deviation, radius, clean, *cells = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
         to_deviation, to_radius = torch.empty_like(deviation), torch.empty_like(deviation)
         to_clean = torch.zeros_like(clean)
         grid = _Grid.of(deviation, 1024)
-        relu_windows_gradient[grid.programs](  # pyright: ignore[reportIndexIssue]
+        triton_kernels.relu_windows_gradient[grid.programs](  # pyright: ignore[reportIndexIssue]
             deviation,
             radius,
             clean,
@@ -183,15 +174,13 @@ class _Placed(torch.autograd.Function):
 
 def _moved(source: Tensor, size: Size, origin: Size, shifts: Tensor | None, sign: int) -> Tensor:
     """The source (..., h, w, c) put into maps of the given size; with sign -1 what lies there is taken out again."""
-    from patchcert.windows.triton_kernels import place_windows
-
     source = source.contiguous()
     height, width, channels = source.shape[-3:]
     output = source.new_empty(*source.shape[:-3], *size, channels)
     count = output.numel() // channels
     block = 1 << (channels - 1).bit_length()
     at_once = max(1, 4096 // block)
-    place_windows[(-(-count // at_once),)](  # pyright: ignore[reportIndexIssue]
+    triton_kernels.place_windows[(-(-count // at_once),)](  # pyright: ignore[reportIndexIssue]
         source,
         source if shifts is None else shifts.contiguous(),
         output,
@@ -226,8 +215,6 @@ def fused_head(
     Gives the deviation times row label minus row class of the weight, and the radius times the absolute values. Every
     sum has one term per feature. Products are in TF32 where that is allowed, as in the search of training.
     """
-    from patchcert.windows.triton_kernels import head_windows
-
     deviation, radius, clean, weight = (part.contiguous() for part in (deviation, radius, clean, weight))
     placements, images, features = deviation.shape
     classes = len(weight)
@@ -235,7 +222,7 @@ def fused_head(
     spread = torch.empty_like(shift)
     is_fast = torch.backends.cuda.matmul.fp32_precision == "tf32"
     rows, warps = (32, 2) if is_fast else (8, 4)
-    head_windows[(images, -(-placements // rows))](  # pyright: ignore[reportIndexIssue]
+    triton_kernels.head_windows[(images, -(-placements // rows))](  # pyright: ignore[reportIndexIssue]
         deviation,
         radius,
         clean,
@@ -268,15 +255,13 @@ def fused_rows(
     maps: Annotated[Tensor, "b _ _ c"], geometry: Geometry, height: int, width: int
 ) -> Annotated[Tensor, "rows terms"]:
     """The values under the kernel at each place of its output (height, width), a row for each, 0 in padding."""
-    from patchcert.windows.triton_kernels import window_rows
-
     maps = maps.contiguous()
     count, rows, columns, channels = maps.shape
     taps, places = geometry.kernel[0] * geometry.kernel[1], count * height * width
     output = torch.empty(places, taps * channels, dtype=maps.dtype, device=maps.device)
     block = 1 << (geometry.kernel[1] * channels - 1).bit_length()
     at_once = max(1, 1024 // block)
-    window_rows[(-(-places // at_once),)](  # pyright: ignore[reportIndexIssue]
+    triton_kernels.window_rows[(-(-places // at_once),)](  # pyright: ignore[reportIndexIssue]
         maps,
         output,
         places,
@@ -300,8 +285,6 @@ def fused_rows(
     return output
 
 
-_OnWindows = Annotated[Tensor, "p n h w c"]
-
 _FEWEST_CHANNELS = 32
 _SHARED_MEMORY = 200 * 2**10
 
@@ -320,30 +303,8 @@ def _shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """What a program takes at once, images, outputs and terms of their sums, and how it is run."""
-
-    images: int
-    outputs: int
-    terms: int
-    warps: int
-    stages: int
-    is_turned: bool = False
-
-
-def slide_tiles(images: int, channels: int, outputs: int) -> Tiles:
-    """Two sums of 128 images by 128 outputs fill the registers of a core; narrower ones leave room for another."""
-    width = _part(outputs, 128)
-    return Tiles(_images(images), width, _part(channels, 64), 8, 4 if width == 128 else 2, is_turned=True)
-
-
-def product_tiles(images: int, channels: int, outputs: int) -> Tiles:
-    """One sum of 128 images by 256 outputs likewise."""
-    return Tiles(_images(images), _part(outputs, 256), _part(channels, 64), 8, 4)
-
-
 def _images(count: int) -> int:
+    """How many images a program takes at once."""
     return min(128, max(16, 1 << (count - 1).bit_length()))
 
 
@@ -353,31 +314,29 @@ def _part(number: int, most: int) -> int:
 
 
 def slid_relu(
-    parts: tuple[_OnWindows, _OnWindows],
-    weights: tuple[Annotated[Tensor, "taps c out"], Annotated[Tensor, "taps c out"]],
+    parts: tuple[OnWindows, OnWindows],
+    weight: Annotated[Tensor, "taps c out"],
     geometry: Geometry,
     clean: Annotated[Tensor, "n places out"],
     cells: Annotated[Tensor, "p cells"],
     spans: Annotated[Tensor, "p 6"],
-    tiles: Tiles | None = None,
 ) -> tuple[Annotated[Tensor, "p n _ _ out"], Annotated[Tensor, "p n _ _ out"]]:
-    """Deviation and radius through a convolution and a ReLU; `weights` come with their absolute values.
+    """Deviation and radius through a convolution and a ReLU.
 
     The `cells` are those of the new windows, -1 outside; the `spans` are those of the old windows.
     """
-    from patchcert.windows.triton_kernels import slide_relu
-
     deviation, radius, clean = parts[0].contiguous(), parts[1].contiguous(), clean.contiguous()
     placements, images, rows, columns, channels = deviation.shape
-    outputs, (height, width) = weights[0].shape[-1], geometry.output_size(rows, columns)
-    tiles = tiles or slide_tiles(images, channels, outputs)
+    outputs, (height, width) = weight.shape[-1], geometry.output_size(rows, columns)
+    # Two sums of 128 images by 128 outputs fill the registers of a core; narrower ones leave room for another.
+    at_once, block = _images(images), _part(outputs, 128)
     new_deviation = deviation.new_empty(placements, images, height, width, outputs)
     new_radius = torch.empty_like(new_deviation)
-    programs = -(-images // tiles.images) * (outputs // tiles.outputs)
-    slide_relu[(height * width, programs, placements)](  # pyright: ignore[reportIndexIssue]
+    programs = -(-images // at_once) * (outputs // block)
+    triton_kernels.slide_relu[(height * width, programs, placements)](  # pyright: ignore[reportIndexIssue]
         deviation,
         radius,
-        *weights,
+        weight,
         clean,
         cells.contiguous(),
         spans.contiguous(),
@@ -397,34 +356,31 @@ def slid_relu(
         KERNEL_COLUMNS=geometry.kernel[1],
         ROW_STRIDE=geometry.stride[0],
         COLUMN_STRIDE=geometry.stride[1],
-        IMAGES=tiles.images,
-        TERMS=tiles.terms,
-        BLOCK=tiles.outputs,
-        IS_TURNED=tiles.is_turned,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        IMAGES=at_once,
+        TERMS=_part(channels, 64),
+        BLOCK=block,
+        num_warps=8,
+        num_stages=4 if block == 128 else 2,
     )
     return new_deviation, new_radius
 
 
 def window_products(
-    parts: tuple[_OnWindows, _OnWindows],
+    parts: tuple[OnWindows, OnWindows],
     weights: tuple[Annotated[Tensor, "places c out"], Annotated[Tensor, "places c out"]],
     map_columns: int,
     spans: Annotated[Tensor, "p 6"],
-    tiles: Tiles | None = None,
 ) -> tuple[Annotated[Tensor, "p n out"], Annotated[Tensor, "p n out"]]:
     """Deviation and radius times the weights and their absolute values, where `spans` say on a map of `map_columns`."""
-    from patchcert.windows.triton_kernels import window_product
-
     deviation, radius = parts[0].contiguous(), parts[1].contiguous()
     placements, images, rows, columns, channels = deviation.shape
     outputs = weights[0].shape[-1]
-    tiles = tiles or product_tiles(images, channels, outputs)
+    # One sum of 128 images by 256 outputs fills the registers of a core.
+    at_once, block = _images(images), _part(outputs, 256)
     new_deviation = deviation.new_empty(placements, images, outputs)
     new_radius = torch.empty_like(new_deviation)
-    programs = -(-images // tiles.images) * (outputs // tiles.outputs)
-    window_product[(2 * programs, placements)](  # pyright: ignore[reportIndexIssue]
+    programs = -(-images // at_once) * (outputs // block)
+    triton_kernels.window_product[(2 * programs, placements)](  # pyright: ignore[reportIndexIssue]
         deviation,
         radius,
         *weights,
@@ -437,10 +393,82 @@ def window_products(
         ROWS=rows,
         COLUMNS=columns,
         MAP_COLUMNS=map_columns,
-        IMAGES=tiles.images,
-        TERMS=tiles.terms,
-        BLOCK=tiles.outputs,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        IMAGES=at_once,
+        TERMS=_part(channels, 64),
+        BLOCK=block,
+        num_warps=8,
+        num_stages=4,
     )
     return new_deviation, new_radius
+
+
+def relu(state: Windows, sweep: WindowPass, position: int) -> Windows:
+    """The windows after the ReLU at this position, in one pass over the memory."""
+    index = sweep.steps[position].inputs[0]
+    cells = sweep.signed_cells(index)
+    clean = sweep.clean.values[index].flatten(1) if cells is None else sweep.clean.places(index, sweep.layout)
+    if sweep.has_gradient:
+        return Windows(*differentiable_relu(state.deviation, state.radius, clean, cells))
+    terms = relu_terms(state, sweep, position)
+    return Windows(*fused_relu(state.deviation, state.radius, clean, cells, *terms))
+
+
+def padded(maps: Annotated[Tensor, "b h w c"], geometry: Geometry) -> Annotated[Tensor, "b _ _ c"]:
+    """The maps with the padding made explicit."""
+    top, bottom, left, right = geometry.padding
+    return placed(maps, (maps.shape[1] + top + bottom, maps.shape[2] + left + right), (top, left))
+
+
+def slide_by_rows(
+    maps: Annotated[Tensor, "b h w c"], taps: Weight, geometry: Geometry
+) -> Annotated[Tensor, "b _ _ out"]:
+    """As `convolve` by a product, with the rows under the kernel laid out by a CUDA kernel."""
+    height, width = geometry.output_size(maps.shape[1], maps.shape[2])
+    rows = fused_rows(maps, geometry, height, width)
+    columns = taps.permute(2, 3, 1, 0).flatten(0, 2)
+    return blocked_product(rows, columns).reshape(len(maps), height, width, -1)
+
+
+def convolution_with_relu(state: Windows, sweep: WindowPass, position: int) -> Windows | None:
+    """The windows after the convolution at this position and the ReLU that follows it, by one kernel of half precision.
+
+    None where the kernel does not apply.
+    """
+    step = sweep.steps[position]
+    if not isinstance(step.operation, Convolution) or not _is_half(state, sweep):
+        return None
+    spans, cells = sweep.spans(step.inputs[0]), sweep.signed_cells(position + 1)
+    geometry, weight = step.operation.geometry, step.operation.weight()
+    users = [user for user in sweep.steps if position + 1 in user.inputs]
+    is_before_relu = users == [sweep.steps[position + 1]] and is_relu(users[0].operation)
+    is_plain = step.operation.groups == 1 and geometry.dilation == (1, 1) and is_before_relu
+    fits = is_plain and fills_cores(weight.shape[1], weight.shape[0], weight.device)
+    if spans is None or cells is None or not fits:
+        return None
+    clean = sweep.clean.places(position + 1, sweep.layout)
+    local = sweep.window(step.inputs[0]).local(geometry, sweep.window(position + 1))
+    formed, _ = sweep.shared.weights(
+        (position, "half"), lambda: weight.permute(2, 3, 1, 0).flatten(0, 1).half().contiguous()
+    )
+    return Windows(*slid_relu((state.deviation, state.radius), formed, local, clean, cells, spans))
+
+
+def product_of_windows(
+    state: Windows, weights: tuple[Columns, Columns], sweep: WindowPass, index: int
+) -> Windows | None:
+    """The windows on value `index` times the weights of the layer after it, by one kernel of half precision.
+
+    None where the kernel does not apply.
+    """
+    spans, area = sweep.spans(index), sweep.layout.maps[index]
+    _, channels, outputs = weights[0].shape
+    fits = _is_half(state, sweep) and fills_cores(channels, outputs, weights[0].device)
+    if spans is None or area is None or not fits:
+        return None
+    parts = (state.deviation, state.radius)
+    return Windows(*window_products(parts, weights, area.width, spans))
+
+
+def _is_half(state: Windows, sweep: WindowPass) -> bool:
+    is_full = state.radius.shape == state.deviation.shape
+    return state.deviation.dtype == torch.float16 and is_full and not sweep.has_gradient

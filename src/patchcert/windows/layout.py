@@ -1,13 +1,16 @@
-"""Where a patch can be seen in each feature map: the operations are asked, the answers are put together."""
+"""Where a patch can be seen in each feature map: the operations are asked, the answers are put together. And
+convolutions on windows as matrices, where windows are small."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from patchcert.bounds import Network
-from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places, Window
+from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places, Window, convolve
 from patchcert.bounds.operations import (
     Add,
     AveragePool,
@@ -18,12 +21,59 @@ from patchcert.bounds.operations import (
     Operation,
     Reshape,
 )
-from patchcert.windows.products import ConvolutionMatrix
 
 Shape = tuple[int, ...]
 
+Weight = Annotated[Tensor, "out _ _ _"]
+"""The weights of a convolution: outputs, channels of a group, height and width of the kernel."""
+
 WITH_OWN_RULES = (Convolution, AveragePool, Linear, ChannelScale, Monotone, Add, Reshape)
 """The operations that have a rule of their own in `rules`; all others go by their interval bound."""
+
+
+_MOST_INPUTS, _MOST_WORK = 1024, 8
+
+
+def is_worth_a_matrix(inputs: int, taps: int) -> bool:
+    """Whether the window is small, and its matrix costs at most `_MOST_WORK` times a convolution of `taps` a place."""
+    return inputs <= min(_MOST_INPUTS, _MOST_WORK * taps)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionMatrix:
+    """Which weight of a convolution stands where in its matrix (inputs, outputs) on a window, if any does.
+
+    Where none does, `index` names weights in turn: adding up a gradient of zeros there then has no bottleneck.
+    """
+
+    index: Annotated[Tensor, "entries"]
+    is_empty: Annotated[Tensor, "inputs outputs"]
+
+    @staticmethod
+    def of(geometry: Geometry, weight: Weight, groups: int, shape: Sequence[int]) -> "ConvolutionMatrix":
+        """For weights of this shape, on windows of the given (height, width, channels)."""
+        with torch.no_grad():
+            numbers = torch.arange(1.0, weight.numel() + 1, dtype=torch.float64, device=weight.device)
+            numbers = window_matrix(geometry, numbers.view(weight.shape), groups, shape).long()
+        in_turn = torch.arange(numbers.numel(), device=weight.device) % weight.numel()
+        index = (numbers - 1).flatten().where(numbers.flatten() > 0, in_turn)
+        return ConvolutionMatrix(index, numbers == 0)
+
+    def matrix(self, weight: Weight) -> Annotated[Tensor, "inputs outputs"]:
+        """The convolution with these weights, exactly, and differentiable in them."""
+        chosen = weight.flatten().index_select(0, self.index).view(self.is_empty.shape)
+        return chosen.masked_fill(self.is_empty, 0.0)
+
+
+def window_matrix(
+    geometry: Geometry, weight: Weight, groups: int, shape: Sequence[int]
+) -> Annotated[Tensor, "inputs outputs"]:
+    """The convolution on a window of the given (height, width, channels) as a matrix, exactly."""
+    count = shape[0] * shape[1] * shape[2]
+    basis = (
+        torch.eye(count, dtype=weight.dtype, device=weight.device).reshape(count, *shape).permute(0, 3, 1, 2)
+    )
+    return convolve(basis, weight, geometry, groups, precise=True).permute(0, 2, 3, 1).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,21 +13,25 @@ cost a few units of |z| and of the radius, and the stored z itself may be off by
 the radius before and after the function.
 """
 
+import importlib.util
 import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, TypeVar
+from functools import cache
+from typing import Annotated, TypeVar, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from patchcert.bounds import Rounding
-from patchcert.bounds.geometry import NotCovered, Window
-from patchcert.bounds.network import Step
-from patchcert.windows.clean import Clean
-from patchcert.windows.kernels import is_fused
+from patchcert.bounds import Interval, Network, Rounding
+from patchcert.bounds.geometry import FeatureMap, NotCovered, Window
+from patchcert.bounds.network import Step, merged_margins
+from patchcert.bounds.operations import is_relu
+from patchcert.tensors import Corners, Images, Labels, Margins
+from patchcert.threats import Placements
 from patchcert.windows.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -44,7 +48,20 @@ Columns = Annotated[Tensor, "places c out"]
 Weights = tuple[Tensor, Tensor]
 """Weights and their absolute values, alike in shape."""
 
+_LARGE_WINDOW = 2**20
+"""The number of weights under a window from which a CPU reads them in place instead of gathering them."""
+
 Built = TypeVar("Built")
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_fused(value: Tensor) -> bool:
+    """Whether steps on such values run as single kernels: they are float32 on CUDA, and Triton is installed."""
+    return value.is_cuda and value.dtype == torch.float32 and _has_triton()
 
 
 def if_covered(build: Callable[[], Built]) -> Built | None:
@@ -54,6 +71,92 @@ def if_covered(build: Callable[[], Built]) -> Built | None:
     except NotCovered as reason:
         logger.debug("the dense path takes over: %s", reason)
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Clean:
+    """The value of every step on the unchanged images, and the margins there.
+
+    `slack` bounds, per step and image, how far a stored value can be from the exact one; None where bounds
+    need not be sound. `largest` is the largest absolute value, on which the rounding of later sums depends.
+    """
+
+    values: list[Annotated[Tensor, "n ..."]]
+    margins: Margins
+    slack: list[Annotated[Tensor, "n"]] | None = None
+    largest: list[Annotated[Tensor, "n"]] | None = None
+    _places: dict[int, Tensor] = field(default_factory=dict)
+
+    def select(self, images: Annotated[Tensor, "chosen"]) -> "Clean":
+        """The clean pass of some of the images, given by their numbers."""
+
+        def chosen(parts: list[Tensor] | None) -> list[Tensor] | None:
+            return None if parts is None else [part.index_select(0, images) for part in parts]
+
+        values = [value.index_select(0, images) for value in self.values]
+        return Clean(values, self.margins.index_select(0, images), chosen(self.slack), chosen(self.largest))
+
+    def detached(self) -> "Clean":
+        """The same values, cut off from the gradient."""
+        values = [value.detach() for value in self.values]
+        return Clean(values, self.margins.detach(), self.slack, self.largest)
+
+    def places(self, index: int, layout: Layout) -> Annotated[Tensor, "n places c"]:
+        """Value `index`, laid out for windows to be read from it."""
+        if index not in self._places:
+            area = layout.maps[index]
+            assert area is not None
+            value = self.values[index].reshape(-1, area.channels, area.height, area.width)
+            self._places[index] = value.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
+        return self._places[index]
+
+
+def clean_pass(network: Network, images: Images, labels: Labels) -> Clean:
+    """Values rounded to nearest, for training."""
+    values = network.values(images)
+    logits = values[-1]
+    return Clean(values, logits.gather(1, labels.unsqueeze(1)) - logits)
+
+
+def exact_clean_pass(audit: Network, images: Images, labels: Labels, dtype: torch.dtype) -> Clean:
+    """Values of the given type with proven slack, from intervals around single points, outward-rounded in float64.
+
+    `audit` is the network with weights of float64.
+    """
+    rounding, head = Rounding.outward(torch.float64), audit.head
+    assert head is not None
+    intervals = audit.intervals(Interval.point(images.double()), rounding)
+    margins = merged_margins(head, intervals[-2], labels, rounding)
+    values, slack, largest = [], [], []
+    for position, interval in enumerate(intervals):
+        value = _stored(audit, position, interval, values, dtype)
+        # The centre is off the middle by 1.2e-16 of itself at most, the radius by as much of its own; `_round_up` pays
+        # for the rounding of these sums.
+        error = (
+            (value.double() - interval.centre).abs()
+            + interval.radius * (1 + 1e-9)
+            + interval.centre.abs() * 1e-15
+        )
+        values.append(value)
+        slack.append(_round_up(error.flatten(1).amax(dim=1), dtype))
+        largest.append(_round_up(value.flatten(1).abs().amax(dim=1), dtype))
+    return Clean(values, margins, slack, largest)
+
+
+def _stored(
+    audit: Network, index: int, interval: Interval, before: list[Tensor], dtype: torch.dtype
+) -> Tensor:
+    """The numbers kept for value `index`; after a ReLU those of the kept input, as kernels compute them."""
+    step = audit.steps[index - 1] if index else None
+    if step is not None and is_relu(step.operation):
+        return torch.relu(before[step.inputs[0]])
+    return interval.centre.to(dtype)
+
+
+def _round_up(values: Annotated[Tensor, "n"], dtype: torch.dtype) -> Annotated[Tensor, "n"]:
+    # Rounding to float32 loses 6e-8 of a normal number at most, the sums before it some 1e-16. Passes add tiny for the
+    # numbers that are not normal.
+    return (values.double() * (1 + 1e-6)).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +187,10 @@ class Windows:
     def times(self, weights: "Weights", product: Callable[[Tensor, Tensor], Tensor]) -> "Windows":
         """The deviation times the weights, and the radius times their absolute values."""
         return Windows(product(self.deviation, weights[0]), product(self.radius, weights[1]))
+
+    def masked(self, masks: Annotated[Tensor, "b members _ h w 1"]) -> "Windows":
+        """The windows (b, n, h, w, c) on the pixels of each member, and nothing elsewhere."""
+        return self.map(lambda part: (part.unsqueeze(1) * masks).flatten(0, 1))
 
     def slice(self, start: int, stop: int) -> "Windows":
         """The windows of some of the placements."""
@@ -163,24 +270,42 @@ class WindowPass(ABC):
     has_gradient: bool = False
 
     @abstractmethod
-    def outside(self, index: int) -> Outside | None:
-        """Which cells of the windows on value `index` lie outside the feature map; None where none does."""
-
-    @abstractmethod
-    def clean_windows(self, index: int) -> OnWindows | Annotated[Tensor, "n features"]:
-        """The clean value `index` on the windows; the value itself where it has no places."""
-
-    @abstractmethod
-    def surroundings(self, position: int, height: int, width: int) -> OnWindows:
-        """The clean values that the step at `position` looks at, and its padding outside the feature map."""
-
-    @abstractmethod
     def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
         """Windows on value `index` times the weights of the linear layer after it."""
 
     @abstractmethod
+    def _gather(self, window: Window, index: int) -> OnWindows:
+        """The clean value `index` where the window lies for each placement."""
+
+    @abstractmethod
+    def _signed(self, window: Window, index: int) -> Annotated[Tensor, "p ... cells"]:
+        """The cells of the window on its map for each placement, as flat indices, -1 outside."""
+
+    @abstractmethod
+    def _outside(self, window: Window, index: int) -> Outside | None:
+        """Which cells of the window lie outside the map for each placement; None where none does."""
+
+    def clean_windows(self, index: int) -> OnWindows | Annotated[Tensor, "n features"]:
+        """The clean value `index` on the windows; the value itself where it has no places."""
+        window = self.windows[index]
+        return self.clean.values[index].flatten(1) if window is None else self._gather(window, index)
+
     def signed_cells(self, index: int) -> Annotated[Tensor, "p ... cells"] | None:
         """The cells of the windows on value `index`, -1 outside the map; None without places."""
+        window = self.windows[index]
+        return None if window is None else self._signed(window, index)
+
+    def outside(self, index: int) -> Outside | None:
+        """Which cells of the windows on value `index` lie outside the feature map; None where none does."""
+        window = self.windows[index]
+        return None if window is None else self._outside(window, index)
+
+    def surroundings(self, position: int) -> OnWindows:
+        """The clean values that the step at `position` looks at, and its padding outside the feature map."""
+        step, seen = self.steps[position], self.layout.seen(position, self.windows)
+        assert seen is not None
+        values, outside = self._gather(seen, step.inputs[0]), self._outside(seen, step.inputs[0])
+        return values if outside is None else values.masked_fill(outside, step.operation.padding)
 
     def spans(self, index: int) -> Annotated[Tensor, "p 6"] | None:
         """Which part of the windows on value `index` lies in the map, and where, as in `Cells`; None where each image
@@ -215,9 +340,168 @@ class WindowPass(ABC):
         return window
 
 
+def repeated(table: Tensor, count: int) -> Tensor:
+    """Each row `count` times in a row."""
+    return table if count == 1 else table.unsqueeze(1).expand(-1, count, *table.shape[1:]).flatten(0, 1)
+
+
 def common_steps(windows: Iterable[Window | None]) -> tuple[int, int]:
     """How many pixels down and right placements must differ by for their windows to differ by whole cells."""
     known = [window for window in windows if window]
     return math.lcm(*(window.row_step for window in known)), math.lcm(
         *(window.column_step for window in known)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """The cells of the feature map that each placement's window covers, as flat indices.
+
+    `signed` is -1 for cells outside the map; `index` has some cell of the map there, and `outside` says which they
+    are: None where no window sticks out. `spans` are the rows of the window that lie in the map, from and to, the
+    columns likewise, and the row and column of the map at which the window begins.
+    """
+
+    index: Annotated[Tensor, "p cells"]
+    signed: Annotated[Tensor, "p cells"]
+    outside: Annotated[Tensor, "p 1 h w 1"] | None
+    spans: Annotated[Tensor, "p 6"]
+
+    def slice(self, start: int, stop: int) -> "Cells":
+        """The cells of some of the placements."""
+        outside = None if self.outside is None else self.outside[start:stop]
+        return Cells(self.index[start:stop], self.signed[start:stop], outside, self.spans[start:stop])
+
+
+def cells(window: Window, shifts: np.ndarray, area: FeatureMap, device: torch.device) -> Cells:
+    """The cells of the window on the map when it is shifted by these numbers of image pixels (p, 2)."""
+    rows = _axis_cells(window.top, window.height, shifts[:, 0], window.row_step)
+    columns = _axis_cells(window.left, window.width, shifts[:, 1], window.column_step)
+    rows_inside, columns_inside = (rows >= 0) & (rows < area.height), (columns >= 0) & (columns < area.width)
+    inside = rows_inside[:, :, None] & columns_inside[:, None, :]
+    flat = np.where(inside, rows[:, :, None] * area.width + columns[:, None, :], -1).astype(np.int32)
+    signed = torch.from_numpy(flat).to(device)
+    outside = None if inside.all() else (signed < 0)[:, None, :, :, None]
+    signed = signed.flatten(1)
+    spans = np.stack([*_span(rows_inside), *_span(columns_inside), rows[:, 0], columns[:, 0]], axis=1)
+    spans = torch.from_numpy(spans.astype(np.int32)).to(device)
+    return Cells(signed.clamp(min=0).long(), signed, outside, spans)
+
+
+def _span(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the run of true flags in each row (p, extent) begins and ends, each (p,)."""
+    first = inside.argmax(axis=1)
+    return first, first + inside.sum(axis=1)
+
+
+def _axis_cells(origin: int, extent: int, shifts: np.ndarray, step: int) -> np.ndarray:
+    return (origin + shifts // step)[:, None] + np.arange(extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Placements whose windows differ by whole cells on every feature map, so that one geometry serves them all.
+
+    `cells` are those of the windows and, for steps that go by their interval bound, of what their output windows look
+    at: by the window of the first member and its map.
+    """
+
+    members: Annotated[Tensor, "p"]
+    windows: tuple[Window | None, ...]
+    cells: dict[tuple[Window, FeatureMap], Cells]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+
+def groups(layout: Layout, placements: Placements, device: torch.device) -> list[Group]:
+    """All placements, grouped by their alignment to the strides of the network."""
+    windows = layout.windows(Window(0, 0, placements.height, placements.width))
+    row_step, column_step = common_steps(windows)
+    corners = placements.corners.cpu()
+    alignment = (corners[:, 0] % row_step) * column_step + corners[:, 1] % column_step
+    return [
+        _group(layout, placements, corners, (alignment == value).nonzero().flatten(), device)
+        for value in alignment.unique().tolist()
+    ]
+
+
+def _group(
+    layout: Layout, placements: Placements, corners: Corners, members: Tensor, device: torch.device
+) -> Group:
+    first = corners[members[0]]
+    windows = layout.windows(Window(int(first[0]), int(first[1]), placements.height, placements.width))
+    shifts = (corners[members] - first).numpy()
+    needed = list(zip(windows, layout.maps, strict=True))
+    for position, step in enumerate(layout.network.steps):
+        needed.append((layout.seen(position, windows), layout.maps[step.inputs[0]]))
+    known = dict.fromkeys((window, area) for window, area in needed if window and area)
+    covered = {(window, area): cells(window, shifts, area, device) for window, area in known}
+    return Group(members.to(device), windows, covered)
+
+
+@final
+class GroupPass(WindowPass):
+    """A slice of one group: the same placements for every image, aligned alike to the strides of the network, each
+    `count` times in a row."""
+
+    def __init__(self, shared: SharedByPasses, group: Group, start: int, stop: int, count: int = 1) -> None:
+        self.shared, self.windows = shared, group.windows
+        self.group, self.start, self.stop, self.count = group, start, stop, count
+
+    def repeated(self, count: int) -> "GroupPass":
+        """Each placement `count` times in a row."""
+        return GroupPass(self.shared, self.group, self.start, self.stop, count)
+
+    def cells(self, window: Window, index: int) -> Cells:
+        """The cells of the window on value `index` for each placement, once for all copies."""
+        area = self.layout.maps[index]
+        assert area is not None
+        return self.group.cells[window, area].slice(self.start, self.stop)
+
+    def spans(self, index: int) -> Annotated[Tensor, "p 6"] | None:
+        window = self.windows[index]
+        return None if window is None or self.count > 1 else self.cells(window, index).spans
+
+    def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
+        if self.count > 1:
+            # Copies count as further images, which share their weights.
+            images = part.unflatten(0, (-1, self.count)).flatten(1, 2)
+            moved = self.repeated(1).flat_product(images, columns, index)
+            return moved.unflatten(1, (self.count, -1)).flatten(0, 1)
+        window = self.window(index)
+        cells = self.cells(window, index)
+        if not part.is_cuda and cells.index.shape[1] * columns[0].numel() >= _LARGE_WINDOW:
+            rows = cells.signed.view(-1, window.height, window.width).numpy()
+            return torch.stack(
+                [self._by_rows(part[min(one, len(part) - 1)], columns, rows[one]) for one in range(len(rows))]
+            )
+        chosen = columns.index_select(0, cells.index.flatten()).reshape(
+            len(cells.index), -1, columns.shape[2]
+        )
+        return self.rounding.product(part.flatten(2), chosen)
+
+    def _by_rows(
+        self, part: Annotated[Tensor, "n h w c"], columns: Columns, cells: np.ndarray
+    ) -> Annotated[Tensor, "n out"]:
+        """One placement's window times its weights, row by row: those of a row lie side by side."""
+        total = part.new_zeros(len(part), columns.shape[2])
+        for row, places in enumerate(cells):
+            inside = np.flatnonzero(places >= 0)
+            if len(inside):
+                first, count = int(inside[0]), len(inside)
+                weights = columns[int(places[first]) :][:count].flatten(0, 1)
+                total += self.rounding.product(part[:, row, first : first + count].flatten(1), weights)
+        return total
+
+    def _gather(self, window: Window, index: int) -> OnWindows:
+        cells, places = self.cells(window, index).index, self.clean.places(index, self.layout)
+        values = places.index_select(1, cells.flatten()).unflatten(1, cells.shape).transpose(0, 1)
+        return repeated(values.unflatten(2, (window.height, window.width)), self.count)
+
+    def _signed(self, window: Window, index: int) -> Annotated[Tensor, "p cells"]:
+        return repeated(self.cells(window, index).signed, self.count)
+
+    def _outside(self, window: Window, index: int) -> Outside | None:
+        outside = self.cells(window, index).outside
+        return None if outside is None else repeated(outside, self.count)

@@ -1,7 +1,8 @@
 """What operations do to windows: a short rule for each that has products or kernels of its own, one for all others.
 
-They pay for rounding as derived in `passes`. Below, u is the unit of rounding, D and R are deviation and radius of a
-window, z is the clean value, and L the largest absolute clean value of the image.
+Convolutions and linear layers take the form that is fastest for their size and arithmetic. Rules pay for rounding as
+derived in `passes`. Below, u is the unit of rounding, D and R are deviation and radius of a window, z is the clean
+value, and L the largest absolute clean value of the image.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchcert.bounds.geometry import FeatureMap, Geometry, Window
+from patchcert.bounds.geometry import FeatureMap, Geometry, Window, convolve
 from patchcert.bounds.operations import (
+    SCALE_ROUNDINGS,
     Add,
     AveragePool,
     ChannelScale,
@@ -23,14 +25,11 @@ from patchcert.bounds.operations import (
     Monotone,
     Operation,
     Reshape,
+    equal_weights,
 )
-from patchcert.bounds.operations.affine import SCALE_ROUNDINGS
-from patchcert.bounds.operations.pooling import equal_weights
 from patchcert.bounds.rounding import lifted, summed_roundings
-from patchcert.windows.affine import convolution_with_relu, multiply, slide
-from patchcert.windows.kernels import differentiable_relu, fused_relu
-from patchcert.windows.passes import WindowPass, Windows
-from patchcert.windows.products import product
+from patchcert.windows.layout import Weight, is_worth_a_matrix
+from patchcert.windows.passes import Columns, Weights, WindowPass, Windows
 
 Inputs = Sequence[Windows]
 
@@ -47,7 +46,11 @@ def propagate(sweep: WindowPass, start: Windows, last: int, first: int = 0) -> W
             inputs = [
                 state.settled(sweep.outside(index)) for state, index in zip(inputs, step.inputs, strict=True)
             ]
-        both = None if position + 2 > last else convolution_with_relu(inputs[0], sweep, position)
+        both = None
+        if sweep.is_fused and position + 2 <= last:
+            from patchcert.windows.kernels import convolution_with_relu
+
+            both = convolution_with_relu(inputs[0], sweep, position)
         if both is None:
             rule = RULES.get(type(step.operation), _by_interval)
             states[position + 1] = rule(step.operation, inputs, sweep, position)
@@ -65,14 +68,6 @@ def before_head(sweep: WindowPass, start: Windows, first: int = 0) -> Windows:
     return propagate(sweep, start, last, first).settled(sweep.outside(last))
 
 
-def _convolution(operation: Convolution, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
-    return slide(operation.geometry, operation.weight(), operation.groups, inputs[0], sweep, position)
-
-
-def _linear(operation: Linear, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
-    return multiply(operation.weight(), inputs[0], sweep, position)
-
-
 def _average_pool(operation: AveragePool, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
     area, clean = sweep.layout.maps[index], sweep.clean.values[index]
@@ -80,7 +75,7 @@ def _average_pool(operation: AveragePool, inputs: Inputs, sweep: WindowPass, pos
     geometry = operation.places(area)
     if not isinstance(geometry, Geometry):
         return _global_mean(state, area, sweep)
-    return slide(geometry, equal_weights(geometry, clean), area.channels, state, sweep, position)
+    return _slide(geometry, equal_weights(geometry, clean), area.channels, state, sweep, position)
 
 
 def _global_mean(state: Windows, area: FeatureMap, sweep: WindowPass) -> Windows:
@@ -88,7 +83,7 @@ def _global_mean(state: Windows, area: FeatureMap, sweep: WindowPass) -> Windows
     ones = state.deviation.new_ones(cells, 1)
 
     def mean(part: Annotated[Tensor, "p n h w c"]) -> Annotated[Tensor, "p n c"]:
-        total = product(part.flatten(2, 3).transpose(2, 3), ones, sweep.rounding).squeeze(3)
+        total = sweep.rounding.product(part.flatten(2, 3).transpose(2, 3), ones).squeeze(3)
         return total / (area.height * area.width)
 
     # The division rounds once more than the sum.
@@ -108,7 +103,9 @@ def _channel_scale(operation: ChannelScale, inputs: Inputs, sweep: WindowPass, p
 def _monotone(operation: Monotone, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
     if operation.is_relu and sweep.is_fused:
-        return _fused_relu(state, sweep, position)
+        from patchcert.windows.kernels import relu
+
+        return relu(state, sweep, position)
     before, is_outward = sweep.clean_windows(index), sweep.rounding.is_outward
     after = sweep.clean_windows(position + 1) if is_outward else operation.function(before)
     function = operation.precisely if is_outward and operation.units else operation.function
@@ -142,8 +139,7 @@ def _seen_box(state: Windows, sweep: WindowPass, position: int) -> Interval:
     index = sweep.steps[position].inputs[0]
     source, seen = sweep.window(index), sweep.layout.seen(position, sweep.windows)
     grown = _extend(state, source, seen)
-    before = sweep.surroundings(position, grown.deviation.shape[2], grown.deviation.shape[3])
-    return _box(before, grown, sweep, index)
+    return _box(sweep.surroundings(position), grown, sweep, index)
 
 
 def _box(before: Tensor, state: Windows, sweep: WindowPass, index: int) -> Interval:
@@ -188,17 +184,6 @@ def _per_image(slack: Annotated[Tensor, "n"], state: Windows) -> Tensor:
     return slack.reshape(-1, *[1] * (state.deviation.dim() - 2))
 
 
-def _fused_relu(state: Windows, sweep: WindowPass, position: int) -> Windows:
-    """As `_monotone` for ReLU, in one pass over the memory."""
-    index = sweep.steps[position].inputs[0]
-    cells = sweep.signed_cells(index)
-    clean = sweep.clean.values[index].flatten(1) if cells is None else sweep.clean.places(index, sweep.layout)
-    if sweep.has_gradient:
-        return Windows(*differentiable_relu(state.deviation, state.radius, clean, cells))
-    terms = relu_terms(state, sweep, position)
-    return Windows(*fused_relu(state.deviation, state.radius, clean, cells, *terms))
-
-
 def relu_terms(
     state: Windows, sweep: WindowPass, position: int
 ) -> tuple[float, float, tuple[Tensor, Tensor] | None]:
@@ -230,8 +215,162 @@ def _extend(state: Windows, source: Window | None, target: Window | None) -> Win
     return state.map(lambda part: F.pad(part, (0, 0, left, right, top, bottom)))
 
 
-def _reshape(operation: Reshape, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
-    return inputs[0]
+def _convolution(operation: Convolution, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
+    return _slide(operation.geometry, operation.weight(), operation.groups, inputs[0], sweep, position)
+
+
+def _slide(
+    geometry: Geometry, weight: Weight, groups: int, state: Windows, sweep: WindowPass, position: int
+) -> Windows:
+    """The windows after a kernel with these weights has slid over them, in the step at this position."""
+    source, target = sweep.window(sweep.steps[position].inputs[0]), sweep.window(position + 1)
+    local = source.local(geometry, target)
+    inputs, taps = weight.shape[1] * groups * source.height * source.width, weight[0].numel()
+    if is_worth_a_matrix(inputs, taps):
+        moved = _slide_by_matrix(local, weight, groups, state, sweep, position)
+        roundings = summed_roundings(taps, inputs)
+    else:
+        moved = _slide_by_convolution(local, weight, groups, state, sweep, position)
+        roundings = summed_roundings(taps)
+    # The weights of a mean are rounded once before the products are; one rounding more is to spare.
+    return replace(moved.widened(roundings + 2, sweep.rounding), is_ragged=True)
+
+
+def _slide_by_convolution(
+    geometry: Geometry, weight: Weight, groups: int, state: Windows, sweep: WindowPass, position: int
+) -> Windows:
+    precise = sweep.rounding.is_outward
+    # Laid out for the library as windows are.
+    layout = torch.channels_last if sweep.is_fused and not precise else torch.preserve_format
+    weights = sweep.shared.weights(
+        (position,), lambda: weight.to(state.deviation.dtype, memory_format=layout)
+    )
+    if precise and groups == 1:
+        state, weights = moved_alone(state, weights)
+
+    def moved(part: Tensor, taps: Tensor) -> Tensor:
+        maps, local = part.flatten(0, 1), geometry
+        if sweep.is_fused and precise and groups == 1:
+            from patchcert.windows.kernels import slide_by_rows
+
+            return slide_by_rows(maps, taps, geometry).unflatten(0, part.shape[:2])
+        if sweep.is_fused and not precise and geometry.symmetric_padding is None:
+            from patchcert.windows.kernels import padded
+
+            maps, local = padded(maps, geometry), geometry.unpadded
+        slid = convolve(maps.permute(0, 3, 1, 2), taps, local, groups, precise)
+        return slid.permute(0, 2, 3, 1).contiguous().unflatten(0, part.shape[:2])
+
+    return state.times(weights, moved)
+
+
+def _slide_by_matrix(
+    geometry: Geometry, weight: Weight, groups: int, state: Windows, sweep: WindowPass, position: int
+) -> Windows:
+    shape, dtype = tuple(state.deviation.shape[2:]), state.deviation.dtype
+
+    def matrix() -> Tensor:
+        return sweep.layout.convolution_matrix(geometry, weight, groups, shape).matrix(weight).to(dtype)
+
+    height, width = geometry.output_size(shape[0], shape[1])
+    terms = weight[0].numel()
+
+    def moved(part: Tensor, factor: Tensor) -> Tensor:
+        rows = sweep.rounding.product(part.flatten(2).flatten(0, 1), factor, terms)
+        return rows.reshape(*part.shape[:2], height, width, -1)
+
+    return state.times(sweep.shared.weights((position, geometry, shape), matrix), moved)
+
+
+def _linear(operation: Linear, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
+    """On windows, or on features without windows."""
+    (state,), weight, index = inputs, operation.weight(), sweep.steps[position].inputs[0]
+    dtype, rounding = state.deviation.dtype, sweep.rounding
+    weights = sweep.shared.weights((position,), lambda: _columns(weight, dtype, sweep, index))
+    if sweep.windows[index] is None:
+
+        def moved(part: Tensor, columns: Tensor) -> Tensor:
+            return rounding.product(part.flatten(0, 1), columns).unflatten(0, part.shape[:2])
+
+        # A product's roundings, and one to spare.
+        return state.times(weights, moved).widened(summed_roundings(weight.shape[1]) + 1, rounding)
+    if sweep.is_fused:
+        from patchcert.windows.kernels import product_of_windows
+
+        by_kernel = product_of_windows(state, weights, sweep, index)
+        if by_kernel is not None:
+            return by_kernel
+    height, width, channels = state.deviation.shape[2:]
+    if rounding.is_outward:
+        state, weights = moved_alone(state, weights)
+    # A window is multiplied as a whole, or row by row with a sum for each row; one rounding is to spare. Channels that
+    # were left out only make sums shorter.
+    by_rows = summed_roundings(width * channels) + height
+    roundings = max(summed_roundings(height * width * channels), by_rows)
+    products = state.times(weights, lambda part, columns: sweep.flat_product(part, columns, index))
+    return products.widened(roundings + 1, rounding)
+
+
+def _columns(
+    weight: Annotated[Tensor, "out features"], dtype: torch.dtype, sweep: WindowPass, index: int
+) -> Columns | Annotated[Tensor, "features out"]:
+    """The transposed weights of the layer after value `index`, by places where the value has them.
+
+    Where there is a gradient they lie in memory row by row, like the weights, and so does their gradient: to transpose
+    either would cost more than products of transposed matrices do. Elsewhere the weights of a place lie together.
+    """
+    area = sweep.layout.maps[index]
+    rows = weight if area is None else weight.unflatten(1, (area.channels, -1)).transpose(1, 2)
+    if sweep.has_gradient:
+        return _packed(rows, dtype).movedim(0, -1)
+    return _packed(rows.movedim(0, -1), dtype)
+
+
+def _packed(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights in order of their dimensions and of the given type, at one copy where there are both to change."""
+    return weight.to(dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+_FEWEST_CHANNELS = 16
+
+
+def moved_channels(state: Windows) -> Annotated[Tensor, "moved"] | None:
+    """The channels in which some window differs from the clean image; None where nearly all do, and on a CPU.
+
+    Training on bounds shuts many units of a wide network for good: whatever the patch, they are 0, as they are on the
+    clean image. Differences are then exactly 0 in the whole channel, and the layer after it need not look at it. On a
+    CPU sums keep all their terms, so that the bounds of an image do not depend on the others computed with it.
+    """
+    if not _may_pay(state) or _are_nearly_all(_is_moved(state.map(lambda part: part[:1, :1]))):
+        return None
+    is_moved = _is_moved(state)
+    if _are_nearly_all(is_moved):
+        return None
+    moved = is_moved.nonzero().flatten()
+    return moved if len(moved) else moved.new_zeros(1)
+
+
+def _may_pay(state: Windows) -> bool:
+    return state.deviation.is_cuda and state.deviation.shape[-1] >= _FEWEST_CHANNELS
+
+
+def _is_moved(state: Windows) -> Annotated[Tensor, "c"]:
+    """Which channels some window moves or widens."""
+    first, second = ((part != 0).flatten(0, -2).any(dim=0) for part in (state.deviation, state.radius))
+    return first | second
+
+
+def _are_nearly_all(is_moved: Annotated[Tensor, "c"]) -> bool:
+    return 4 * int(is_moved.sum()) > 3 * len(is_moved)
+
+
+def moved_alone(state: Windows, weights: Weights) -> tuple[Windows, Weights]:
+    """The windows and the weights (outputs or places, channels, ...) without the channels that nothing moves."""
+    moved = moved_channels(state)
+    if moved is None:
+        return state, weights
+    first, second = (part.index_select(1, moved) for part in weights)
+    return state.map(lambda part: part.index_select(-1, moved)), (first, second)
 
 
 RULES: dict[type[Operation], Callable[..., Windows]] = {
@@ -241,5 +380,5 @@ RULES: dict[type[Operation], Callable[..., Windows]] = {
     ChannelScale: _channel_scale,
     Monotone: _monotone,
     Add: _add,
-    Reshape: _reshape,
+    Reshape: lambda operation, inputs, sweep, position: inputs[0],
 }

@@ -1,27 +1,272 @@
-"""Margins for every placement of a patch, on windows."""
+"""Margins for every placement of a patch, on windows, as many placements at once as a memory budget allows."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
 
 from patchcert.bounds import NEAREST, Network, Rounding
+from patchcert.bounds.geometry import FeatureMap
 from patchcert.bounds.network import zero_at_label
 from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape, is_relu
+from patchcert.bounds.rounding import summed_roundings
 from patchcert.tensors import Images, Labels, Margins, PlacementMargins
-from patchcert.threats import Patch
-from patchcert.windows.blocks import PlacementBlocks, RepeatedPass, masked
-from patchcert.windows.clean import Clean
-from patchcert.windows.groups import Group, GroupPass, groups
-from patchcert.windows.head import MarginChanges, MergedHead
-from patchcert.windows.kernels import is_fused
+from patchcert.threats import Patch, SparsePixels
 from patchcert.windows.layout import Layout
-from patchcert.windows.memory import patches_within, placements_within
-from patchcert.windows.passes import SharedByPasses, Windows, if_covered
-from patchcert.windows.rules import propagate
+from patchcert.windows.passes import (
+    Clean,
+    Group,
+    GroupPass,
+    SharedByPasses,
+    Windows,
+    groups,
+    if_covered,
+    is_fused,
+)
+from patchcert.windows.rules import before_head, propagate, relu_terms
+
+if TYPE_CHECKING:
+    from patchcert.windows.blocks import PlacementBlocks
+
+_ENOUGH_IMAGES = 32
+"""As many rows make a product on a CPU efficient; more images would leave room for fewer placements."""
+
+_LIVE_COPIES, _LIVE_COPIES_FUSED = 12, 6
+"""How many tensors of the size of the largest window are alive at once in a monotone layer."""
+
+_SHARE_OF_PATCHES = 16
+"""The patches themselves take this part of the memory that windows may take."""
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes for intermediate results: a twelfth of a GPU's memory; on a CPU as many as make products large."""
+    if device.type != "cuda":
+        return 2**26
+    return torch.cuda.get_device_properties(device).total_memory // 12
+
+
+def default_image_budget(device: torch.device) -> int:
+    """Bytes for the clean pass of all images that are swept together."""
+    return default_budget(device) if device.type == "cuda" else 2**28
+
+
+def images_within(
+    network: Network, images: Images, threat: Patch | SparsePixels, classes: int, budget: int
+) -> int:
+    """How many images are certified together, at least one: their clean pass and margins fit the budget."""
+    numbers = _image_numbers(network, images, unfolded=True)
+    if isinstance(threat, SparsePixels):
+        numbers += 2 * _sparse_numbers(network, images)
+    else:
+        numbers += 4 * classes * len(threat.placements(images.shape[-2], images.shape[-1]))
+    most = max(1, budget // (16 * numbers))
+    return min(most, _ENOUGH_IMAGES) if isinstance(threat, Patch) and not images.is_cuda else most
+
+
+def rows_within(network: Network, images: Images, budget: int, unfolded: bool = False) -> int:
+    """How many boxes of each image fit the budget when all images are bounded densely at once; at least one."""
+    numbers = _image_numbers(network, images, unfolded) * max(len(images), 1)
+    return max(1, budget // (images.element_size() * numbers))
+
+
+def _image_numbers(network: Network, images: Images, unfolded: bool) -> int:
+    """Numbers alive per image in a dense interval pass; `unfolded` where convolutions are written as products."""
+    with torch.no_grad():
+        values = network.values(images[:1])
+    columns = [0]
+    if unfolded:
+        columns += [
+            step.operation.weight()[0].numel() * values[position + 1][0, 0].numel()
+            for position, step in enumerate(network.steps)
+            if isinstance(step.operation, Convolution)
+        ]
+    return 8 * max(value.numel() for value in values) + 2 * max(columns)
+
+
+def _sparse_numbers(network: Network, images: Images) -> int:
+    """Numbers per image in the tight sparse bound: one for each neuron of the first layer and pixel it sees."""
+    from patchcert.bounds.sparse import FirstLayer
+
+    layer = FirstLayer.of(network.steps)
+    weight = layer.operation.weight()
+    with torch.no_grad():
+        neurons = network.values(images[:1])[layer.position + 1][0].numel()
+    return neurons * weight[0].numel() // images.shape[1]
+
+
+def placements_within(
+    budget: int,
+    layout: Layout,
+    group: Group,
+    images: int,
+    rounding: Rounding,
+    blocks: "PlacementBlocks | None",
+    dtype: torch.dtype | None,
+) -> int:
+    """How many placements of the group are swept at once if the budget, here in numbers, is kept; at least one."""
+    sizes, columns, unfolded = [1], 1, 0
+    for position, step in enumerate(layout.network.steps):
+        inputs, outputs = (_window_numbers(layout, group, index) for index in (step.inputs[0], position + 1))
+        operation = step.operation
+        if isinstance(operation, Linear):
+            outputs = operation.weight().shape[0]
+            if not _is_read_in_place(operation.weight(), layout.maps[step.inputs[0]], dtype):
+                columns = max(columns, inputs * outputs)
+            if inputs and position == len(layout.network.steps) - 1:
+                unfolded = max(unfolded, 2 * inputs * outputs)
+        if isinstance(operation, Convolution) and rounding.is_outward:
+            target = group.windows[position + 1]
+            assert target is not None
+            unfolded = max(unfolded, 2 * operation.weight()[0].numel() * target.height * target.width)
+        sizes.append((1 if blocks is None else blocks.members(position)) * max(inputs, outputs))
+    copies = _LIVE_COPIES_FUSED if group.members.is_cuda else _LIVE_COPIES
+    by_state = budget // ((copies * max(sizes) + unfolded) * max(images, 1))
+    return max(1, min(by_state, budget // (4 * columns), len(group)))
+
+
+def _is_read_in_place(
+    weight: Annotated[Tensor, "out features"], area: FeatureMap | None, dtype: torch.dtype | None
+) -> bool:
+    """Whether windows of this type on the map take the weights under them without a copy."""
+    if dtype != torch.float16 or not weight.is_cuda or area is None:
+        return False
+    from patchcert.windows.kernels import fills_cores
+
+    return fills_cores(area.channels, len(weight), weight.device)
+
+
+def patches_within(budget: int, layout: Layout, group: Group, images: int) -> int:
+    """How many placements' patches fit their share of the budget, here in numbers."""
+    numbers = _window_numbers(layout, group, 0) * max(images, 1)
+    return budget // (_SHARE_OF_PATCHES * _LIVE_COPIES * numbers)
+
+
+def _window_numbers(layout: Layout, group: Group, index: int) -> int:
+    """Numbers in a window on value `index`; none where it has no places."""
+    window, area = group.windows[index], layout.maps[index]
+    return 0 if window is None or area is None else area.channels * window.height * window.width
+
+
+@dataclass(frozen=True, slots=True)
+class MarginChanges:
+    """What placements do to margins: they move them by `shift`, give or take `spread`.
+
+    Each term of the sums in them was rounded at most `roundings` times.
+    """
+
+    shift: PlacementMargins
+    spread: PlacementMargins
+    roundings: int
+
+    @staticmethod
+    def joined(parts: Sequence["MarginChanges"]) -> "MarginChanges":
+        """The changes by one group of placements after those by another."""
+        if len(parts) == 1:
+            return parts[0]
+        shift = torch.cat([part.shift for part in parts], dim=1)
+        spread = torch.cat([part.spread for part in parts], dim=1)
+        return MarginChanges(shift, spread, max(part.roundings for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
+class MergedHead:
+    """The weights of the last layer, of which rows label minus class count, and the clean margins."""
+
+    weight: Annotated[Tensor, "k features"]
+    labels: Labels
+    clean: Annotated[Tensor, "n 1 k"]
+    _differences: list[Tensor] = field(default_factory=list)
+
+    @staticmethod
+    def of(network: Network, clean: Clean, labels: Labels) -> "MergedHead":
+        head = network.head
+        assert head is not None
+        return MergedHead(head.weight(), labels, clean.margins.unsqueeze(1))
+
+    def changes(self, sweep: GroupPass, start: Windows, first: int = 0) -> MarginChanges:
+        """From value `first` through all layers; on a GPU a last ReLU and the last layer are one kernel."""
+        relu = _last_relu(sweep)
+        if relu is None or relu < first:
+            return self._changes_by_products(sweep, before_head(sweep, start, first))
+        from patchcert.windows.kernels import fused_head
+
+        state, clean = propagate(sweep, start, relu, first), sweep.clean.values[relu].flatten(1)
+        terms = relu_terms(state, sweep, relu)
+        shift, spread = fused_head(state.deviation, state.radius, clean, self.weight, self.labels, *terms)
+        # A sum of as many terms as features in any order rounds each at most that often; one more is to spare.
+        return MarginChanges(shift, spread, self.weight.shape[1] + 1)
+
+    def _changes_by_products(self, sweep: GroupPass, state: Windows) -> MarginChanges:
+        """The same without the kernel, from the input of the last layer.
+
+        How a sum is cut into blocks depends on the terms of the window, which may be more than the map has.
+        """
+        index, rounding = sweep.steps[-1].inputs[0], sweep.rounding
+        (weights, absolute), radius = self._merged(), state.radius.expand_as(state.deviation)
+        window = sweep.windows[index]
+        if window is not None:
+            cells = sweep.cells(window, index).index
+            parts, columns = _by_place(state.deviation, radius, weights, cells)
+            shift = rounding.product(parts[0], columns).squeeze(2)
+            spread = rounding.product(parts[1], columns.abs()).squeeze(2)
+            return MarginChanges(shift, spread, summed_roundings(columns.shape[2]))
+        shift = rounding.product(state.deviation.transpose(0, 1), weights)
+        spread = rounding.product(radius.transpose(0, 1), absolute)
+        return MarginChanges(shift, spread, summed_roundings(self.weight.shape[1]))
+
+    def _merged(self) -> list[Annotated[Tensor, "n features k"]]:
+        """Row label minus row class, and its absolute values."""
+        if not self._differences:
+            difference = self.weight[self.labels].unsqueeze(2) - self.weight.T
+            self._differences.extend((difference, difference.abs()))
+        return self._differences
+
+    def margins(self, changes: MarginChanges, rounding: Rounding) -> PlacementMargins:
+        """The clean margins moved, and lowered by the spread; rounded down where they must be sound."""
+        if not rounding.is_outward:
+            return (self.clean + changes.shift).sub_(changes.spread)
+        return _lowered(self.clean, changes, rounding)
+
+
+def _last_relu(sweep: GroupPass) -> int | None:
+    """The value that a ReLU on features takes to the last layer, where kernels are fused; else None."""
+    index = sweep.steps[-1].inputs[0] - 1
+    if not sweep.is_fused or index < 0 or sweep.windows[index] is not None:
+        return None
+    step = sweep.steps[index]
+    return index if is_relu(step.operation) and step.inputs == (index,) else None
+
+
+def _by_place(
+    deviation: Annotated[Tensor, "p n h w c"],
+    radius: Annotated[Tensor, "p n h w c"],
+    weights: Annotated[Tensor, "n features k"],
+    cells: Annotated[Tensor, "p cells"],
+) -> tuple[list[Annotated[Tensor, "n p 1 terms"]], Annotated[Tensor, "n p terms k"]]:
+    """Both parts as rows, and for each image and placement the weights of its window."""
+    places = weights.unflatten(1, (deviation.shape[4], -1)).transpose(1, 2)  # (n, places, c, classes)
+    rows = [part.transpose(0, 1).flatten(2).unsqueeze(2) for part in (deviation, radius)]
+    return rows, places[:, cells].flatten(2, 3)
+
+
+def _lowered(
+    clean: Annotated[Tensor, "n 1 k"], changes: MarginChanges, rounding: Rounding
+) -> PlacementMargins:
+    # A weight difference is rounded once before the products are; counts of roundings have one to spare, and this two.
+    gamma, unit = rounding.gamma(changes.roundings + 3), rounding.unit
+    # As in `Windows.widened`: (1 + gamma) / (1 - gamma), and at most 4 roundings of the factor and what it is used for.
+    spread = changes.spread * (1 + 2 * gamma * (1 + 2 * gamma) + 8 * unit)
+    # Underflow of products, of the clean margin in its new type and of the sizes below: far below tiny / unit.
+    spread += rounding.tiny / unit
+    clean = clean.to(spread.dtype)
+    margins = (changes.shift - spread).add_(clean)
+    sizes = spread.add_(changes.shift.abs()).add_(clean.abs())
+    # The clean margin in its new type and the first sum above cost a unit of all sizes, the second sum one more,
+    # the difference below a third; the sum of the sizes is short of 2 units of itself at most. So 4 would suffice.
+    return margins.sub_(sizes, alpha=8 * unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +283,7 @@ class PlacementSweep:
     groups: tuple[Group, ...]
     order: Annotated[Tensor, "p"]
     memory_budget: int
-    blocks: PlacementBlocks | None = None
+    blocks: "PlacementBlocks | None" = None
 
     @staticmethod
     def of(
@@ -46,7 +291,7 @@ class PlacementSweep:
         images: Images,
         threat: Patch,
         memory_budget: int,
-        blocks: PlacementBlocks | None = None,
+        blocks: "PlacementBlocks | None" = None,
     ) -> "PlacementSweep":
         """Raises NotCovered where the network holds a step that windows cannot follow."""
         with torch.no_grad():
@@ -153,8 +398,7 @@ class PlacementSweep:
             return head.changes(sweep, state, self._first())
         assert not sweep.rounding.is_outward, "merging blocks rounds to nearest"
         masks = blocks.stamps[sweep.group.members[sweep.start : sweep.stop]].unsqueeze(2)
-        state = blocks.merged(masked(state, masks), lambda count: RepeatedPass(sweep, count))
-        return head.changes(sweep, state, blocks.first)
+        return head.changes(sweep, blocks.merged(state.masked(masks), sweep.repeated), blocks.first)
 
     def _start(self, sweep: GroupPass, epsilon: float | Tensor) -> Windows:
         """The patch itself: at epsilon 1 the box is [0, 1] whatever the image, so all share one radius."""

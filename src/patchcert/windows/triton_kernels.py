@@ -309,7 +309,6 @@ def slide_relu(
     deviation,
     radius,
     weight,
-    absolute,
     clean,
     cells,
     spans,
@@ -332,13 +331,12 @@ def slide_relu(
     IMAGES: tl.constexpr,
     TERMS: tl.constexpr,
     BLOCK: tl.constexpr,
-    IS_TURNED: tl.constexpr,
 ):
     """A convolution of both parts, then ReLU around the clean values, at one cell of the new windows.
 
-    The weights are (taps, channels, outputs), in both forms. `spans` (placements, 6) say which rows and columns of the
-    windows lie in the map: from, to, from, to. A program sums up BLOCK outputs, TERMS terms at a time;
-    turned, it reads the weights once for both sums, and has their absolute values made in registers.
+    The weights are (taps, channels, outputs). `spans` (placements, 6) say which rows and columns of the
+    windows lie in the map: from, to, from, to. A program sums up BLOCK outputs, TERMS terms at a time. It reads the
+    weights once for both sums, and has their absolute values made in registers.
     """
     cell, placement = tl.program_id(0), tl.program_id(2)
     image = tl.program_id(1) // (OUTPUTS // BLOCK) * IMAGES + tl.arange(0, IMAGES)
@@ -358,23 +356,17 @@ def slide_relu(
     term = tl.arange(0, TERMS)
     at = (window * (ROWS * COLUMNS * CHANNELS))[:, None] + term[None, :]
     below = term[:, None] * OUTPUTS + output[None, :]
-    height: tl.constexpr = BLOCK if IS_TURNED else IMAGES
-    shift = tl.zeros((height, IMAGES * BLOCK // height), tl.float32)
-    spread = tl.zeros((height, IMAGES * BLOCK // height), tl.float32)
+    shift = tl.zeros((BLOCK, IMAGES), tl.float32)
+    spread = tl.zeros((BLOCK, IMAGES), tl.float32)
     for step in range(taps * (CHANNELS // TERMS)):
         tap, start = step // (CHANNELS // TERMS), step % (CHANNELS // TERMS) * TERMS
         row, column = first_row + tap // width, first_column + tap % width
         source = at + (((top + row) * COLUMNS + left + column) * CHANNELS + start)
         taken = below + ((row * KERNEL_COLUMNS + column) * CHANNELS + start) * OUTPUTS
-        if IS_TURNED:
-            factor = tl.trans(tl.load(weight + taken))
-            shift = tl.dot(factor, tl.trans(tl.load(deviation + source)), shift)
-            spread = tl.dot(tl.abs(factor), tl.trans(tl.load(radius + source)), spread)
-        else:
-            shift = tl.dot(tl.load(deviation + source), tl.load(weight + taken), shift)
-            spread = tl.dot(tl.load(radius + source), tl.load(absolute + taken), spread)
-    if IS_TURNED:
-        shift, spread = tl.trans(shift), tl.trans(spread)
+        factor = tl.trans(tl.load(weight + taken))
+        shift = tl.dot(factor, tl.trans(tl.load(deviation + source)), shift)
+        spread = tl.dot(tl.abs(factor), tl.trans(tl.load(radius + source)), spread)
+    shift, spread = tl.trans(shift), tl.trans(spread)
 
     is_here = (image < images)[:, None] & (output < OUTPUTS)[None, :]
     found = (

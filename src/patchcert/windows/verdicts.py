@@ -12,12 +12,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from patchcert.bounds import Network, Rounding
+from patchcert.bounds import Rounding
 from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
 from patchcert.windows.blocks import covered_pixels
-from patchcert.windows.clean import Clean
-from patchcert.windows.groups import Group
+from patchcert.windows.passes import Clean, Group
 from patchcert.windows.sweep import PlacementSweep, covering_sweep
 
 _BLOCK = 2
@@ -32,14 +31,12 @@ class VerdictSweep:
     blocks: PlacementSweep | None
 
     @staticmethod
-    def of(network: Network, images: Images, threat: Patch, memory_budget: int) -> "VerdictSweep | None":
-        """None where windows do not cover the network."""
-        single = covering_sweep(network, images, threat, memory_budget)
-        if single is None:
-            return None
-        merged = block_patch(threat, images.shape[-2], images.shape[-1])
-        blocks = None if merged is None else covering_sweep(network, images, merged, memory_budget)
-        return VerdictSweep(single, blocks)
+    def of(single: PlacementSweep, images: Images) -> "VerdictSweep":
+        """With blocks where they save work."""
+        merged, network = block_patch(single.threat, *images.shape[-2:]), single.layout.network
+        if merged is None:
+            return VerdictSweep(single, None)
+        return VerdictSweep(single, covering_sweep(network, images, merged, single.memory_budget))
 
     def proven(self, clean: Clean, labels: Labels, rounding: Rounding) -> Annotated[Tensor, "n"]:
         """True where every placement is proven."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from patchcert.attacks import AdaptiveAfterTransfer, AttackSeries, PatchAttack, TransferAttack
-from patchcert.certificates import RandomAblation
+from patchcert.certificates.ablation import RandomAblation
 from patchcert.cli.options import parse_threat
 from patchcert.data import load_dataset
 from patchcert.defenses import DigitalWatermarking, LocalGradientSmoothing

@@ -30,7 +30,7 @@ def smooth_images(count: int) -> torch.Tensor:
 
 def attacked(model, images, labels, patch, experiment, defenses=("lgs", "dw"), tell=None):
     """The weak and the adaptive attack on each defense."""
-    job = AttackJob.of(images, labels, Patch(patch, placements="corners"), None)
+    job = AttackJob(images, labels, Patch(patch, placements="corners"), seeded(0))
     transferred = experiment.transferred(model, job, tell)
     return {name: experiment.rows(name, model, job, transferred, tell) for name in defenses}
 

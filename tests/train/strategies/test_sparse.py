@@ -5,6 +5,7 @@ import torch
 from torch import Generator, nn
 
 from patchcert.bounds import trace
+from patchcert.bounds.sparse import sparse_margins
 from patchcert.data import Split
 from patchcert.models import ModelSpec
 from patchcert.threats import SparsePixels
@@ -50,7 +51,7 @@ def test_sparse_training_uses_the_bound_it_is_given(
     make_model, make_batch, worst_margins, gradient, kind, bound
 ):
     model, batch = make_model(kind, 2), make_batch(3, 2)
-    wanted = trace(model).sparse_margins(batch.images, batch.labels, 3, bound, 0.4)
+    wanted = sparse_margins(trace(model), batch.images, batch.labels, 3, bound, 0.4)
     for strategy, threat in (
         (SparseChanges(bound=bound), SparsePixels(3)),
         (SparseChanges(), SparsePixels(3, bound)),

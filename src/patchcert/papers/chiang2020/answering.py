@@ -17,7 +17,8 @@ from patchcert.attacks import (
     TransferAttack,
     default_batch_size,
 )
-from patchcert.certificates import Classifier, IntervalBounds, RandomAblation
+from patchcert.certificates import Classifier, IntervalBounds
+from patchcert.certificates.ablation import RandomAblation
 from patchcert.data import Dataset
 from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput

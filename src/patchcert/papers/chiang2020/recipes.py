@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
-from patchcert.certificates import AnyThreat, IntervalBounds, RandomAblation
+from patchcert.certificates import AnyThreat, IntervalBounds
+from patchcert.certificates.ablation import RandomAblation
 from patchcert.errors import InvalidInput
 from patchcert.evidence.record import Question, Selection
 from patchcert.papers.chiang2020.tables import AVERAGED, Entry

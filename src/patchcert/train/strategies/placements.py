@@ -1,7 +1,7 @@
 """Training against some or all placements of a patch: every one, random ones, or those a U-net points at."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, Literal, final
 
 import torch
 from torch import Generator, Tensor, nn
@@ -11,10 +11,11 @@ from patchcert.errors import InvalidThreat
 from patchcert.models import Normalize
 from patchcert.tensors import Corners, Images, Labels
 from patchcert.threats import Patch
-from patchcert.train.strategy import Batch, Objective, Subject, WorstCase, derived_seed
+from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase, derived_seed
 from patchcert.train.toml import at_least
 from patchcert.train.unet import build_unet
-from patchcert.windows import Clean, DifferentiablePlacements, WeakestPlacements, covering_placements
+from patchcert.windows.passes import Clean
+from patchcert.windows.training import DifferentiablePlacements, WeakestPlacements, covering_placements
 
 Chosen = Annotated[Tensor, "n m"]
 """For each image m numbers of placements, as the threat counts them."""
@@ -22,15 +23,13 @@ Chosen = Annotated[Tensor, "n m"]
 
 @final
 @dataclass(frozen=True, slots=True)
-class AllPlacements:
+class AllPlacements(Strategy):
     """Every placement of the patch, for every image, in every step, at the memory of a handful.
 
     The gradient of a minimum flows only through the placements that attain it, at most one for each class. So
     all placements are swept without a gradient, and only the weakest one of each class is passed with one.
     """
 
-    threats: ClassVar = (Patch,)
-    has_bounds: ClassVar = True
     kind: Literal["all"] = "all"
 
     def bind(self, subject: Subject) -> Objective:
@@ -43,8 +42,7 @@ class AllPlacements:
             clean = patch.clean(images, labels)
             weakest = search.find(patch.network, images, labels, epsilon, clean)
             classes = other_classes(labels, weakest.shape[1])
-            chosen = weakest.gather(1, classes)
-            margins = patch.margins_against(images, labels, chosen, classes, epsilon, clean)
+            margins = patch.margins(images, labels, weakest.gather(1, classes), epsilon, classes, clean)
             return in_class_order(labels, margins)
 
         return Objective(patch.network, worst_case)
@@ -52,11 +50,9 @@ class AllPlacements:
 
 @final
 @dataclass(frozen=True, slots=True)
-class RandomPlacements:
+class RandomPlacements(Strategy):
     """A few placements per image and step, drawn uniformly with replacement (Chiang et al. 2020)."""
 
-    threats: ClassVar = (Patch,)
-    has_bounds: ClassVar = True
     kind: Literal["random"] = "random"
     placements: int = 10
 
@@ -79,7 +75,7 @@ class RandomPlacements:
 
 @final
 @dataclass(frozen=True, slots=True)
-class GuidedPlacements:
+class GuidedPlacements(Strategy):
     """For each class, distinct placements drawn from softmax(-inverse_temperature * margin guessed by a U-net).
 
     The U-net maps images to a guess (n, classes, H, W) whose entry [j, top, left] is the margin of class j with
@@ -87,8 +83,6 @@ class GuidedPlacements:
     width is 6 for grey images and 10 for others unless it is given.
     """
 
-    threats: ClassVar = (Patch,)
-    has_bounds: ClassVar = True
     kind: Literal["guided"] = "guided"
     per_class: int = 1
     width: int | None = None
@@ -171,29 +165,20 @@ class PlacedPatch:
         return None if windows is None else windows.clean(images, labels, self.dtype)
 
     def margins(
-        self, images: Images, labels: Labels, chosen: Chosen, epsilon: float | Tensor
-    ) -> Annotated[Tensor, "n m k"]:
-        """The margins at the chosen placements."""
-        windows = self._cover(images)
-        if windows is not None:
-            return windows.margins(images, labels, self.corners(images)[chosen], epsilon, dtype=self.dtype)
-        return self.dense_margins(images, labels, chosen, epsilon)
-
-    def margins_against(
         self,
         images: Images,
         labels: Labels,
         chosen: Chosen,
-        classes: Annotated[Tensor, "n m"],
         epsilon: float | Tensor,
+        classes: Annotated[Tensor, "n m"] | None = None,
         clean: Clean | None = None,
-    ) -> Annotated[Tensor, "n m"]:
-        """The margins at the chosen placements, each against its own class."""
+    ) -> Annotated[Tensor, "n m k"] | Annotated[Tensor, "n m"]:
+        """The margins at the chosen placements; with `classes` each against the one class given for it."""
         windows, corners = self._cover(images), self.corners(images)[chosen]
         if windows is not None:
             return windows.margins(images, labels, corners, epsilon, classes, self.dtype, clean)
         margins = self.dense_margins(images, labels, chosen, epsilon)
-        return margins.gather(2, classes.unsqueeze(2)).squeeze(2)
+        return margins if classes is None else margins.gather(2, classes.unsqueeze(2)).squeeze(2)
 
     def dense_margins(
         self, images: Images, labels: Labels, chosen: Chosen, epsilon: float | Tensor

@@ -1,9 +1,8 @@
 """All placements, merged into blocks of neighbours so that few boxes go through the later layers."""
 
-import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, Literal, final
 
 import torch
 from torch import Generator, Tensor
@@ -15,20 +14,19 @@ from patchcert.bounds.operations import Convolution, Linear
 from patchcert.bounds.rounding import NEAREST
 from patchcert.errors import InvalidInput, InvalidThreat, UnsupportedLayer
 from patchcert.tensors import Corners, Images, Labels, Margins
-from patchcert.threats import Patch, Placements
+from patchcert.threats import Placements
 from patchcert.train.strategies.placements import PlacedPatch, in_class_order, other_classes
-from patchcert.train.strategy import Batch, Objective, Subject, WorstCase
-from patchcert.windows import DifferentiablePlacements, PlacementSweep
+from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase
 from patchcert.windows.blocks import PlacementBlocks
 from patchcert.windows.layout import Layout
-from patchcert.windows.search import search_budget, weakest
-
-logger = logging.getLogger(__name__)
+from patchcert.windows.passes import if_covered
+from patchcert.windows.sweep import PlacementSweep
+from patchcert.windows.training import DifferentiablePlacements, search_budget, weakest
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class PooledPlacements:
+class PooledPlacements(Strategy):
     """All placements, merged into blocks of g x g adjacent ones before the activations of the first layers.
 
     `blocks` gives g for each of the first layers with weights: (2,) merges once, (2, 2) again after the
@@ -36,8 +34,6 @@ class PooledPlacements:
     fall. The last block of a row or column may be smaller.
     """
 
-    threats: ClassVar = (Patch,)
-    has_bounds: ClassVar = True
     kind: Literal["pooled"] = "pooled"
     blocks: tuple[int, ...] = (2,)
 
@@ -81,10 +77,24 @@ class PooledPatch:
         """The windows of all blocks on such images; None where only the dense way is left."""
         key = (images.device, images.dtype, *images.shape[1:])
         if key not in self._windows:
-            budget = self.memory_budget or search_budget(images.device)
-            made = BlockWindows.of(self.patch, self._grid(images), self.blocks, images, budget)
-            self._windows = {key: made}
+            self._windows = {key: if_covered(lambda: self._block_windows(images))}
         return self._windows[key]
+
+    def _block_windows(self, images: Images) -> "BlockWindows":
+        """Raises NotCovered where windows do not follow the network, or a block is larger than the image allows."""
+        network, threat, placements = self.patch.network, self.patch.threat, self._grid(images)
+        layers = first_layers(network, len(self.blocks))
+        if any(step.inputs != (position,) for position, step in enumerate(network.steps)):
+            raise NotCovered("bounds are merged along a plain chain of layers, and this network has branches")
+        with torch.no_grad():
+            layout = Layout.of(network, network.values(images[:1]))
+        blocks = PlacementBlocks.of(layout, threat, placements, self.blocks, layers, images.device)
+        budget = self.memory_budget or search_budget(images.device)
+        return BlockWindows(
+            PlacementSweep.of(network, images, threat, budget, blocks),
+            DifferentiablePlacements.of(network, images, threat, blocks),
+            blocks.corners,
+        )
 
     def dense_worst_case(self, batch: Batch, epsilon: float | Tensor) -> WorstCase:
         """The same the slow, obvious way: whole images; parts of a batch are redone for the gradient."""
@@ -136,32 +146,6 @@ class BlockWindows:
     sweep: PlacementSweep
     chosen: DifferentiablePlacements
     corners: Corners
-
-    @staticmethod
-    def of(
-        patch: PlacedPatch,
-        placements: Placements,
-        blocks: tuple[int, ...],
-        images: Images,
-        memory_budget: int,
-    ) -> "BlockWindows | None":
-        """None where windows do not follow the network, or a block is larger than the image allows."""
-        network, threat = patch.network, patch.threat
-        layers = first_layers(network, len(blocks))
-        try:
-            if any(step.inputs != (position,) for position, step in enumerate(network.steps)):
-                raise NotCovered(
-                    "bounds are merged along a plain chain of layers, and this network has branches"
-                )
-            with torch.no_grad():
-                layout = Layout.of(network, network.values(images[:1]))
-            merging = PlacementBlocks.of(layout, threat, placements, blocks, layers, images.device)
-            sweep = PlacementSweep.of(network, images, threat, memory_budget, merging)
-            chosen = DifferentiablePlacements.of(network, images, threat, merging)
-        except NotCovered as reason:
-            logger.debug("the dense path takes over: %s", reason)
-            return None
-        return BlockWindows(sweep, chosen, merging.corners)
 
 
 def first_layers(network: Network, count: int) -> list[int]:

@@ -7,23 +7,23 @@ import torch
 from torch import Generator, Tensor, nn
 
 from patchcert.bounds import Network, trace
+from patchcert.bounds.sparse import sparse_margins
 from patchcert.certificates.ablation import draw_retained, encode_ablated
 from patchcert.errors import InvalidThreat, SpecError
 from patchcert.models import ModelSpec
 from patchcert.tensors import Images
 from patchcert.threats import SparsePixels
 from patchcert.threats.sparse import SparseBound
-from patchcert.train.strategy import Batch, Objective, Subject, WorstCase, logit_margins
+from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase, logit_margins
 from patchcert.train.toml import at_least
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class SparseChanges:
+class SparseChanges(Strategy):
     """All choices of a few pixels at once, bounded in the first layer; `bound` overrides the threat's own."""
 
     threats: ClassVar = (SparsePixels,)
-    has_bounds: ClassVar = True
     kind: Literal["sparse"] = "sparse"
     bound: SparseBound | None = None
 
@@ -36,7 +36,7 @@ class SparseChanges:
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
             return WorstCase(
-                network.sparse_margins(batch.own_images, batch.own_labels, pixels, bound, epsilon)
+                sparse_margins(network, batch.own_images, batch.own_labels, pixels, bound, epsilon)
             )
 
         return Objective(network, worst_case)
@@ -44,7 +44,7 @@ class SparseChanges:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Ablated:
+class Ablated(Strategy):
     """Plain cross entropy on images of which all but `retained` random pixels are ablated, whatever epsilon is.
 
     Every image has a mask of its own, or a batch shares one. With `bfloat16` the products of the network are rounded

@@ -60,7 +60,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     ]
 
     @functools.wraps(function)
-    def call(*given: Any, **named: Any) -> Any:  # noqa: ANN401
+    def call(*given: Any, **named: Any) -> Any:
         returned = function(*given, **named)
         sizes: Sizes = {}
         for name, position, hint in parameters:
@@ -87,7 +87,7 @@ def checked_fields(kind: type) -> type:
     construct = kind.__init__
 
     @functools.wraps(construct)
-    def initialise(self: Any, *given: Any, **named: Any) -> None:  # noqa: ANN401
+    def initialise(self: Any, *given: Any, **named: Any) -> None:
         construct(self, *given, **named)
         sizes: Sizes = {}
         for name, hint in stated.items():

@@ -7,9 +7,9 @@ from torch import nn
 from patchcert.certificates import certify, placement_margins
 from patchcert.testing.networks import randomise
 from patchcert.threats import Patch
-from patchcert.windows import affine
-from patchcert.windows.affine import moved_alone, moved_channels
+from patchcert.windows import rules
 from patchcert.windows.passes import Windows
+from patchcert.windows.rules import moved_alone, moved_channels
 
 SHAPE = (3, 9, 9)
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -42,7 +42,7 @@ def windows(*channels):
 @pytest.fixture
 def seen(monkeypatch):
     """Channels are left out on a CPU too; how many were there and how many stayed, call by call."""
-    monkeypatch.setattr(affine, "_may_pay", lambda state: True)
+    monkeypatch.setattr(rules, "_may_pay", lambda state: True)
     return counted(monkeypatch)
 
 
@@ -55,7 +55,7 @@ def counted(monkeypatch):
             counts.append((state.deviation.shape[-1], kept.deviation.shape[-1]))
         return kept, left
 
-    monkeypatch.setattr(affine, "moved_alone", counting)
+    monkeypatch.setattr(rules, "moved_alone", counting)
     return counts
 
 
@@ -89,9 +89,7 @@ def test_verdicts_are_the_same_on_a_machine_that_leaves_channels_out(seen, monke
 
 def test_a_unit_that_no_placement_opens_has_no_radius(monkeypatch):
     states = []
-    monkeypatch.setattr(
-        "patchcert.windows.affine.moved_channels", lambda state: states.append(state) and None
-    )
+    monkeypatch.setattr("patchcert.windows.rules.moved_channels", lambda state: states.append(state) and None)
     images, labels = batch(2)
     placement_margins(shut_network(), images, labels, Patch(3))
     wide = [state for state in states if state.radius.shape[-1] == 48]
@@ -110,13 +108,13 @@ def test_a_unit_that_no_placement_opens_has_no_radius(monkeypatch):
     ],
 )
 def test_moved_channels_are_those_that_differ_anywhere(channels, moved, monkeypatch):
-    monkeypatch.setattr(affine, "_may_pay", lambda state: True)
+    monkeypatch.setattr(rules, "_may_pay", lambda state: True)
     found = moved_channels(windows(*channels))
     assert (None if found is None else found.tolist()) == moved
 
 
 def test_every_window_counts_unless_the_first_moves_nearly_all(monkeypatch):
-    monkeypatch.setattr(affine, "_may_pay", lambda state: True)
+    monkeypatch.setattr(rules, "_may_pay", lambda state: True)
     few, other, many = windows(0.0, 1.0, 0.0, 0.0), windows(0.0, 0.0, 0.0, 1.0), windows(1.0, 1.0, 1.0, 1.0)
     assert moved_channels(joined(few, other)).tolist() == [1, 3]
     assert moved_channels(joined(few, many)) is None

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from patchcert.testing.strategies import cases, networks, seeds, sparse_threats, threats
+from strategies import cases, networks, seeds, sparse_threats, threats
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,7 +1,4 @@
-"""Hypothesis strategies for soundness tests: small random networks, images and threats that fit together.
-
-The only module of patchcert that imports Hypothesis, which the package does not require.
-"""
+"""Hypothesis strategies for soundness tests: small random networks, images and threats that fit together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor, nn
 
-from patchcert.testing.networks import FunctionalHead, ResidualBlock, Shape, randomise
+from patchcert.testing.networks import ResidualBlock, Shape, randomise
 from patchcert.threats import Patch, SparsePixels
 
 ACTIVATIONS: tuple[Callable[[], nn.Module], ...] = (
@@ -23,6 +20,19 @@ ACTIVATIONS: tuple[Callable[[], nn.Module], ...] = (
     nn.Hardtanh,
     nn.Identity,
 )
+
+
+class FunctionalHead(nn.Module):
+    """A head whose flattening and activation are function calls, invisible in a list of its submodules."""
+
+    def __init__(self, features: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(features, hidden)
+        self.output = nn.Linear(hidden, classes)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Flatten, one hidden layer, logits."""
+        return self.output(torch.relu(self.hidden(torch.flatten(features, 1))))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.tensors import Images, Labels, Logits
-from patchcert.testing.shapes import ShapeError, check_shapes_on_import, checked, shape_matches
 from patchcert.threats.shapes import sums_under
+from shape_checks import ShapeError, check_shapes_on_import, checked, shape_matches
 
 MODULE = """
 from collections.abc import Iterator

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from patchcert.data.formats import decode_cifar, decode_idx, decode_idx_pair
+from patchcert.data.sources import decode_cifar, decode_idx, decode_idx_pair
 from patchcert.errors import DataError
 
 

@@ -1,26 +1,29 @@
-"""Margins with a gradient at a few placements, which may differ from image to image: the second pass of training.
+"""The two passes of all-patch training: the search for the weakest placements, which needs neither a gradient nor the
+last digits, and margins with a gradient at those few, which may differ from image to image.
 
-Windows are those of the sweep over all placements, except that every image has its own. So that one geometry serves
-them all, each window begins at the multiple of the network's strides at or before it, and reaches as much further.
+In the second pass windows are those of the sweep over all placements, except that every image has its own. So that one
+geometry serves them all, each window begins at the multiple of the network's strides at or before it, and reaches as
+much further.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, final
+from typing import TYPE_CHECKING, Annotated, final
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from patchcert.bounds import NEAREST, Network
 from patchcert.bounds.geometry import FeatureMap, Window
+from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.tensors import Images, Labels, PlacementMargins
 from patchcert.threats import Patch
-from patchcert.windows.blocks import PlacementBlocks, covered_pixels, masked, repeated
-from patchcert.windows.clean import Clean, clean_pass
-from patchcert.windows.groups import cells
-from patchcert.windows.kernels import placed
+from patchcert.windows.blocks import PlacementBlocks, covered_pixels
+from patchcert.windows.dense import dense_weakest
 from patchcert.windows.layout import Layout
 from patchcert.windows.passes import (
+    Clean,
     Columns,
     OnWindows,
     Outside,
@@ -28,11 +31,76 @@ from patchcert.windows.passes import (
     SharedByPasses,
     WindowPass,
     Windows,
+    cells,
+    clean_pass,
     common_steps,
     if_covered,
+    repeated,
 )
-from patchcert.windows.products import is_sparse, product, sparse_product
 from patchcert.windows.rules import before_head
+from patchcert.windows.sweep import PlacementSweep, covering_sweep, default_budget
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+_TRAINING_BUDGET = 2**30
+"""Training leaves the rest of the memory to the gradient and to other runs on the same device."""
+
+
+class WeakestPlacements:
+    """Finds, per image and class, the placement with the least margin; keeps its geometry between calls."""
+
+    def __init__(self, threat: Patch, memory_budget: int | None = None) -> None:
+        self.threat = threat
+        self.memory_budget = memory_budget
+        self._sweeps: dict[tuple, PlacementSweep | None] = {}
+
+    @torch.no_grad()
+    def find(
+        self,
+        network: Network,
+        images: Images,
+        labels: Labels,
+        epsilon: float | Tensor,
+        clean: Clean | None = None,
+    ) -> Annotated[Tensor, "n k"]:
+        """Indices into the threat's placements; `clean` is the clean pass where the caller has it.
+
+        Products may run in TF32 and windows in half precision: both only rank placements.
+        """
+        budget = self.memory_budget or search_budget(images.device)
+        sweep = self._sweep(network, images, budget)
+        if sweep is not None:
+            return weakest(sweep, images, labels, epsilon, clean)
+        with fast_arithmetic():
+            return dense_weakest(network, images, labels, self.threat, epsilon, budget)
+
+    def _sweep(self, network: Network, images: Images, budget: int) -> PlacementSweep | None:
+        key = (id(network), images.shape[1:], images.device, images.dtype, budget)
+        if key not in self._sweeps:
+            self._sweeps = {key: covering_sweep(network, images, self.threat, budget)}
+        return self._sweeps[key]
+
+
+def search_budget(device: torch.device) -> int:
+    """The memory that a search may take by default."""
+    return min(default_budget(device), _TRAINING_BUDGET)
+
+
+@torch.no_grad()
+def weakest(
+    sweep: PlacementSweep,
+    images: Images,
+    labels: Labels,
+    epsilon: float | Tensor,
+    clean: Clean | None = None,
+) -> Annotated[Tensor, "n k"]:
+    """The placement of least margin, by products in TF32 and windows in half precision where they can be used."""
+    with fast_arithmetic():
+        dtype = torch.float16 if sweep.takes_half_precision(images) else None
+        if clean is None:
+            clean = clean_pass(sweep.layout.network, images, labels)
+        return sweep.margins(clean.detached(), labels, epsilon, dtype=dtype).argmin(dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +184,9 @@ class DifferentiablePlacements:
         box, blocks = Windows.within(epsilon, sweep.clean_windows(0)), self.blocks
         if blocks is None:
             offset = rows % self.step[0] * self.step[1] + columns % self.step[1]
-            return masked(box, self.covered[offset.unsqueeze(1), 0]), 0
+            return box.masked(self.covered[offset.unsqueeze(1), 0]), 0
         members = torch.arange(self.covered.shape[1], device=rows.device).unsqueeze(1)
-        state = masked(box, self.covered[blocks.index[rows, columns].unsqueeze(1), members])
+        state = box.masked(self.covered[blocks.index[rows, columns].unsqueeze(1), members])
         return blocks.merged(state, sweep.repeated), blocks.first
 
     def cells(self, window: Window, area: FeatureMap) -> Annotated[Tensor, "bases cells"]:
@@ -160,28 +228,12 @@ class _OwnPlacementsPass(WindowPass):
         """Each placement `count` times in a row."""
         return _OwnPlacementsPass(self.shared, self.placements, repeated(self.base, count))
 
-    def outside(self, index: int) -> Outside | None:
-        window = self.windows[index]
-        return None if window is None else self._outside(window, index)
-
-    def clean_windows(self, index: int) -> OnWindows | Annotated[Tensor, "n features"]:
-        window = self.windows[index]
-        return self.clean.values[index].flatten(1) if window is None else self._gather(window, index)
-
-    def surroundings(self, position: int, height: int, width: int) -> OnWindows:
-        step = self.steps[position]
-        window = self.layout.seen(position, self.windows)
-        assert window is not None
-        outside = self._outside(window, step.inputs[0])
-        return self._gather(window, step.inputs[0]).masked_fill(outside, step.operation.padding)
-
     def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
         if is_sparse(part, columns):
             part = part.expand(*self.base.shape, *part.shape[2:])
             return sparse_product(part, columns, self._inside(self.window(index), index))
-        return product(self.flattened(part, index).flatten(0, 1), columns.flatten(0, 1), NEAREST).unflatten(
-            0, part.shape[:2]
-        )
+        whole = self.flattened(part, index).flatten(0, 1)
+        return (whole @ columns.flatten(0, 1)).unflatten(0, part.shape[:2])
 
     def flattened(self, part: Part, index: int) -> Annotated[Tensor, "p n features"]:
         """The whole map, place by place, with the window in it; cells outside hold zeros and add nothing."""
@@ -189,16 +241,14 @@ class _OwnPlacementsPass(WindowPass):
         assert area is not None
         part = part.expand(*self.base.shape, *part.shape[2:])
         if self.is_fused:
+            from patchcert.windows.kernels import placed
+
             shifts = self.placements.shifts(window)[self.base]
             return placed(part, (area.height, area.width), (window.top, window.left), shifts).flatten(2)
         inside = self._inside(window, index)
         whole = part.new_zeros(*part.shape[:2], area.height * area.width, area.channels)
         where = inside.unsqueeze(-1).expand(*inside.shape, area.channels)
         return whole.scatter_add(2, where, part.flatten(2, 3)).flatten(2)
-
-    def signed_cells(self, index: int) -> Annotated[Tensor, "p n cells"] | None:
-        window = self.windows[index]
-        return None if window is None else self._signed(window, index)
 
     def _gather(self, window: Window, index: int) -> OnWindows:
         inside = self._inside(window, index)
@@ -212,11 +262,9 @@ class _OwnPlacementsPass(WindowPass):
         return self._signed(window, index).clamp(min=0).long()
 
     def _outside(self, window: Window, index: int) -> Outside:
-        """Which cells of the window lie outside the map."""
         return (self._signed(window, index) < 0).unflatten(2, (window.height, window.width)).unsqueeze(-1)
 
     def _signed(self, window: Window, index: int) -> Annotated[Tensor, "p n cells"]:
-        """The cells of the window on its map as flat indices, -1 outside."""
         area = self.layout.maps[index]
         assert area is not None
         if (window, area) not in self._cells:
@@ -256,3 +304,45 @@ def _selector(labels: Labels, classes: Annotated[Tensor, "n p"], count: int) -> 
     """Rows with 1 at the label and -1 at the class: times the weights, their exact difference."""
     numbers = torch.arange(count, device=labels.device)
     return (labels.reshape(-1, 1, 1) == numbers).int() - (classes.unsqueeze(-1) == numbers).int()
+
+
+_SPARSE = 10
+"""Rows are multiplied as sparse ones where at most one entry in this many is not zero."""
+
+
+def is_sparse(part: Annotated[Tensor, "_ _ h w c"], columns: Annotated[Tensor, "places c out"]) -> bool:
+    """Whether windows, which must be without a gradient, cover so few places that a CPU gains by skipping zeros."""
+    entries = part.shape[2] * part.shape[3]
+    return not part.requires_grad and part.device.type == "cpu" and entries * _SPARSE <= len(columns)
+
+
+def sparse_product(
+    part: Annotated[Tensor, "p n h w c"],
+    columns: Annotated[Tensor, "places c out"],
+    cells: Annotated[Tensor, "p n cells"],
+) -> Annotated[Tensor, "p n out"]:
+    """Windows at these cells of their maps times the weights; a cell that is named twice counts twice.
+
+    The gradient is that of the weights.
+    """
+    from scipy.sparse import csr_array
+
+    channels, width = part.shape[-1], part[0, 0].numel()
+    entries = (cells.unsqueeze(-1) * channels + torch.arange(channels)).flatten().int()
+    ends = torch.arange(0, entries.numel() + 1, width, dtype=torch.int32)
+    shape = (len(ends) - 1, columns.shape[0] * channels)
+    rows = csr_array((part.reshape(-1).numpy(), entries.numpy(), ends.numpy()), shape=shape)
+    moved: Tensor = _SparseProduct.apply(rows, columns.flatten(0, 1))  # pyright: ignore[reportAssignmentType]
+    return moved.unflatten(0, part.shape[:2])
+
+
+class _SparseProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: "csr_array", matrix: Tensor) -> Tensor:
+        ctx.rows = rows  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.from_numpy(rows @ matrix.numpy())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, torch.from_numpy(ctx.rows.T @ gradient.numpy())  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,699 @@
+"""The operations that networks are made of. Each states, side by side, all that is known of it: its value, its interval
+bound with rounding, which outputs see which inputs, and which layers and functions of PyTorch are lowered to it.
+
+Weights are read from the layer at every call, so bounds can be differentiated and trained through.
+"""
+
+import inspect
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Size, Tensor, nn
+
+from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places, convolve
+from patchcert.bounds.lowering import BATCH_SIZE, Lowered, function_rule, layer_rule, pair, refuse
+from patchcert.bounds.rounding import Rounding, blocked_product, lifted, summed_roundings
+from patchcert.errors import ModelError, UnsupportedLayer
+
+Source = Callable[[], Tensor]
+"""Reads a weight where it lives, so that a trained layer is seen as it is now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """All tensors that lie elementwise between `lower` and `upper`, both ends included."""
+
+    lower: Tensor
+    upper: Tensor
+
+    @staticmethod
+    def around(centre: Tensor, radius: Tensor) -> "Interval":
+        """The interval that reaches `radius` to both sides of `centre`."""
+        return Interval(centre - radius, centre + radius)
+
+    @staticmethod
+    def point(value: Tensor) -> "Interval":
+        """The interval that holds `value` alone."""
+        return Interval(value, value)
+
+    @property
+    def centre(self) -> Tensor:
+        return (self.upper + self.lower) * 0.5
+
+    @property
+    def radius(self) -> Tensor:
+        return (self.upper - self.lower) * 0.5
+
+    @property
+    def shape(self) -> Size:
+        return self.lower.shape
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Interval":
+        """Both ends through a function that never falls."""
+        return Interval(function(self.lower), function(self.upper))
+
+    def flatten(self, start: int, end: int) -> "Interval":
+        """The same interval with the dimensions from `start` to `end` merged."""
+        return self.map(lambda part: part.flatten(start, end))
+
+
+class Operation(ABC):
+    """One step of a network. A class of operations is either abstract or final: no subclass has subclasses.
+
+    `forward` and `interval` suffice for certificates. With `places`, patches are bounded on windows alone, which is
+    much faster. An operation without a rule of its own in `patchcert.windows` is then bounded by its `interval` on
+    what the outputs of a window see of the map.
+    """
+
+    arity: ClassVar[int] = 1
+    """How many results of the network it takes."""
+    may_share_memory: ClassVar[bool] = False
+    """Whether its result may be a view of its input, so that a change in place of one changes the other."""
+    padding: ClassVar[float] = 0.0
+    """What lies around a map, where the geometry of `places` has padding."""
+
+    def __init_subclass__(cls) -> None:
+        """What others know of an operation, they know of its class; a subclass might compute something else."""
+        for base in cls.__bases__:
+            if issubclass(base, Operation) and not inspect.isabstract(base):
+                raise TypeError(
+                    f"{cls.__name__} extends {base.__name__}, a final class: extend Operation instead"
+                )
+
+    @abstractmethod
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The ordinary value of the step."""
+
+    @abstractmethod
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        """Contains every output for inputs in the given intervals, and for one input is the tightest such bound."""
+
+    def places(self, area: FeatureMap) -> Geometry | Places:
+        """How outputs see the places of a map: through a sliding kernel, at their own place alone, or all of them.
+
+        Raises NotCovered where none of these holds.
+        """
+        raise NotCovered(f"windows have no rule for {type(self).__name__}")
+
+    def unpadded(self) -> "Operation":
+        """The same operation on maps that come with their padding; needed where the geometry of `places` has any."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Add(Operation):
+    """The sum of two branches, as at the end of a skip connection."""
+
+    arity: ClassVar[int] = 2
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        _check_terms(*inputs)
+        return inputs[0] + inputs[1]
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        first, second = inputs
+        _check_terms(first.lower, second.lower)
+        lower, upper = first.lower + second.lower, first.upper + second.upper
+        if rounding.is_outward:
+            # A sum is off by u of itself, and so is the new end; sums so small that 4u of them underflow are exact.
+            lower = lower - lower.abs() * (4 * rounding.unit)
+            upper = upper + upper.abs() * (4 * rounding.unit)
+        return Interval(lower, upper)
+
+    def places(self, area: FeatureMap) -> Places:
+        return Places.KEPT
+
+
+def _check_terms(first: Tensor, second: Tensor) -> None:
+    if first.dim() != second.dim():
+        raise UnsupportedLayer(
+            f"a sum of results of shapes {tuple(first.shape)} and {tuple(second.shape)} would mix images",
+            hint="give both terms the same dimensions",
+        )
+
+
+@function_rule(operator.add, operator.iadd, torch.add, "add", "add_")
+def _add(*terms: object, alpha: float = 1) -> Operation:
+    if terms:
+        refuse(
+            "it adds a constant, bounds exist for the sum of two results",
+            hint="put it into a layer's bias; images are centred by patchcert.Normalize(mean, std)",
+        )
+    if alpha != 1:
+        refuse(f"alpha is {alpha}, bounds exist for a plain sum")
+    return Add()
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape(Operation):
+    """The same values in another shape; the first dimension, the batch, stays."""
+
+    reshape: Callable[[Tensor], Tensor]
+    may_share_memory: ClassVar[bool] = True
+
+    def forward(self, *inputs: Tensor) -> Annotated[Tensor, "n ..."]:
+        return self.reshape(inputs[0])
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        return inputs[0].map(self.reshape)
+
+    def places(self, area: FeatureMap) -> Places:
+        return Places.KEPT
+
+
+@function_rule(torch.flatten, "flatten", layers=(nn.Flatten,))
+def _flatten(start_dim: int = 0, end_dim: int = -1) -> Operation:
+    if start_dim < 1:
+        refuse(
+            f"start_dim is {start_dim}: the batch dimension must stay", hint="start flattening at dimension 1"
+        )
+    return Reshape(lambda value: value.flatten(start_dim, end_dim))
+
+
+@function_rule("view", "reshape", torch.reshape)
+def _reshape(*shape: object) -> Operation:
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+    batch, *others = sizes
+    rest = [size for size in others if isinstance(size, int)]
+    if not (batch is BATCH_SIZE or batch == -1) or rest != others:
+        refuse(
+            f"it reshapes to {sizes}: the first size must be the batch, the others numbers",
+            hint="use nn.Flatten",
+        )
+    return Reshape(partial(_reshape_each, rest))
+
+
+def _reshape_each(sizes: Sequence[int], value: Annotated[Tensor, "n ..."]) -> Annotated[Tensor, "n ..."]:
+    """The results of each image in another shape; it must hold all of them and nothing of other images."""
+    whole, part = math.prod(value.shape[1:]), math.prod(size for size in sizes if size != -1)
+    if part == 0 or whole % part or (whole != part and -1 not in sizes):
+        raise UnsupportedLayer(
+            f"a reshape to (batch, {', '.join(map(str, sizes))}) of {tuple(value.shape[1:])} mixes images",
+            hint="use nn.Flatten",
+        )
+    return value.reshape(value.shape[0], *sizes)
+
+
+@function_rule(F.dropout, F.dropout2d, layers=(nn.Dropout, nn.Dropout2d))
+def _dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
+    if training and p > 0:
+        raise ModelError("it drops values at random (training mode)", hint="call model.eval()")
+
+
+@function_rule("contiguous", layers=(nn.Identity,))
+def _identity() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Monotone(Operation):
+    """A non-decreasing function of each element; `units` unit roundoffs pay for computing it and moving its bounds."""
+
+    function: Callable[[Tensor], Tensor]
+    units: int
+    is_relu: bool = False
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(inputs[0])
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        (box,) = inputs
+        slack = self.units * rounding.unit
+        if not slack:
+            return box.map(self.function)
+        lower, upper = self.precisely(box.lower), self.precisely(box.upper)
+        # `units` are those of the function and two more: u |f| for the sum here, u |f| for all that is quadratic in u.
+        # Results that underflow are off by less than tiny.
+        lower = lower - (lower.abs() * slack + rounding.tiny)
+        return Interval(lower, upper + (upper.abs() * slack + rounding.tiny))
+
+    def precisely(self, value: Tensor) -> Tensor:
+        """The function rounded from float64: a float32 may not hold its constants, such as a tiny slope, and libraries
+        compute it differently in the last bits for other sizes."""
+        return self.function(value.double()).to(value.dtype)
+
+    def places(self, area: FeatureMap) -> Places:
+        return Places.KEPT
+
+
+def is_relu(operation: Operation) -> bool:
+    """Whether the operation is max(x, 0), for which there are kernels."""
+    return isinstance(operation, Monotone) and operation.is_relu
+
+
+# max(x, 0) and limits that are numbers of every type are exact.
+_EXACT = 0
+# A limit is rounded to the type, by at most half the distance to the next number; 2u |f| is at least that whole
+# distance, so that the bound moves to the next number or further, whatever the sum is rounded to.
+_ROUNDED_LIMIT = 2
+# The product with the slope and its rounding to the type are 2 units; two more as in `Monotone.interval`.
+_ROUNDED_PRODUCT = 4
+# Assumed of the elementary functions of the platform, and measured by tests: an error of at most 7 units in the last
+# place, which are 14 unit roundoffs; two more as in `Monotone.interval`.
+_ELEMENTARY = 16
+
+
+def _always(
+    function: Callable[[Tensor], Tensor], units: int, layer: type[nn.Module], *functions: Callable | str
+) -> None:
+    """Registers an activation without settings, as a layer and as functions or methods."""
+    operation = Monotone(function, units, is_relu=function is torch.relu)
+    layer_rule(layer)(lambda layer: operation)
+    function_rule(*functions)(lambda inplace=False: operation)
+
+
+_always(torch.relu, _EXACT, nn.ReLU, F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
+_always(F.relu6, _EXACT, nn.ReLU6, F.relu6)
+_always(F.selu, _ELEMENTARY, nn.SELU, F.selu)
+_always(torch.sigmoid, _ELEMENTARY, nn.Sigmoid, torch.sigmoid, F.sigmoid, "sigmoid")
+_always(torch.tanh, _ELEMENTARY, nn.Tanh, torch.tanh, F.tanh, "tanh")
+_always(F.hardsigmoid, _ELEMENTARY, nn.Hardsigmoid)
+_always(F.logsigmoid, _ELEMENTARY, nn.LogSigmoid)
+_always(F.softsign, _ELEMENTARY, nn.Softsign)
+
+
+@function_rule(F.hardtanh, layers=(nn.Hardtanh,))
+def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Operation:
+    return Monotone(lambda value: F.hardtanh(value, min_val, max_val), _ROUNDED_LIMIT)
+
+
+@function_rule(F.leaky_relu, layers=(nn.LeakyReLU,))
+def _leaky_relu(negative_slope: float = 0.01, inplace: bool = False) -> Operation:
+    if negative_slope < 0:
+        refuse(f"negative_slope is {negative_slope}, bounds exist for slopes of at least 0")
+    return Monotone(lambda value: F.leaky_relu(value, negative_slope), _ROUNDED_PRODUCT)
+
+
+@function_rule(F.elu, layers=(nn.ELU,))
+def _elu(alpha: float = 1.0, inplace: bool = False) -> Operation:
+    if alpha < 0:
+        refuse(f"alpha is {alpha}, bounds exist for alpha of at least 0")
+    return Monotone(lambda value: F.elu(value, alpha), _ELEMENTARY)
+
+
+Maps = Annotated[Tensor, "n _ _ _"]
+ChannelMaps = Annotated[Tensor, "n c _ _"]
+ByChannel = Annotated[Tensor, "n c ..."]
+
+
+class Affine(Operation):
+    """A map x -> W x + b: the centre of an interval moves through W, its radius through |W|."""
+
+    @abstractmethod
+    def map(self, value: Tensor, precise: bool) -> Tensor:
+        """W x, without the offset; `precise` asks for plain sums of products (see `rounding`)."""
+
+    @abstractmethod
+    def absolute_map(self, value: Tensor, precise: bool) -> Tensor:
+        """|W| x."""
+
+    @abstractmethod
+    def offset(self, like: Tensor) -> Tensor | None:
+        """b, shaped to be added to an output like the given one."""
+
+    @abstractmethod
+    def roundings(self, value: Tensor) -> int:
+        """The most roundings that one product meets on its way into the output, that of its weight included."""
+
+    def offset_magnitude(self, like: Tensor) -> Tensor | None:
+        """Bounds the absolute values whose rounding the offset carries."""
+        offset = self.offset(like)
+        return None if offset is None else offset.abs()
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        output = self.map(inputs[0], precise=False)
+        offset = self.offset(output)
+        return output if offset is None else output + offset
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        (box,) = inputs
+        if rounding.is_outward:
+            return self._outward_interval(box, rounding)
+        centre = self.forward(box.centre)
+        return Interval.around(centre, self.absolute_map(box.radius, precise=False))
+
+    def _outward_interval(self, box: Interval, rounding: Rounding) -> Interval:
+        """Each rounded operation adds its error bound to the radius, which is widened for its own rounding.
+
+        Below, c and r are the exact centre and radius, u the unit, and g the gamma of all roundings of a product.
+        Constants of the form 1 + k u are exact in the type; every other product and sum costs a factor 1 - u.
+        """
+        # Two more than the product's own: one for adding the offset, one to spare.
+        gamma, unit = rounding.gamma(self.roundings(box.lower) + 2), rounding.unit
+        centre, radius = box.centre, box.radius
+        output = self.map(centre, precise=True)
+        # r and c are each off by u: r (1 + 2u) + 2u |c| hold the box around the stored centre, and W c is off by
+        # g |W||c|. Three roundings here leave (1 + 8u)(1 - 3u) > 1 + 2u and (g + 4u)(1 - 4u) > g + 2u, as g < 1/8.
+        # An underflow, here or in the halving, costs less than tiny.
+        radius = radius * (1 + 8 * unit) + centre.abs() * (gamma + 4 * unit) + rounding.tiny
+        spread = self.absolute_map(radius, precise=True)
+        offset = self.offset(output)
+        if offset is not None:
+            output = output + offset
+            magnitude = self.offset_magnitude(output)
+            # The offset is off by at most g times its terms; twice that leaves room for rounding it here.
+            spread = spread if magnitude is None else spread + 2 * gamma * magnitude
+        # A sum of fewer than 1/u products loses less than tiny/u to underflow, each of them less than tiny.
+        underflow = rounding.tiny / unit
+        # |W| r may come out smaller by a factor 1 - g, and (1 - g)(1 + 2g) >= 1 as g < 1/8. Adding the offset costs
+        # u |output|, and so does each new end: 2u of these 4u. The spread is rounded six times, and u of it is lost at
+        # the ends: less than its 8u.
+        spread = spread * (1 + 2 * gamma) + output.abs() * (4 * unit) + underflow
+        return Interval.around(output, spread * (1 + 8 * unit))
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(Affine):
+    """A fully connected layer."""
+
+    weight: Source
+    bias: Source | None
+
+    def map(self, value: Annotated[Tensor, "... _"], precise: bool) -> Annotated[Tensor, "... _"]:
+        return _product(value, self.weight(), precise)
+
+    def absolute_map(self, value: Annotated[Tensor, "... _"], precise: bool) -> Annotated[Tensor, "... _"]:
+        return _product(value, self.weight().abs(), precise)
+
+    def offset(self, like: Tensor) -> Tensor | None:
+        return None if self.bias is None else self.bias()
+
+    def roundings(self, value: Tensor) -> int:
+        return summed_roundings(self.weight().shape[1])
+
+    def places(self, area: FeatureMap) -> Places:
+        if not area.is_flat:
+            raise NotCovered("a linear layer acts on an unflattened map")
+        return Places.LOST
+
+
+def _product(
+    value: Annotated[Tensor, "... features"], weight: Annotated[Tensor, "outputs features"], precise: bool
+) -> Annotated[Tensor, "... outputs"]:
+    return blocked_product(value, weight.T) if precise else F.linear(value, weight)
+
+
+@function_rule(F.linear, layers=(nn.Linear,))
+def _linear(weight: Source, bias: Source | None = None) -> Operation:
+    return Linear(weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution(Affine):
+    """A two-dimensional convolution with zero padding."""
+
+    weight: Source
+    bias: Source | None
+    geometry: Geometry
+    groups: int
+
+    def map(self, value: Maps, precise: bool) -> Maps:
+        return convolve(value, self.weight(), self.geometry, self.groups, precise)
+
+    def absolute_map(self, value: Maps, precise: bool) -> Maps:
+        return convolve(value, self.weight().abs(), self.geometry, self.groups, precise)
+
+    def offset(self, like: Tensor) -> Tensor | None:
+        """With channels last one for each image: CUDA sums its gradient faster by image first than all at once."""
+        if self.bias is None:
+            return None
+        is_last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
+        bias = self.bias().expand(len(like), -1) if like.requires_grad and is_last else self.bias()
+        return bias[..., None, None]
+
+    def roundings(self, value: Tensor) -> int:
+        return summed_roundings(math.prod(self.weight().shape[1:]))
+
+    def places(self, area: FeatureMap) -> Geometry:
+        return self.geometry
+
+    def unpadded(self) -> "Convolution":
+        return replace(self, geometry=self.geometry.unpadded)
+
+
+@function_rule(F.conv2d, torch.conv2d, layers=(nn.Conv2d,))
+def _convolution(
+    weight: Source,
+    bias: Source | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | str | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+) -> Operation:
+    if padding_mode != "zeros":
+        refuse(f"padding_mode is {padding_mode!r}, bounds exist for 'zeros'")
+    kernel, spacing = (weight().shape[2], weight().shape[3]), pair(dilation)
+    geometry = Geometry(kernel, pair(stride), _explicit_padding(padding, kernel, spacing), spacing)
+    return Convolution(weight, bias, geometry, groups)
+
+
+def _explicit_padding(
+    padding: int | str | tuple[int, ...], kernel: tuple[int, int], dilation: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    if padding == "valid":
+        return (0, 0, 0, 0)
+    if padding == "same":
+        total = [spacing * (size - 1) for size, spacing in zip(kernel, dilation, strict=True)]
+        return (total[0] // 2, total[0] - total[0] // 2, total[1] // 2, total[1] - total[1] // 2)
+    if isinstance(padding, str):
+        refuse(f"padding is {padding!r}, expected numbers, 'same' or 'valid'")
+    vertical, horizontal = pair(padding)
+    return (vertical, vertical, horizontal, horizontal)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelScale(Affine):
+    """y = (x - mean) / deviation * gain + shift, per channel: batch norm in eval mode, normalisation."""
+
+    mean: Source
+    deviation: Source
+    gain: Source | None
+    shift: Source | None
+
+    def scale(self) -> Annotated[Tensor, "..."]:
+        """gain / deviation, computed in float64."""
+        gain = 1.0 if self.gain is None else self.gain().double()
+        return gain / self.deviation().double()
+
+    def map(self, value: ByChannel, precise: bool) -> ByChannel:
+        return value * _per_channel(self.scale(), value)
+
+    def absolute_map(self, value: ByChannel, precise: bool) -> ByChannel:
+        scale = _per_channel(self.scale().abs(), value)
+        return value * (lifted(scale) if precise else scale)
+
+    def offset(self, like: Tensor) -> Tensor | None:
+        offset = -self.mean().double() * self.scale()
+        return _per_channel(offset if self.shift is None else offset + self.shift().double(), like)
+
+    def offset_magnitude(self, like: Tensor) -> Tensor | None:
+        magnitude = self.mean().double().abs() * lifted(self.scale().abs())
+        return _per_channel(
+            magnitude if self.shift is None else magnitude + self.shift().double().abs(), like
+        )
+
+    def roundings(self, value: Tensor) -> int:
+        return SCALE_ROUNDINGS
+
+    def places(self, area: FeatureMap) -> Places:
+        if area.is_flat:
+            raise NotCovered("a flattened map is scaled feature by feature")
+        return Places.KEPT
+
+
+# The scale is rounded 4 times: in the sum and root of the deviation, in the division, and to the type. Its product with
+# x is rounded once; that with the mean, the sum with the shift, and their rounding to the type are 3. One is to spare.
+SCALE_ROUNDINGS = 8
+
+
+def _per_channel(values: Tensor, like: ByChannel) -> Tensor:
+    """Broadcast over all but the channels; more values than those would make channels of nothing."""
+    if values.numel() not in (1, like.shape[1]):
+        raise ModelError(
+            f"a scale of {values.numel()} channels cannot take images or results of {like.shape[1]}",
+            hint="give images with as many channels as the model was made for",
+        )
+    return values.to(like.dtype).reshape(-1, *[1] * (like.dim() - 2))
+
+
+@function_rule(F.batch_norm, layers=(nn.BatchNorm1d, nn.BatchNorm2d))
+def _batch_norm(
+    running_mean: Source | None,
+    running_var: Source | None,
+    weight: Source | None = None,
+    bias: Source | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Operation:
+    if training or running_mean is None or running_var is None:
+        raise ModelError(
+            "it normalises by the statistics of the batch (training mode, training=True, or none are kept): no "
+            "function of the image alone",
+            hint="call model.eval() and keep track_running_stats=True",
+        )
+    return ChannelScale(running_mean, lambda: (running_var().double() + eps).sqrt(), weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class MaxPool(Operation):
+    """The largest value under a kernel: non-decreasing in every input, and exact."""
+
+    geometry: Geometry
+    ceil_mode: bool
+    padding: ClassVar[float] = -torch.inf
+
+    def forward(self, *inputs: Tensor) -> Annotated[Tensor, "... _ _"]:
+        kernel, stride, dilation = self.geometry.kernel, self.geometry.stride, self.geometry.dilation
+        top, _, left, _ = self.geometry.padding
+        return F.max_pool2d(inputs[0], kernel, stride, (top, left), dilation, self.ceil_mode)
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        return inputs[0].map(self.forward)
+
+    def places(self, area: FeatureMap) -> Geometry:
+        if self.ceil_mode:
+            raise NotCovered("a max pooling with ceil_mode")
+        return self.geometry
+
+    def unpadded(self) -> "MaxPool":
+        return replace(self, geometry=self.geometry.unpadded)
+
+
+@function_rule(F.max_pool2d, torch.max_pool2d, layers=(nn.MaxPool2d,))
+def _max_pool(
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Operation:
+    if return_indices:
+        refuse("return_indices is set, bounds exist for the pooled values alone")
+    kernel, (top, left) = pair(kernel_size), pair(padding)
+    return MaxPool(
+        Geometry(kernel, pair(stride or kernel), (top, top, left, left), pair(dilation)), ceil_mode
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AveragePool(Affine):
+    """A mean over parts of a map; `pool` is the ordinary function, `most` the most values that one mean can hold.
+
+    `geometry`, for a map of some height and width, is that of a convolution with equal weights 1/area, padding
+    included; None where the pooling is not one.
+    """
+
+    pool: Callable[[Tensor], Tensor]
+    most: Callable[[Tensor], int]
+    geometry: Callable[[int, int], Geometry | None]
+
+    def map(self, value: ChannelMaps, precise: bool) -> ChannelMaps:
+        geometry = self.geometry(value.shape[-2], value.shape[-1]) if precise else None
+        if geometry is None:
+            return self.pool(value)
+        return convolve(value, equal_weights(geometry, value), geometry, value.shape[1], precise)
+
+    def absolute_map(self, value: ChannelMaps, precise: bool) -> ChannelMaps:
+        return self.map(value, precise)
+
+    def offset(self, like: Tensor) -> Tensor | None:
+        return None
+
+    def roundings(self, value: Tensor) -> int:
+        # As a convolution: 1/area, the product and area - 1 sums, area + 1. As a library pools: area - 1 sums, the
+        # divisor and the division, area + 1. Two are to spare.
+        return self.most(value) + 3
+
+    def places(self, area: FeatureMap) -> Geometry | Places:
+        geometry = self.geometry(area.height, area.width)
+        if geometry is None:
+            raise NotCovered("an average pooling divides by different counts at different places")
+        is_global = geometry.kernel == (area.height, area.width) and not any(geometry.padding)
+        return Places.LOST if is_global else geometry
+
+
+def equal_weights(geometry: Geometry, like: ChannelMaps) -> Annotated[Tensor, "c 1 _ _"]:
+    """The weights of a mean as a convolution in as many groups as there are channels."""
+    area = geometry.kernel[0] * geometry.kernel[1]
+    return like.new_full((like.shape[1], 1, *geometry.kernel), 1 / area)
+
+
+@function_rule(F.avg_pool2d, layers=(nn.AvgPool2d,))
+def _average_pool(
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Operation:
+    if divisor_override is not None and divisor_override <= 0:
+        refuse(f"divisor_override is {divisor_override}, bounds exist for positive divisors")
+    kernel, (top, left) = pair(kernel_size), pair(padding)
+    stride = pair(stride or kernel)
+    counts_alike = (count_include_pad or top == left == 0) and not ceil_mode and divisor_override is None
+    geometry = Geometry(kernel, stride, (top, top, left, left)) if counts_alike else None
+
+    def pool(value: Tensor) -> Tensor:
+        return F.avg_pool2d(
+            value, kernel, stride, (top, left), ceil_mode, count_include_pad, divisor_override
+        )
+
+    return AveragePool(pool, lambda value: kernel[0] * kernel[1], lambda height, width: geometry)
+
+
+@function_rule(F.adaptive_avg_pool2d, layers=(nn.AdaptiveAvgPool2d,))
+def _adaptive_average_pool(output_size: int | tuple[int | None, int | None] | None) -> AveragePool:
+    sizes = output_size if isinstance(output_size, tuple) else (output_size, output_size)
+
+    def geometry(*extents: int) -> Geometry | None:
+        outputs = [extent if size is None else size for extent, size in zip(extents, sizes, strict=True)]
+        if extents[0] % outputs[0] or extents[1] % outputs[1]:
+            return None
+        kernel = (extents[0] // outputs[0], extents[1] // outputs[1])
+        return Geometry(kernel, kernel)
+
+    def pool(value: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(value, sizes)
+
+    return AveragePool(pool, lambda value: value.shape[-2] * value.shape[-1], geometry)
+
+
+@function_rule(torch.mean, "mean")
+def _mean(dim: object = None, keepdim: bool = False) -> Lowered:
+    """The mean over height and width is a pooling to one value, and is flattened unless dimensions are kept."""
+    if not isinstance(dim, tuple) or frozenset(dim) not in _HEIGHT_AND_WIDTH or not isinstance(keepdim, bool):
+        refuse(
+            f"it is taken over dim={dim}, bounds exist for the mean over height and width, dim=(2, 3)",
+            hint="use x.mean((2, 3)), or nn.AdaptiveAvgPool2d(1) and nn.Flatten()",
+        )
+    whole = _adaptive_average_pool(1)
+    pool = replace(
+        whole,
+        pool=lambda value: whole.pool(_checked_maps(value)),
+        most=lambda value: whole.most(_checked_maps(value)),
+    )
+    return pool if keepdim else (pool, Reshape(lambda value: value.flatten(1)))
+
+
+_HEIGHT_AND_WIDTH = {frozenset(axes) for axes in ((2, 3), (-2, -1), (2, -1), (-2, 3))}
+
+
+def _checked_maps(value: Tensor) -> Tensor:
+    if value.dim() != 4:
+        refuse(
+            f"the mean over height and width of results of shape {tuple(value.shape)}, expected (n, channels, height, "
+            "width)",
+            hint="take the mean before results are flattened or reshaped",
+        )
+    return value
