@@ -180,6 +180,16 @@ def test_an_attack_is_written_down_as_the_library_says(subject, model, tmp_path)
     assert EvidenceFolder(tmp_path).find(work.question, "0" * 64) is None
 
 
+def test_an_interrupted_attack_leaves_nothing(subject, model, tmp_path):
+    attack = pc.PatchAttack(steps=1, restarts=2)
+    work = Attacking(replace(subject, classifier=model), attack, THREAT).into(
+        EvidenceFolder(tmp_path / "run")
+    )
+    with pytest.raises(KeyboardInterrupt):
+        work.run(Interrupt(1))
+    assert not any(tmp_path.rglob("*"))
+
+
 def test_attacks_on_a_defense_on_a_classifier_and_on_the_model_are_three_questions(subject, model):
     attack, asked = pc.PatchAttack(steps=1, restarts=1), []
     defended = Defended(LocalGradientSmoothing(3, 1), model)

@@ -1,39 +1,149 @@
-"""Attacks on ImageNet carried out: network and images from local files, patches in the corners, two defenses."""
+"""The ImageNet experiment of Chiang et al. (2020): patches in the corners against two defenses, on local files."""
 
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Generator
+from torch import Generator, Tensor, nn
 
-from patchcert.attacks import AttackJob
+from patchcert.attacks import AttackedModel, AttackJob, AttackResult, FastCopy, Findings, PatchAttack
+from patchcert.attacks.base import judged
+from patchcert.attacks.composite import Attempt, strongest
+from patchcert.bounds import precise_arithmetic
 from patchcert.data import Dataset, load_dataset
 from patchcert.data.files import find_imagenet
 from patchcert.data.folder import FolderSplit
-from patchcert.defenses import LocalGradientSmoothing
+from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import DataError
 from patchcert.evidence import EvidenceFolder, Question, Selection, Subject
 from patchcert.files import sha256
 from patchcert.models.imagenet import load_imagenet
 from patchcert.papers.chiang2020.answering import attack_from
-from patchcert.papers.chiang2020.imagenet_corners import CornerExperiment, CornerRow, DefenseName, Tell
 from patchcert.papers.chiang2020.networks import network_name, with_seed
 from patchcert.papers.chiang2020.planning import Assignment
 from patchcert.papers.chiang2020.recipes import IMAGENET, CornerAttack, recipe
 from patchcert.papers.chiang2020.tables import Entry
+from patchcert.threats import Patch
 from patchcert.train.environment import describe_environment
 from patchcert.train.run_folder import ENVIRONMENT, write_text
 
+DefenseName = Literal["lgs", "dw"]
+Tell = Callable[[str], None]
 ON_GPU, ON_CPU = 1200, 32
 """Ascents at once. More than 1,200 would make single tensors of ResNet-50 larger than 2 GiB."""
 BYTES_PER_ASCENT = 2**26
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class CornerRow:
+    """One cell of the table: the outcome of an attack on a defense, image by image."""
+
+    adaptive: bool
+    result: AttackResult
+    undefended: Tensor
+    """The undefended model's predictions on the clean images."""
+    undefended_after: Tensor
+    """The undefended model's predictions on the attacked images."""
+
+
+@final
+@dataclass(frozen=True)
+class CornerExperiment:
+    """Weak and adaptive attacks with patches in the four corners.
+
+    The weak attack does not know of the defense: it runs to its end on the undefended model, and its surest
+    patch is shown to each defense. The adaptive one starts from these patches and climbs on every surrogate of
+    the defense, last on the first of them once more by the margin; an image is spared once it is broken.
+
+    Ascents follow a fast copy of the network, in bfloat16 on a GPU. Whatever counts is said by the network itself in
+    float32, `judged_at_once` images at a time: clean predictions, successes before an image is given up, and
+    the results.
+    """
+
+    attack: PatchAttack
+    judged_at_once: int
+    reduced: bool
+    """Whether the fast copy computes in bfloat16."""
+
+    @precise_arithmetic()
+    def transferred(self, model: nn.Module, job: AttackJob, tell: Tell | None = None) -> Findings:
+        """The surest patch for the undefended model, in one of the corners.
+
+        `tell` hears before every pass of the fast copy what it is for, and may raise to end the attack.
+        """
+        AttackedModel.of(model).check(job.images, job.labels)
+        copy = self._copy(model, "weak attack", tell)
+        attack = replace(self.attack.exhaustive(), check_every=max(self.attack.steps, 1))
+        return attack.propose(AttackedModel(copy, model, self.judged_at_once), job)
+
+    @precise_arithmetic()
+    def rows(
+        self,
+        name: DefenseName,
+        model: nn.Module,
+        job: AttackJob,
+        transferred: Findings,
+        tell: Tell | None = None,
+    ) -> tuple[CornerRow, CornerRow]:
+        """The weak and the adaptive attack on one defense, from what was found on the undefended model."""
+        assert isinstance(job.threat, Patch)
+        patch, at_once = job.threat.height, self.judged_at_once
+        defended = Defended(imagenet_defense(name, model, patch), model)
+        target = AttackedModel(defended, defended, at_once)
+        clean = target.evaluate(job.images, job.labels, at_once).predictions
+        weak = judged(target, job, transferred, clean, at_once)
+        copy = self._copy(model, f"adaptive attack on {name}", tell)
+        imitated = Defended(imagenet_defense(name, copy, patch), copy)
+        found = self._adapted(target, imitated, job, transferred, clean)
+        adaptive = judged(target, job, found, clean, at_once)
+        return self._row(model, job, weak, False), self._row(model, job, adaptive, True)
+
+    def attacks(self, defended: Defended) -> list[tuple[PatchAttack, nn.Module]]:
+        """What the adaptive attack tries, and on which surrogate: the most passable one first, and last again."""
+        first, *rest = reversed(defended.surrogates())
+        by_margin = replace(self.attack, loss="margin")
+        return [*((self.attack, each) for each in (first, *rest)), (by_margin, first)]
+
+    def _copy(self, model: nn.Module, purpose: str, tell: Tell | None) -> FastCopy:
+        """A fast copy of the network that announces the purpose of each of its passes."""
+        copy = FastCopy(model, self.reduced)
+        if tell is not None:
+            copy.register_forward_pre_hook(lambda module, inputs: tell(purpose))
+        return copy
+
+    def _adapted(
+        self, target: AttackedModel, imitated: Defended, job: AttackJob, transferred: Findings, clean: Tensor
+    ) -> Findings:
+        """The strongest images for the defended model; those wrong by themselves stay unchanged."""
+        right = (clean == job.labels).nonzero().flatten()
+        attempts = [
+            Attempt(attack, replace(target, surrogate=surrogate))
+            for attack, surrogate in self.attacks(imitated)
+        ]
+        found = strongest(target, attempts, job.part(right), transferred.part(right), self.judged_at_once)
+        return Findings.unchanged(job.images).updated(right, found)
+
+    def _row(self, model: nn.Module, job: AttackJob, result: AttackResult, adaptive: bool) -> CornerRow:
+        before, after = (
+            AttackedModel.of(model).evaluate(images, job.labels, self.judged_at_once).predictions
+            for images in (job.images, result.adversarial)
+        )
+        return CornerRow(adaptive, result, before, after)
+
+
+def imagenet_defense(name: DefenseName, model: nn.Module, patch: int) -> Defense:
+    """The defense with its settings for ImageNet; watermarking is given the size of the patch."""
+    if name == "lgs":
+        return LocalGradientSmoothing.imagenet()
+    return DigitalWatermarking.imagenet(model, patch).to(next(model.parameters()).device)
 
 
 @final
