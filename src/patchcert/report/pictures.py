@@ -189,14 +189,11 @@ def attacked_images(images: Split, attacks: Sequence[Evidence], count: int) -> l
         for row in np.flatnonzero(broken).tolist():
             index = int(rows.columns["index"][row])
             if index in kept and index not in found:
-                attacked = np.rint(255 * kept[index]).astype(np.uint8)
-                found[index] = _attacked(rows, row, images.images[index].numpy(), attacked)
+                clean, attacked = images.images[index].numpy(), np.rint(255 * kept[index]).astype(np.uint8)
+                label, after = (int(rows.columns[name][row]) for name in ("label", "prediction_after"))
+                boxes = _boxes(rows, row, clean, attacked)
+                found[index] = AttackedImage(index, clean, attacked, label, after, boxes)
     return [found[index] for index in sorted(found)][:count]
-
-
-def _attacked(rows: Evidence, row: int, clean: Pixels, attacked: Pixels) -> AttackedImage:
-    index, label, after = (int(rows.columns[name][row]) for name in ("index", "label", "prediction_after"))
-    return AttackedImage(index, clean, attacked, label, after, _boxes(rows, row, clean, attacked))
 
 
 def _boxes(rows: Evidence, row: int, clean: Pixels, attacked: Pixels) -> tuple[Box, ...]:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
@@ -18,7 +17,7 @@ from patchcert.evidence.results import SUMMARY, TRIMMED, Circumstances, fingerpr
 from patchcert.files import copy_file, sha256
 from patchcert.models import is_half
 from patchcert.report.summary import RunSummary, read_test_evidence
-from patchcert.threats import Patch, SparsePixels, shapes
+from patchcert.threats import SparsePixels, shapes
 from patchcert.train.run_folder import EVIDENCE, SPEC, WEIGHTS, Run, check_new, write_text
 from patchcert.train.spec import Spec, read_spec, write_spec
 from patchcert.zoo.card import AttackCount, Card, ProofCount, Training, pack_marks
@@ -115,11 +114,10 @@ def _threat_word(threat: AnyThreat) -> str:
     rule = str(threat.rule)
     where = "" if rule == "everywhere" else f"-{rule}"
     is_spelt_out = threat.is_solid and rule in ("everywhere", "corners")
-    return f"{stamp}{where}" if is_spelt_out else f"{stamp}{where}-{_digest(threat)}"
-
-
-def _digest(threat: Patch) -> str:
-    return hashlib.sha256(json.dumps(threat.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
+    if is_spelt_out:
+        return f"{stamp}{where}"
+    digest = hashlib.sha256(json.dumps(threat.to_dict(), sort_keys=True).encode()).hexdigest()
+    return f"{stamp}{where}-{digest[:8]}"
 
 
 def _decide(zoo: Zoo, card: Card, replace: bool) -> tuple[Status, str]:
@@ -200,12 +198,9 @@ def _attack_command(command: str, name: str) -> str:
     words = shlex.split(command)
     if words[:2] != ["patchcert", "attack"] or len(words) < 3 or words[2].startswith("-"):
         return shlex.join(words)
-    return shlex.join([*words[:2], f"zoo:{name}", *_without_places(words[3:])])
-
-
-def _without_places(words: Sequence[str]) -> list[str]:
-    pairs = zip(words, ["", *words], strict=False)
-    return [word for word, before in pairs if not {before, word.partition("=")[0]} & PLACES]
+    pairs = zip(words[3:], words[2:], strict=False)
+    kept = [word for word, before in pairs if not {before, word.partition("=")[0]} & PLACES]
+    return shlex.join([*words[:2], f"zoo:{name}", *kept])
 
 
 def _training(run: Run, name: str, results: Path | None) -> Training:

@@ -61,7 +61,8 @@ class Zoo:
 
     def size(self, without: str = "") -> int:
         """Bytes of all files, those of one model left out."""
-        return sum(file.stat().st_size for file in self._files() if file.stem != without)
+        files = (*self.folder.glob("*.safetensors"), *self.folder.glob("*.json"))
+        return sum(file.stat().st_size for file in files if file.stem != without)
 
     def put(self, card: Card, weights: Path) -> None:
         """Store a model under its card's name, in place of one that has it, within the size of the zoo."""
@@ -77,9 +78,6 @@ class Zoo:
         copy_file(weights, target.with_suffix(".safetensors"))
         with atomic_write(target) as stream:
             stream.write(text)
-
-    def _files(self) -> list[Path]:
-        return [*self.folder.glob("*.safetensors"), *self.folder.glob("*.json")]
 
     def _known(self, name: str) -> Path:
         """The card of a name, which must be there."""
