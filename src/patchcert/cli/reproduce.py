@@ -18,8 +18,7 @@ from patchcert.cli.output import print_json, print_table, say
 from patchcert.errors import DataError, InvalidInput
 
 if TYPE_CHECKING:
-    from patchcert.papers.chiang2020.planning import Assignment, Effort
-    from patchcert.papers.chiang2020.runner import Job, State, Workshop
+    from patchcert.papers.chiang2020.runner import Assignment, Effort, Job, State, Workshop
     from patchcert.papers.chiang2020.tables import Entry, PaperTable
     from patchcert.papers.chiang2020.view import TableView
 
@@ -89,8 +88,7 @@ def reproduce(
     _refuse_quick_imagenet(asked.quick, chosen)
     code = 0
     if source is None:
-        from patchcert.papers.chiang2020.planning import Effort
-        from patchcert.papers.chiang2020.runner import Workshop
+        from patchcert.papers.chiang2020.runner import Effort, Workshop
 
         shop = Workshop(runs, folder, str(parse_device(device)), data_dir, jobs)
         effort = Effort(asked, seeds or 1, tf32, bfloat16)
@@ -213,8 +211,7 @@ def _collect(runs: Path, results: Path) -> None:
 
 def carry_out(entries: "Sequence[Entry]", effort: "Effort", shop: "Workshop") -> int:
     """Train and measure what the rows need and is not there yet; the exit code that says how it went."""
-    from patchcert.papers.chiang2020.planning import plan
-    from patchcert.papers.chiang2020.runner import Runner
+    from patchcert.papers.chiang2020.runner import Runner, plan
 
     networks = plan_available_networks(entries, effort, shop)
     runs = plan(entries, effort, shop.data_dir)

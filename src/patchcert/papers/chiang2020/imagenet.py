@@ -27,8 +27,8 @@ from patchcert.files import sha256
 from patchcert.models.imagenet import load_imagenet
 from patchcert.papers.chiang2020.answering import attack_from
 from patchcert.papers.chiang2020.networks import network_name, with_seed
-from patchcert.papers.chiang2020.planning import Assignment
 from patchcert.papers.chiang2020.recipes import IMAGENET, CornerAttack, recipe
+from patchcert.papers.chiang2020.runner import Assignment
 from patchcert.papers.chiang2020.tables import Entry
 from patchcert.threats import Patch
 from patchcert.train.environment import describe_environment

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from patchcert.errors import PatchcertError
-from patchcert.papers.chiang2020.planning import STOP_FILE, read_questions
+from patchcert.papers.chiang2020.runner import STOP_FILE, read_questions
 
 MISTAKEN, INTERRUPTED = 2, 130
 LOOK_EVERY = 0.3
