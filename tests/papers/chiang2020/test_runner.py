@@ -1,4 +1,4 @@
-"""Every run is planned once, however many rows share it; real processes run, fail, resume, and end with their parent."""
+"""Every run is planned once, however many rows share it; processes run, fail, resume, and end with their parent."""
 
 import os
 import subprocess
