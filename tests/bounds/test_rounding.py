@@ -1,5 +1,6 @@
 """The error bounds that certificates rest on, and the switches that keep them true."""
 
+import threading
 from fractions import Fraction
 
 import pytest
@@ -180,3 +181,46 @@ def test_threads_that_flush_nevertheless_are_refused(monkeypatch):
     monkeypatch.setattr(rounding_module, "_flushes", lambda count: count > 1)
     with pytest.raises(InvalidInput, match="threads of this process flush"), subnormals_kept():
         pass
+
+
+def test_threads_that_overlap_keep_each_other_precise_and_leave_the_users_settings():
+    """The switches belong to the process: whoever leaves first must not take precision from the others."""
+    legacy = torch.get_float32_matmul_precision()
+    first_is_inside, second_is_inside, first_has_left = (threading.Event() for _ in range(3))
+    seen = {}
+
+    def first():
+        with precise_arithmetic():
+            first_is_inside.set()
+            second_is_inside.wait(5)
+            seen["both"] = torch.backends.cuda.matmul.fp32_precision
+        first_has_left.set()
+
+    def second():
+        first_is_inside.wait(5)
+        with fast_arithmetic():
+            seen["fast beside precise"] = torch.backends.cuda.matmul.fp32_precision
+        with precise_arithmetic():
+            second_is_inside.set()
+            first_has_left.wait(5)
+            seen["after the first"] = torch.backends.cuda.matmul.fp32_precision
+            with fast_arithmetic():
+                seen["fast within precise"] = torch.backends.cuda.matmul.fp32_precision
+
+    try:
+        torch.set_float32_matmul_precision("medium")
+        threads = [threading.Thread(target=each) for each in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == {
+            "both": "ieee",
+            "fast beside precise": "ieee",
+            "after the first": "ieee",
+            "fast within precise": "tf32",
+        }
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(legacy)

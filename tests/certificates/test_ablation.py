@@ -22,7 +22,7 @@ from patchcert.certificates.ablation import (
     probability_lower_bound,
     seen_probability,
 )
-from patchcert.errors import InvalidInput
+from patchcert.errors import InvalidInput, ModelError
 from patchcert.models import ModelSpec, build
 
 
@@ -179,7 +179,7 @@ def test_all_votes_come_from_batches_of_one_shape():
     model = CornerModel()
     ablation = RandomAblation(model, retained=4, selection_samples=30, estimation_samples=100, batch_size=64)
     ballots = ablation.ballots(torch.rand(3, 1, 4, 4, generator=seeded(8)))
-    assert model.shapes == [(64, 2, 4, 4)] * 7
+    assert model.shapes == [(64, 2, 4, 4)] * 9
     assert ballots.selection.sum(dim=1).tolist() == [30] * 3
     assert ballots.estimation.sum(dim=1).tolist() == [100] * 3
 
@@ -205,7 +205,7 @@ def test_votes_are_cast_in_the_precision_asked_for_whatever_is_set_around(precis
     ablation = RandomAblation(Probe().eval(), 2, 1, 4, precision=precision)
     with torch.autocast("cpu", torch.bfloat16):
         ablation.ballots(torch.rand(1, 1, 4, 4))
-    assert seen == [torch.bfloat16 if precision == "bfloat16" else torch.float32]
+    assert set(seen) == {torch.bfloat16 if precision == "bfloat16" else torch.float32}
 
 
 @given(
@@ -308,3 +308,45 @@ def test_images_and_labels_are_checked_before_votes_are_believed(images, labels,
     model = nn.Sequential(nn.Flatten(), nn.Linear(32, 3)).eval()
     with pytest.raises(InvalidInput, match=message):
         RandomAblation(model, 5, 10, 50, batch_size=64).certify(images, labels, pc.SparsePixels(1))
+
+
+class Coupled(nn.Module):
+    """A linear model whose logits depend on the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, encoded):
+        features = encoded.flatten(1)
+        return self.head(features - features.mean(dim=0))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False), nn.Flatten(), nn.Linear(32, 3)),
+            "layer '0'",
+        ),
+        (nn.Sequential(nn.Flatten(), nn.BatchNorm1d(32), nn.Linear(32, 3)), "statistics of the batch"),
+        (
+            nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(32, 3)),
+            "layer '1' .Dropout. drops values at random",
+        ),
+        (Coupled(), "when others are in their batch"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(32, 1)), "1 logit for each image"),
+        (nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, -1)), nn.LazyLinear(3)), "must return logits"),
+    ],
+)
+def test_votes_that_depend_on_each_other_are_refused(model, message):
+    """In eval mode at the root alone: layers below may still be in training mode."""
+    model.eval()
+    for layer in model.children():
+        if isinstance(layer, nn.BatchNorm1d | nn.Dropout):
+            layer.train()
+    ablation = pc.RandomAblation(model, 5, 10, 50, batch_size=64)
+    with pytest.raises(ModelError, match=message):
+        ablation.certify(torch.rand(2, 1, 4, 4), torch.zeros(2).long(), pc.SparsePixels(1))
+    with pytest.raises(ModelError, match=message):
+        ablation.predict(torch.rand(2, 1, 4, 4))

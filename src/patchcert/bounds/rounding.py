@@ -8,7 +8,8 @@ bounds that must be sound are computed inside `precise_arithmetic()`, and their 
 matrix products.
 """
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Protocol
@@ -136,7 +137,10 @@ NEAREST = Rounding(unit=0.0, tiny=0.0)
 
 @contextmanager
 def precise_arithmetic() -> Iterator[None]:
-    """Inside, float32 products are float32 products: TF32, bf16 and autocast are off; restored after."""
+    """Inside, float32 products are float32 products: TF32, bf16 and autocast are off; restored after.
+
+    The switches belong to the process: while one thread is inside, all threads compute like this.
+    """
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
@@ -181,14 +185,53 @@ def fast_arithmetic() -> Iterator[None]:
 
 @contextmanager
 def _precision(precision: str, switches: tuple[_Switch, ...]) -> Iterator[None]:
-    saved = _own_precisions(switches)
+    leave = _WISHES.enter(precision, switches)
     try:
-        for switch in switches:
-            switch.fp32_precision = precision
         yield
     finally:
-        for switch, previous in zip(switches, saved, strict=True):
-            switch.fp32_precision = previous
+        leave()
+
+
+class _Wishes:
+    """What the threads of this process ask of the switches, which all of them share: the most precise wish counts.
+
+    Of one thread the innermost wish counts. When the last wish is gone, the switches are as they were before the first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_thread: dict[int, list[tuple[str, tuple[_Switch, ...]]]] = {}
+        self._before: list[str] = []
+
+    def enter(self, precision: str, switches: tuple[_Switch, ...]) -> Callable[[], None]:
+        """Ask for a precision until the returned function is called."""
+        thread = threading.get_ident()
+        with self._lock:
+            if not self._by_thread:
+                self._before = _own_precisions(_CUDA + _CPU)
+            self._by_thread.setdefault(thread, []).append((precision, switches))
+            self._apply()
+        return lambda: self._leave(thread)
+
+    def _leave(self, thread: int) -> None:
+        with self._lock:
+            self._by_thread[thread].pop()
+            if not self._by_thread[thread]:
+                del self._by_thread[thread]
+            self._apply()
+
+    def _apply(self) -> None:
+        for switch, before in zip(_CUDA + _CPU, self._before, strict=True):
+            wishes = [_innermost(stack, switch) for stack in self._by_thread.values()]
+            asked = [wish for wish in wishes if wish]
+            switch.fp32_precision = "ieee" if "ieee" in asked else asked[0] if asked else before
+
+
+_WISHES = _Wishes()
+
+
+def _innermost(stack: list[tuple[str, tuple[_Switch, ...]]], switch: _Switch) -> str:
+    return next((precision for precision, switches in reversed(stack) if switch in switches), "")
 
 
 def _own_precisions(switches: tuple[_Switch, ...]) -> list[str]:

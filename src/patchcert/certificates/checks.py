@@ -85,6 +85,21 @@ def _check_dense(name: str, value: object) -> None:
         )
 
 
+def check_independence(model: nn.Module) -> None:
+    """No layer lets the answer for one image depend on the other images of its batch, or on chance."""
+    for name, layer in model.named_modules():
+        where = f"layer {name!r} ({type(layer).__name__})" if name else f"the model {type(layer).__name__}"
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (
+            layer.training or layer.running_mean is None
+        ):
+            raise ModelError(
+                f"{where} normalises by the statistics of the batch, so that images depend on each other",
+                hint="call model.eval(), and keep running statistics (track_running_stats=True)",
+            )
+        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training and layer.p > 0:
+            raise ModelError(f"{where} drops values at random (training mode)", hint="call model.eval()")
+
+
 def check_fit(threat: Patch | SparsePixels, images: Tensor) -> None:
     """Raises the threat's own error where it does not fit images of this shape."""
     if isinstance(threat, Patch):

@@ -131,19 +131,21 @@ class Certification:
         self, images: Split, kept: "_Kept | None", progress: Progress | None
     ) -> tuple[Certificates, float]:
         total, pixels = len(images), images.floats()
-        parts, seconds = ([kept.certificates], kept.seconds) if kept else ([], 0.0)
-        done = sum(map(len, parts))
+        found, seconds = (kept.certificates, kept.seconds) if kept else (None, 0.0)
+        done = 0 if found is None else len(found)
         fixed = self.classifier.images_per_block(images.labels.device)
         size = fixed or FIRST_BLOCK
-        while done < total or not parts:
+        while found is None or done < total:
             began, rows = time.perf_counter(), slice(done, done + size)
             shifted = None if progress is None else _shifted(progress, done, total)
             block = self.classifier.certify(pixels[rows], images.labels[rows], self.threat, shifted)
-            parts, took = [*parts, block], time.perf_counter() - began
-            seconds, done = seconds + took, done + len(block)
-            self._partial.write(Certificates.concatenated(parts), seconds)
+            block = replace(block, placements=None)  # no column of evidence, and the largest part by far
+            found = block if found is None else Certificates.concatenated([found, block])
+            took = time.perf_counter() - began
+            seconds, done = seconds + took, len(found)
+            self._partial.write(found, seconds)
             size = fixed or _next_size(size, took)
-        return Certificates.concatenated(parts), seconds
+        return found, seconds
 
     @cached_property
     def _partial(self) -> "_Partial":
