@@ -309,3 +309,38 @@ def test_a_wrong_trace_is_found_however_small_the_logits_are(scale):
     images = torch.rand(2, 1, 4, 5)
     with pytest.raises(ModelError, match="its traced operations"):
         pc.certify(model, images, torch.zeros(2, dtype=torch.long), pc.Patch(2))
+
+
+class Reduced(nn.Module):
+    """Computes in bfloat16 whatever is set around it, which no tracing sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, images):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layers(images)
+
+
+class Crowded(nn.Module):
+    """Says something else of images that are not alone in their batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(20, 3)
+
+    def forward(self, images):
+        features = torch.flatten(images, 1)
+        is_alone = isinstance(images, torch.fx.Proxy) or len(images) == 1
+        return self.head(features if is_alone else features * 0.5)
+
+
+@pytest.mark.parametrize("model", [Reduced(), Crowded()], ids=["autocast", "batch"])
+@pytest.mark.parametrize("verdicts_only", [False, True])
+def test_a_forward_pass_that_is_another_function_in_batches_is_refused(model, verdicts_only):
+    images, labels = torch.rand(6, 1, 4, 5), torch.zeros(6, dtype=torch.long)
+    with pytest.raises(
+        ModelError, match=r"the model gives \[.*\] for image \d in its batch, its traced operations"
+    ):
+        pc.certify(model.eval(), images, labels, pc.Patch(1), verdicts_only=verdicts_only)

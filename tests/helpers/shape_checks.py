@@ -112,6 +112,7 @@ def _words(notation: str) -> list[str]:
     return words
 
 
+@functools.cache
 def _notation(hint: object) -> str | None:
     """The shape that `Annotated[Tensor, ...]` states; None for any other hint."""
     if get_origin(hint) is not Annotated or get_args(hint)[0] is not Tensor:
@@ -119,13 +120,14 @@ def _notation(hint: object) -> str | None:
     return next((word for word in get_args(hint)[1:] if isinstance(word, str)), None)
 
 
+@functools.cache
 def _states_shapes(hint: object) -> bool:
     """Whether there is a stated shape anywhere in the hint; one that cannot be read is a ValueError."""
     notation = _notation(hint)
     if notation is not None:
         _words(notation)
         return True
-    return any(_states_shapes(part) for part in get_args(hint))
+    return any(_states_shapes(part) for part in get_args(hint) if not isinstance(part, list))
 
 
 def _fits(hint: object, value: object, sizes: Sizes) -> bool:

@@ -186,6 +186,24 @@ def check_trace(
         )
 
 
+def check_batches(network: Network, logits: Tensor, images: Tensor, own: torch.dtype) -> None:
+    """What the model says of the images in their batches is what its traced operations give, image by image.
+
+    It is not where the forward pass depends on the batch, or computes in another type than that of the weights.
+    """
+    traced = torch.cat([network.values(batch)[-1] for batch in _batches(images)]) if len(images) else logits
+    # Sums in another order differ by some tens of units of the type; reduced types differ by 2^13 units and more.
+    leeway = 2**12 * torch.finfo(own).eps * logits.double().abs().amax(dim=1, keepdim=True)
+    apart = (logits.double() - traced.double()).abs() - leeway
+    if bool((apart > 0).any()):
+        worst = int(apart.nan_to_num(-1.0).amax(dim=1).argmax())
+        raise ModelError(
+            f"the model gives {logits[worst].tolist()} for image {worst} in its batch, its traced operations "
+            f"{traced[worst].tolist()}",
+            hint="the forward pass must treat each image alone, and use no autocast or casts of its own",
+        )
+
+
 def logits_as_given(model: nn.Module, images: Tensor) -> Tensor:
     """What the model says of images in their own type, which it must take as they are."""
     try:
@@ -202,8 +220,7 @@ def logits_as_given(model: nn.Module, images: Tensor) -> Tensor:
 def logits_of(model: nn.Module, images: Tensor) -> Tensor:
     """What the model says as it is, in its own type."""
     own = next(iter(float_weights(model)), images)
-    at_once = 2048 if images.is_cuda else 256
-    batches = images.to(own.dtype).split(at_once) if len(images) else [images.to(own.dtype)]
+    batches = _batches(images.to(own.dtype))
     try:
         return torch.cat([_answer(model, batch) for batch in batches])
     except RuntimeError as error:
@@ -211,6 +228,10 @@ def logits_of(model: nn.Module, images: Tensor) -> Tensor:
             f"the model does not take images of {tuple(images.shape[1:])}: {str(error).splitlines()[0]}",
             hint="check channels, height and width against the model's first layers",
         ) from error
+
+
+def _batches(images: Tensor) -> tuple[Tensor, ...]:
+    return images.split(2048 if images.is_cuda else 256) if len(images) else (images,)
 
 
 def _answer(model: nn.Module, images: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from patchcert.bounds import Network, Rounding, precise_arithmetic, subnormals_kept, trace
 from patchcert.certificates.checks import (
     bound_dtype,
+    check_batches,
     check_fit,
     check_images,
     check_inputs,
@@ -156,6 +157,7 @@ class _Proof:
         check_labels(labels, logits.shape[1])
         converted = images.to(dtype)
         check_trace(exact_model, audit, network, converted, threat)
+        check_batches(network, logits, converted, weight_dtype(model, images.dtype))
         sweep = None
         if isinstance(threat, Patch) and len(images):
             sweep = covering_sweep(network, converted, threat, budget)
