@@ -28,6 +28,7 @@ def test_collected_results_hold_no_weights_and_say_where_they_come_from(finished
         "spec.toml",
         "summary.json",
         "environment.json",
+        "metrics.jsonl",
         f"{evidence.question.name}.npz",
     }
     summary = result.summary

@@ -13,7 +13,7 @@ from patchcert.errors import RunError
 from patchcert.evidence.record import Evidence, EvidenceFolder, Question, refuted
 from patchcert.files import copy_file, sha256
 from patchcert.train.environment import source_sha256
-from patchcert.train.run_folder import ENVIRONMENT, EVIDENCE, SPEC, Run, write_text
+from patchcert.train.run_folder import ENVIRONMENT, EVIDENCE, METRICS, SPEC, Run, write_text
 from patchcert.train.schedules import Schedule
 from patchcert.train.spec import RunSettings, Spec, read_spec
 
@@ -176,7 +176,9 @@ def collect(run: Run, folder: Path) -> Result:
     copy_evidence(run.path / EVIDENCE, target, sha256(run.weights))
     write_text(target / ENVIRONMENT, json.dumps(run.environment(), indent=2) + "\n")
     write_text(target / SUMMARY, json.dumps(_summary(run, target), indent=2) + "\n")
-    copy_file(run.path / SPEC, target / SPEC)
+    for name in (SPEC, METRICS):
+        if (run.path / name).is_file():
+            copy_file(run.path / name, target / name)
     return Result.open(target)
 
 
