@@ -253,8 +253,10 @@ def test_certificates_hold_against_every_change_of_so_many_pixels():
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(InvalidInput, match="retained, samples and batch_size of at least 1"):
+    with pytest.raises(InvalidInput, match="whole numbers retained, samples and batch_size of at least 1"):
         RandomAblation(CornerModel(), retained=0)
+    with pytest.raises(InvalidInput, match="whole numbers"):
+        RandomAblation(CornerModel(), retained=4.5)
     with pytest.raises(InvalidInput, match="precision is 'half'; expected one of float32, tf32, bfloat16"):
         RandomAblation(CornerModel(), retained=5, precision="half")
     with pytest.raises(InvalidInput, match="20 pixels cannot be retained in images of 4x4"):

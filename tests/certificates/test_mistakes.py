@@ -1,5 +1,7 @@
 """Every mistake is named: what is wrong, what was expected, what came."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -344,3 +346,81 @@ def test_a_forward_pass_that_is_another_function_in_batches_is_refused(model, ve
         ModelError, match=r"the model gives \[.*\] for image \d in its batch, its traced operations"
     ):
         pc.certify(model.eval(), images, labels, pc.Patch(1), verdicts_only=verdicts_only)
+
+
+class Holding(nn.Module):
+    """A linear model that holds something beside its weights."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.head = nn.Linear(20, 3)
+        self.held = held(self.head)
+
+    def forward(self, images):
+        return self.head(torch.flatten(images, 1))
+
+
+@pytest.mark.parametrize(
+    "held", [lambda head: head.weight * 2, lambda head: threading.Lock(), lambda head: (n for n in range(3))]
+)
+def test_a_model_that_cannot_be_copied_is_refused_by_name(held):
+    images, labels = torch.rand(2, 1, 4, 5), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(ModelError, match="the model Holding cannot be copied: ") as caught:
+        pc.certify(Holding(held).eval(), images, labels, pc.Patch(1))
+    assert "locks, generators, tensors with a history" in caught.value.hint
+
+
+class Limited(nn.Module):
+    """Limits that are buffers, not numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(20, 3)
+        self.register_buffer("limit", torch.tensor(1.0))
+
+    def forward(self, images):
+        return self.head(nn.functional.hardtanh(torch.flatten(images, 1), 0.0, self.limit))
+
+
+def test_limits_that_are_tensors_are_refused():
+    images, labels = torch.rand(2, 1, 4, 5), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(UnsupportedLayer, match="its limits are tensors"):
+        pc.certify(Limited().eval(), images, labels, pc.Patch(1))
+
+
+def test_an_adaptive_pool_takes_a_list():
+    images, labels = torch.rand(2, 1, 4, 6), torch.zeros(2, dtype=torch.long)
+    head = nn.Linear(6, 3)
+    listed, paired = (
+        nn.Sequential(nn.AdaptiveAvgPool2d(size), nn.Flatten(), head).eval() for size in ([2, 3], (2, 3))
+    )
+    expected = pc.certify(paired, images, labels, pc.Patch(1)).margins
+    assert torch.equal(pc.certify(listed, images, labels, pc.Patch(1)).margins, expected)
+
+
+def test_weights_that_are_whole_numbers_are_refused_by_name():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(20, 3)).eval()
+    model[1].weight = nn.Parameter(torch.ones(3, 20, dtype=torch.long), requires_grad=False)
+    with pytest.raises(
+        InvalidInput, match=r"the parameter '1\.weight' holds torch\.int64; weights must be floats"
+    ):
+        pc.certify(model, torch.rand(2, 1, 4, 5), torch.zeros(2, dtype=torch.long), pc.Patch(1))
+
+
+@pytest.mark.parametrize("classifier", [pc.IntervalBounds, lambda model: pc.RandomAblation(model, 5, 10, 20)])
+def test_progress_must_be_a_function(classifier):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(20, 3)).eval()
+    with pytest.raises(InvalidInput, match="progress must be a function"):
+        classifier(model).certify(torch.rand(2, 1, 4, 5), torch.zeros(2).long(), pc.Patch(1), progress=3)
+
+
+@pytest.mark.parametrize("verdicts_only", [False, True])
+def test_nothing_is_certified_on_the_device_that_computes_nothing(verdicts_only):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(20, 3)).eval()
+    images, labels, threat = torch.rand(2, 1, 4, 5), torch.zeros(2, dtype=torch.long), pc.Patch(1)
+    try:
+        torch.set_default_device("meta")
+        with pytest.raises(InvalidInput, match="the default device is 'meta'"):
+            pc.certify(model, images, labels, threat, verdicts_only=verdicts_only)
+    finally:
+        torch.set_default_device(None)

@@ -175,3 +175,19 @@ def test_no_color_is_respected(monkeypatch, capsys, command):
     monkeypatch.setenv("NO_COLOR", "1")
     run(["probe"])
     assert "\x1b[3" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("broken_by_value", "raise ValueError('boom')", "ValueError: boom"),
+        ("broken_by_words", "def f(:", "SyntaxError"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_a_mistake_and_no_traceback(
+    capsys, tmp_path, monkeypatch, name, content, message
+):
+    (tmp_path / f"{name}.py").write_text(content)
+    monkeypatch.chdir(tmp_path)
+    assert run(["--import", name, "zoo", "list"]) == 2
+    assert f"--import {name}: the module raised {message}" in " ".join(capsys.readouterr().err.split())

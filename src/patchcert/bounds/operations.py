@@ -281,6 +281,8 @@ _always(F.softsign, _ELEMENTARY, nn.Softsign)
 
 @function_rule(F.hardtanh, layers=(nn.Hardtanh,))
 def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Operation:
+    if not isinstance(min_val, int | float) or not isinstance(max_val, int | float):
+        refuse("its limits are tensors, bounds exist for limits that are plain numbers")
     return Monotone(lambda value: F.hardtanh(value, min_val, max_val), _ROUNDED_LIMIT)
 
 
@@ -653,8 +655,9 @@ def _average_pool(
 
 
 @function_rule(F.adaptive_avg_pool2d, layers=(nn.AdaptiveAvgPool2d,))
-def _adaptive_average_pool(output_size: int | tuple[int | None, int | None] | None) -> AveragePool:
-    sizes = output_size if isinstance(output_size, tuple) else (output_size, output_size)
+def _adaptive_average_pool(output_size: int | Sequence[int | None] | None) -> AveragePool:
+    pair = output_size if isinstance(output_size, Sequence) else (output_size, output_size)
+    sizes = (pair[0], pair[1])
 
     def geometry(*extents: int) -> Geometry | None:
         outputs = [extent if size is None else size for extent, size in zip(extents, sizes, strict=True)]

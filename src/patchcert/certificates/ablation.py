@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
 from patchcert.certificates.checks import (
+    check_call,
     check_fit,
     check_images,
     check_independence,
@@ -162,9 +163,9 @@ class RandomAblation(Classifier):
 
     def __post_init__(self) -> None:
         whole = (self.retained, self.selection_samples, self.estimation_samples, self.batch_size)
-        if min(whole) < 1 or not 0 < self.error_rate < 1:
+        if not all(type(value) is int for value in whole) or min(whole) < 1 or not 0 < self.error_rate < 1:
             raise InvalidInput(
-                "random ablation needs retained, samples and batch_size of at least 1 and an error rate "
+                "random ablation needs whole numbers retained, samples and batch_size of at least 1 and an error rate "
                 f"between 0 and 1, got {whole} and {self.error_rate}",
                 hint="MNIST uses retained=45, CIFAR-10 retained=75; 1,000 and 10,000 samples at 0.05",
             )
@@ -252,6 +253,7 @@ class RandomAblation(Classifier):
         The last batch is filled up with votes that do not count. Nor do logits that are NaN or infinite, so that they
         never help to prove anything.
         """
+        check_call(progress)
         self._check(images)
         self._check_batches(images)
         device, each = images.device, self.selection_samples + self.estimation_samples

@@ -54,6 +54,12 @@ def check_images(model: nn.Module, images: Tensor) -> None:
             hint="write the function as the forward method of a module",
         )
     _check_dense("images", images)
+    whole = [name for name, value in model.named_parameters() if not value.is_floating_point()]
+    if whole:
+        raise InvalidInput(
+            f"the parameter {whole[0]!r} holds {model.get_parameter(whole[0]).dtype}; weights must be floats",
+            hint="convert the model with .float()",
+        )
     floats = {value.dtype for value in (*float_weights(model), images) if value.is_floating_point()}
     if strange := floats - {*_HELD}:
         raise InvalidInput(
@@ -100,6 +106,20 @@ def check_independence(model: nn.Module) -> None:
             raise ModelError(f"{where} drops values at random (training mode)", hint="call model.eval()")
 
 
+def check_call(progress: object) -> None:
+    """Tensors are made on a device that computes, and whoever wants to hear of progress can be called."""
+    if torch.get_default_device().type == "meta":
+        raise InvalidInput(
+            "the default device is 'meta', on which nothing is computed",
+            hint="call torch.set_default_device('cpu') first",
+        )
+    if progress is not None and not callable(progress):
+        raise InvalidInput(
+            f"progress must be a function of (done, total), got {type(progress).__name__}",
+            hint="give progress=lambda done, total: ..., or leave it out",
+        )
+
+
 def check_fit(threat: Patch | SparsePixels, images: Tensor) -> None:
     """Raises the threat's own error where it does not fit images of this shape."""
     if isinstance(threat, Patch):
@@ -123,7 +143,13 @@ def model_of_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def copy_of_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of this type, which must have the weights of the model: classes may say themselves how they are copied."""
-    copied = copy.deepcopy(model)
+    try:
+        copied = copy.deepcopy(model)
+    except Exception as error:
+        raise ModelError(
+            f"the model {type(model).__name__} cannot be copied: {str(error).splitlines()[0]}",
+            hint="keep nothing in its attributes that copy.deepcopy refuses: locks, generators, tensors with a history",
+        ) from error
     if {id(value) for value in copied.parameters()} & {id(value) for value in model.parameters()}:
         raise ModelError(
             f"a copy of the model {type(model).__name__} shares its weights",
@@ -247,6 +273,11 @@ def _answer(model: nn.Module, images: Tensor) -> Tensor:
 
 def check_logits(logits: Tensor, images: Tensor) -> None:
     """There is one row of logits for each image, of two classes at least."""
+    if not isinstance(logits, Tensor):
+        raise ModelError(
+            f"the model must return one tensor of logits, got {type(logits).__name__}",
+            hint="wrap it in a module that returns the logits alone",
+        )
     if logits.dim() != 2 or len(logits) != len(images):
         raise ModelError(
             f"the model must return logits ({len(images)}, classes), got {tuple(logits.shape)}",

@@ -11,6 +11,7 @@ from patchcert.bounds import Network, Rounding, precise_arithmetic, subnormals_k
 from patchcert.certificates.checks import (
     bound_dtype,
     check_batches,
+    check_call,
     check_fit,
     check_images,
     check_inputs,
@@ -81,6 +82,7 @@ class IntervalBounds(Classifier):
     def certify(
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
     ) -> Certificates:
+        check_call(progress)
         with torch.no_grad(), precise_arithmetic(), subnormals_kept():
             proof = _Proof.of(self, images, labels, threat, progress)
             is_bare = self.verdicts_only and proof.sweep is not None
@@ -94,6 +96,7 @@ class IntervalBounds(Classifier):
             raise InvalidInput(
                 f"{threat} has no placements", hint="use certify for threats without placements"
             )
+        check_call(progress)
         with torch.no_grad(), precise_arithmetic(), subnormals_kept():
             proof = _Proof.of(self, images, labels, threat, progress)
             pieces = [proof.margins(chunk) for chunk in proof.chunks()]

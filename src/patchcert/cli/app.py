@@ -134,6 +134,11 @@ def _import(module: str) -> None:
         raise InvalidInput(
             f"{IMPORT} {module}: {error}", hint="name a module like my_models, in this folder or installed."
         ) from error
+    except Exception as error:
+        raise InvalidInput(
+            f"{IMPORT} {module}: the module raised {type(error).__name__}: {error}",
+            hint=f"mend the module: `python -c 'import {module}'` shows where it fails.",
+        ) from error
 
 
 def _is_usage_error(error: Exception) -> bool:
