@@ -343,7 +343,7 @@ class Crowded(nn.Module):
 def test_a_forward_pass_that_is_another_function_in_batches_is_refused(model, verdicts_only):
     images, labels = torch.rand(6, 1, 4, 5), torch.zeros(6, dtype=torch.long)
     with pytest.raises(
-        ModelError, match=r"the model gives \[.*\] for image \d in its batch, its traced operations"
+        ModelError, match=r"the model gives \[.*\] for an image in its batch, its traced operations"
     ):
         pc.certify(model.eval(), images, labels, pc.Patch(1), verdicts_only=verdicts_only)
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from patchcert.bounds import Network, Rounding, precise_arithmetic, subnormals_kept, trace
 from patchcert.certificates.checks import (
     bound_dtype,
-    check_batches,
     check_call,
     check_fit,
     check_images,
     check_inputs,
     check_labels,
     check_logits,
+    check_rounding,
     check_trace,
     copy_of_type,
     has_finite_weights,
@@ -27,7 +27,7 @@ from patchcert.certificates.checks import (
 from patchcert.certificates.classifier import AnyThreat, Certificates, Classifier, Columns, first_row
 from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
-from patchcert.tensors import Images, Labels, Margins, PlacementMargins
+from patchcert.tensors import Images, Labels, Logits, Margins, PlacementMargins
 from patchcert.threats import Patch, SparsePixels
 from patchcert.windows.passes import Clean, exact_clean_pass
 from patchcert.windows.sweep import (
@@ -136,6 +136,8 @@ class _Proof:
     sweep: PlacementSweep | None
     images: Images
     labels: Labels
+    logits: Logits
+    own_dtype: torch.dtype
     predictions: Labels
     is_sound: Annotated[Tensor, "n"]
     """Predicted rightly, with finite logits and weights: without that nothing is certified."""
@@ -160,7 +162,6 @@ class _Proof:
         check_labels(labels, logits.shape[1])
         converted = images.to(dtype)
         check_trace(exact_model, audit, network, converted, threat)
-        check_batches(network, logits, converted, weight_dtype(model, images.dtype))
         sweep = None
         if isinstance(threat, Patch) and len(images):
             sweep = covering_sweep(network, converted, threat, budget)
@@ -173,6 +174,8 @@ class _Proof:
             sweep=sweep,
             images=converted,
             labels=labels,
+            logits=logits,
+            own_dtype=weight_dtype(model, images.dtype),
             predictions=predictions,
             is_sound=is_finite & (predictions == labels),
             classes=logits.shape[1],
@@ -186,13 +189,15 @@ class _Proof:
         return Rounding.outward(self.images.dtype)
 
     def chunks(self) -> Iterator[slice]:
-        """Slices of images that fit the budget; progress is reported after each."""
+        """Slices of images that fit the budget, whose logits are checked; progress is reported after each."""
         count, size = len(self.images), 1
         if count:
             size = images_within(self.network, self.images, self.threat, self.classes, self.image_budget)
         for start in range(0, count, size):
             stop = min(start + size, count)
-            yield slice(start, stop)
+            rows = slice(start, stop)
+            check_rounding(self.network, self.logits[rows], self.images[rows], self.own_dtype)
+            yield rows
             if self.progress is not None:
                 self.progress(stop, count)
 

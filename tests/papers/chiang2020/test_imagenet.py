@@ -335,6 +335,7 @@ def test_other_rows_do_without_imagenet_but_its_own_do_not(tmp_path, capsys):
     assert "mnist" in captured
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_finished_attacks_and_the_same_command_resumes(data_dir, tmp_path, capsys):
     script = tmp_path / "run.py"
     script.write_text(
