@@ -222,7 +222,7 @@ def check_rounding(network: Network, logits: Tensor, images: Tensor, own: torch.
         return
     bounds = network.bounds(Interval.point(images), rounding=Rounding.outward(own))
     # The bounds hold the exact logits and are as wide as the worst rounding of sums in blocks. Other orders, and
-    # convolutions by transforms, stay within a few times that width; products of 16 bits are some 20 times off and more.
+    # convolutions by transforms, stay within a few times that width; products of 16 bits are 20 times as far off.
     leeway = 4 * (bounds.upper - bounds.lower)
     apart = torch.maximum(bounds.lower - logits.to(leeway), logits.to(leeway) - bounds.upper)
     if bool((apart > leeway).any()):
