@@ -43,6 +43,7 @@ def test_a_quick_look_trains_certifies_and_collects(capsys, tmp_path):
     assert all(line.endswith(",quick") for line in lines[1:])
 
 
+@pytest.mark.slow
 def test_defenses_and_votes_have_a_quick_look(capsys, tmp_path):
     place = [
         "--scale",

@@ -238,6 +238,7 @@ def run_rows(data_dir, place, text):
     return list(states.values()), watcher.note
 
 
+@pytest.mark.slow
 def test_a_defense_asked_for_later_is_added_to_the_same_results(data_dir, tmp_path):
     assert run_rows(data_dir, tmp_path, "42x42 dw")[0] == ["done"]
     (result,) = network_results(tmp_path / "results", "resnet50")
