@@ -13,28 +13,7 @@ from patchcert.bounds import Interval, Rounding, trace
 from patchcert.bounds.rounding import NEAREST
 from patchcert.errors import ModelError, UnsupportedLayer
 from patchcert.testing.networks import randomise
-
-
-class Written(nn.Module):
-    """A model whose forward pass is the given function of (module, images), over some layers."""
-
-    def __init__(self, forward, **layers):
-        super().__init__()
-        self.written = forward
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, images):
-        return self.written(self, images)
-
-
-def model_of(forward, **layers):
-    return randomise(Written(forward, **layers), torch.Generator().manual_seed(0)).double()
-
-
-def images(count=3, channels=2, height=6, width=5):
-    generator = torch.Generator().manual_seed(1)
-    return torch.rand(count, channels, height, width, generator=generator, dtype=torch.float64)
+from written_models import images, model_of
 
 
 def linear():

@@ -424,3 +424,23 @@ def test_nothing_is_certified_on_the_device_that_computes_nothing(verdicts_only)
             pc.certify(model, images, labels, threat, verdicts_only=verdicts_only)
     finally:
         torch.set_default_device(None)
+
+
+class Autocast(nn.Module):
+    """A trained model that computes in bfloat16."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(images)
+
+
+@pytest.mark.parametrize("name", ["mnist-2x2-mlp", "mnist-5x5-mlp", "mnist-5x5-cnn2", "mnist-2x2-cnn4"])
+def test_trained_models_are_refused_under_autocast_and_certified_without(name):
+    test = pc.load_dataset("mnist-mini").test.take(8)
+    assert len(pc.certify(pc.load(name), test.floats(), test.labels, pc.Patch(1, placements="corners"))) == 8
+    with pytest.raises(ModelError, match="use no autocast|its traced operations"):
+        pc.certify(Autocast(pc.load(name)), test.floats(), test.labels, pc.Patch(1, placements="corners"))
