@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         placement_margins,
     )
     from patchcert.certificates.ablation import RandomAblation
+    from patchcert.certificates.band_votes import BandVotes, BlockVotes
+    from patchcert.certificates.local_votes import LocalVotes
     from patchcert.data import load_dataset
     from patchcert.errors import PatchcertError
     from patchcert.models import ModelSpec, Normalize
@@ -24,10 +26,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BandVotes",
+    "BlockVotes",
     "Certificates",
     "Classifier",
     "Interval",
     "IntervalBounds",
+    "LocalVotes",
     "ModelSpec",
     "Normalize",
     "Patch",
@@ -45,10 +50,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BandVotes": "patchcert.certificates.band_votes",
+    "BlockVotes": "patchcert.certificates.band_votes",
     "Certificates": "patchcert.certificates",
     "Classifier": "patchcert.certificates",
     "Interval": "patchcert.bounds",
     "IntervalBounds": "patchcert.certificates",
+    "LocalVotes": "patchcert.certificates.local_votes",
     "ModelSpec": "patchcert.models",
     "Normalize": "patchcert.models",
     "Patch": "patchcert.threats",

@@ -17,7 +17,13 @@ from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, PlacementMargins
 from patchcert.threats import Patch
 
-_HOMES = {"IntervalBounds": "intervals", "RandomAblation": "ablation"}
+_HOMES = {
+    "BandVotes": "band_votes",
+    "BlockVotes": "band_votes",
+    "IntervalBounds": "intervals",
+    "LocalVotes": "local_votes",
+    "RandomAblation": "ablation",
+}
 
 
 def method_named(name: str) -> type[Classifier] | None:

@@ -19,10 +19,11 @@ from patchcert.certificates.checks import (
     check_call,
     check_fit,
     check_images,
-    check_independence,
     check_inputs,
     check_labels,
     check_logits,
+    check_same_in_company,
+    check_settled,
 )
 from patchcert.certificates.classifier import (
     ABSTAINED,
@@ -34,7 +35,7 @@ from patchcert.certificates.classifier import (
     Guarantee,
     first_row,
 )
-from patchcert.errors import InvalidInput, ModelError
+from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels
 from patchcert.threats import threat_from_dict
@@ -283,16 +284,10 @@ class RandomAblation(Classifier):
                 f"{self.retained} pixels cannot be retained in images of {images.shape[2]}x{images.shape[3]}",
                 hint="retain fewer pixels",
             )
-        if self.model.training:
-            raise InvalidInput(
-                "the base model is in training mode, where votes may depend on each other",
-                hint="call model.eval()",
-            )
-        check_independence(self.model)
+        check_settled(self.model)
 
     def _check_batches(self, images: Tensor) -> None:
         """The base model says the same of copies in whatever company they are, on a sample."""
-        half = self.batch_size // 2
         sample = images[torch.arange(self.batch_size, device=images.device) % len(images)]
         masks = draw_retained(
             self.batch_size, images.shape[2], images.shape[3], self.retained, Generator().manual_seed(0)
@@ -300,16 +295,9 @@ class RandomAblation(Classifier):
         encoded = encode_ablated(sample, masks.to(images))
         logits = self._base(encoded)
         check_logits(logits, encoded)
-        if half == 0:
-            return
-        among_blanks = self._base(torch.cat([encoded[:half], torch.zeros_like(encoded[half:])]))
         # Rows of equal batches pass through the same kernels: what differs is the order of some sums, in at most the
         # eight bits of bfloat16, 2^-8 of the largest logit.
-        if bool((logits - among_blanks)[:half].abs().max() > 2**-7 * logits.abs().max()):
-            raise ModelError(
-                "the base model says something else of the same images when others are in their batch",
-                hint="what it says of an image must not depend on the batch",
-            )
+        check_same_in_company(self._base, encoded, logits, 2**-7)
 
     def _logits(self, images: Tensor, generator: Generator) -> Tensor:
         masks = draw_retained(len(images), images.shape[2], images.shape[3], self.retained, generator)

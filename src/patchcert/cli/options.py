@@ -177,6 +177,8 @@ def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 
     kinds = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if value == "none" and type(None) in kinds:
         return None
+    if bool in kinds and value in ("true", "false"):
+        return value == "true"
     try:
         if int in kinds or float in kinds:
             return int(value) if int in kinds else float(value)

@@ -143,7 +143,13 @@ def _check_fit(spec: "ModelSpec", weights: Path, dataset: "Dataset", images: "Sp
         )
 
 
-METHODS = {"interval": "IntervalBounds", "ablation": "RandomAblation"}
+METHODS = {
+    "interval": "IntervalBounds",
+    "ablation": "RandomAblation",
+    "bands": "BandVotes",
+    "blocks": "BlockVotes",
+    "local-votes": "LocalVotes",
+}
 
 
 def choose_classifier(
