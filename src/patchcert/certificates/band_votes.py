@@ -1,4 +1,4 @@
-"""De-randomised smoothing (Levine and Feizi 2020): a base model votes on bands or blocks of the image, one at a time."""
+"""De-randomised smoothing (Levine and Feizi 2020): a base model votes on bands or blocks of an image, one at a time."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping

@@ -5,7 +5,7 @@ Sums of 0/1 scores are certified as BagCert does (Metzen and Yatsura 2021).
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Annotated, Any, Literal, final, get_args
 
 import torch
@@ -79,12 +79,14 @@ def sight(network: Network, height: int, width: int) -> Sight:
                 f"layer '{step.name}' ({type(step.operation).__name__}): {_EVERYTHING}",
                 hint="local votes need a fully convolutional network that ends with a map of scores",
             )
-        seen = torch.stack(inputs).amax(dim=0)
+        seen = reduce(torch.maximum, inputs)
         values.append(_through(places, seen) if isinstance(places, Geometry) else seen)
     return values[-1][:, 0].bool()
 
 
 def _through(geometry: Geometry, seen: Annotated[Tensor, "_ 1 _ _"]) -> Annotated[Tensor, "_ 1 _ _"]:
+    if geometry == Geometry((1, 1)):
+        return seen
     taps = seen.new_ones(1, 1, *geometry.kernel)
     return (F.conv2d(geometry.pad(seen), taps, None, geometry.stride, 0, geometry.dilation) > 0).to(seen)
 
@@ -145,9 +147,10 @@ class LocalVotes(Classifier):
 
     The model takes images to a map (n, classes, rows, columns) of logits. Inside the classifier they become scores of
     at least 0 (`scores`; see `votes.ScoreKind`), in whole units, so that every sum is exact. `sum` predicts the class
-    with the largest sum. `masked-sum` first leaves out, class by class, the window of cells that gives it most; windows are the cells that a patch of `masked` pixels (a side, or height and width) can touch. A patch then
-    gains nothing by large scores, which need no upper limit. Which cells a placement touches is read off the
-    traced graph, exactly and for any stamp.
+    with the largest sum. `masked-sum` first leaves out, class by class, the window of cells that gives it most; windows
+    are the cells that a patch of `masked` pixels (a side, or height and width) can touch. A patch then gains nothing by
+    large scores, which need no upper limit. Which cells a placement touches is read off the traced graph, exactly and
+    for any stamp.
 
     A cell that the patch does not touch sees the same pixels, in batches of the same shape and the same arithmetic. A
     library may still sum in another order when other numbers surround it, so its score counts towards a proof as the

@@ -1,7 +1,7 @@
 """Votes of the parts of an image, and what a patch can make of their counts at each placement, exactly.
 
-A cell is whatever votes on a part of the image: a band, a block, a place of a map of local scores. The two conditions of
-this file, `sum_margins` and `masked_margins`, are proven in docs/concepts/votes.md.
+A cell is whatever votes on a part of the image: a band, a block, a place of a map of local scores. The two conditions,
+`sum_margins` and `masked_margins`, are proven in docs/concepts/votes.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -137,12 +137,14 @@ def masked_margins(scores: Scores, labels: Labels, touched: Touched, windows: Wi
     distinct, place = touched.unique(dim=0, return_inverse=True)
     masks, own = windows.to(scores.lower), _of(labels, scores.lower)
     left_over = scores.upper.sum(dim=2, keepdim=True) - scores.upper @ masks.T  # n k windows
+    is_held = distinct.to(masks) @ (1 - masks).T == 0  # by each of the windows
     margins = []
-    for cells in distinct:
+    for cells, holders in zip(distinct, is_held.cpu(), strict=True):
         outside = own * ~cells
         kept = outside.sum(dim=1) - (outside @ masks.T).amax(dim=1)
-        holders = (windows | ~cells).all(dim=1)
-        reached = left_over.masked_fill(~holders, torch.inf).amin(dim=2)
+        reached = torch.full_like(left_over[:, :, 0], torch.inf)
+        if bool(holders.any()):
+            reached = left_over[:, :, holders.nonzero().flatten().to(labels.device)].amin(dim=2)
         margins.append(kept.unsqueeze(1) - reached)
     return _zero_at(labels, torch.stack(margins, dim=1)[:, place])
 
