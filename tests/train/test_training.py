@@ -268,7 +268,7 @@ def test_interrupted_training_on_ablated_images_resumes_to_the_same_weights(afte
         (("strategy.retained=0",), "retained is 0; expected at least 1"),
         (("strategy.masks=none",), "strategy.masks is 'none'; expected one of 'image', 'batch'"),
         (("optimiser.momentum=1.0",), "momentum is 1.0; expected at least 0 and below 1"),
-        (("select=best-validation", "data.validation=5"), "votes are not counted during training"),
+        (("select=best-validation", "data.validation=5"), "nothing is certified while 'ablated' trains"),
         (("threat.kind=patch", "threat.stamp=5x5"), "'ablated' cannot train against"),
         (("strategy.retained=785",), "785 pixels cannot be retained in images of 28x28"),
         (("schedule.epsilon.ramp_epochs=3",), "has no epsilon, but the schedule has natural or ramp epochs"),
