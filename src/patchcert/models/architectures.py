@@ -148,7 +148,7 @@ def resnet18_ablation(spec: ModelSpec) -> nn.Sequential:
 
 @architecture("wideresnet")
 def wideresnet(spec: ModelSpec) -> nn.Sequential:
-    """A wide residual network of three stages; WRN-16-8, unless `depth` (6 n + 4) and `filters` (16 k) say otherwise."""
+    """A wide residual network of three stages: WRN-16-8, or the one of `depth` (6 n + 4) and `filters` (16 k)."""
     _refuse_keys(spec, "hidden", "widths")
     depth, filters = spec.depth or 16, spec.filters or 128
     count, rest = divmod(depth - 4, 6)

@@ -19,8 +19,8 @@ class ModelSpec:
     """An architecture by name, and the images and classes it is for.
 
     `hidden` replaces the width of the fully connected layers. `widths` replaces the channels or units of every
-    layer but the last, in their order; trimmed models have them. `filters` are the channels of a residual network's first
-    stage, and `depth` is how many layers it has. `mean` and `std` hold one value per channel, in pixel units of
+    layer but the last, in their order; trimmed models have them. `filters` are the channels of a residual network's
+    first stage, and `depth` is how many layers it has. `mean` and `std` hold one value per channel, in pixel units of
     [0, 1]; empty, they mean no normalisation.
     """
 

@@ -83,9 +83,7 @@ def _train_epoch(
     return EpochSummary(epoch, epsilon, rate, loss / images, robust / images, time.perf_counter() - began)
 
 
-def _make_step(
-    trainee: Trainee, plan: Plan, objective: Objective, phase: Phase
-) -> Callable[[Rows], None]:
+def _make_step(trainee: Trainee, plan: Plan, objective: Objective, phase: Phase) -> Callable[[Rows], None]:
     if phase == "natural":
         objective = natural_objective(objective.network)
     step = TrainingStep(trainee, plan, objective, is_full=phase == "full")

@@ -130,9 +130,9 @@ class ModelSettings:
 class OptimiserSettings:
     """Adam, or gradient descent where a momentum is given, its batches, and what is added to the loss.
 
-    Without `decay_biases` weight decay leaves biases and batch norms alone. `label_smoothing` is the share of the target
-    that all classes have in common. With `average_decay` the run ends with the mean of the weights after every step, in
-    which those of s steps ago count `average_decay` to the power of s.
+    Without `decay_biases` weight decay leaves biases and batch norms alone. `label_smoothing` is the share of the
+    target that all classes have in common. With `average_decay` the run ends with the mean of the weights after every
+    step, in which those of s steps ago count `average_decay` to the power of s.
 
     For speed, `tf32` lets a GPU round the products of training steps to fewer digits, and `windows` is the precision
     on a GPU of what a patch changes in the layers of a network; certificates use neither.

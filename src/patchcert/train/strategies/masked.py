@@ -38,8 +38,8 @@ class Masked(Strategy):
     Masks are `size` (height x width) large, lie anywhere inside the image and show the colour `fill`, given for all
     channels or for each. A random `clean_share` of the images has no mask and a `single_share` has one. Once the share
     `worst_from` of the epochs is done, `worst_of` random pairs are tried on every image, and the one with the largest
-    cross entropy is trained on; the model looks for it as it would be deployed, by the statistics of its batch norms. With
-    `bfloat16` the products of the network are rounded to it, those of the loss are not.
+    cross entropy is trained on; for that the model is asked as it would be deployed, in eval mode. With `bfloat16` the
+    products of the network are rounded to it, those of the loss are not.
     """
 
     threats: ClassVar = (Patch,)
@@ -55,7 +55,9 @@ class Masked(Strategy):
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", self.size):
-            raise SpecError(f"size is {self.size!r}; expected height x width", hint='write strategy.size = "6x6"')
+            raise SpecError(
+                f"size is {self.size!r}; expected height x width", hint='write strategy.size = "6x6"'
+            )
         if min(self.clean_share, self.single_share) < 0 or not self.clean_share + self.single_share <= 1:
             raise SpecError(
                 f"clean_share is {self.clean_share} and single_share {self.single_share}; expected shares of the "
@@ -81,7 +83,8 @@ class Masked(Strategy):
         self._check_fit(subject)
         is_on_cuda = subject.device.type == "cuda"
         layout = torch.channels_last if is_on_cuda else torch.contiguous_format
-        network = whole_model(subject.model.to(memory_format=layout))
+        subject.model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
+        network = whole_model(subject.model)
         fill = torch.tensor(self.fill, device=subject.device)[:, None, None]
         trainer = MaskedTraining(self, network, fill, layout)
         if self.worst_of == 1:
@@ -178,7 +181,8 @@ class MaskedTraining:
         self, batch: Batch, pairs: int, generator: Generator
     ) -> tuple[Annotated[Tensor, "n p 2 2"], Wanted]:
         """What is drawn for the images of this process, among draws for the whole batch."""
-        masks, wanted = self.draw(len(batch), pairs, *batch.images.shape[2:], generator)
+        height, width = batch.images.shape[2:]
+        masks, wanted = self.draw(len(batch), pairs, height, width, generator)
         return masks[batch.rows], wanted[batch.rows]
 
     def _margins(self, batch: Batch, masks: Masks, wanted: Wanted) -> WorstCase:
