@@ -51,15 +51,47 @@ def encode_visible(images: Images, views: Annotated[Tensor, "_ h w"]) -> Annotat
     return torch.cat([images.where(seen, 0.0), seen.to(images)], dim=1)
 
 
-def starts(length: int, extent: int, stride: int, wrap: bool) -> range:
-    """Where parts of this extent begin along a side of this length: all of a part lies inside unless it wraps."""
-    return range(0, length if wrap else length - extent + 1, stride)
+def band_views(
+    image: tuple[int, int], extent: int, orientation: Orientation, wrap: bool, stride: int = 1
+) -> Views:
+    """Bands of columns, of rows, or of both, in images of a height and width."""
+    height, width = image
+    found = []
+    if orientation in ("column", "both"):
+        columns = _spans("width", extent, width, stride, wrap, "columns")
+        found.append(columns[:, None, :].expand(-1, height, -1))
+    if orientation in ("row", "both"):
+        rows = _spans("width", extent, height, stride, wrap, "rows")
+        found.append(rows[:, :, None].expand(-1, -1, width))
+    return torch.cat(found)
 
 
-def spans(length: int, extent: int, stride: int, wrap: bool) -> Annotated[Tensor, "_ length"]:
-    """True on what each part covers along a side."""
-    first = torch.tensor(starts(length, extent, stride, wrap))
-    return (torch.arange(length) - first[:, None]) % length < extent
+def block_views(image: tuple[int, int], extent: int, wrap: bool, stride: int = 1) -> Views:
+    """Square blocks in images of a height and width."""
+    rows = _spans("size", extent, image[0], stride, wrap, "rows")
+    columns = _spans("size", extent, image[1], stride, wrap, "columns")
+    return (rows[:, None, :, None] & columns[None, :, None, :]).flatten(0, 1)
+
+
+def _spans(
+    setting: str, extent: int, length: int, stride: int, wrap: bool, what: str
+) -> Annotated[Tensor, "_ length"]:
+    """True on what each part covers along a side; all of a part lies inside unless it wraps."""
+    if extent >= length:
+        raise InvalidInput(
+            f"{setting}={extent} in images of {length} {what}: every vote would see the whole image, and every patch "
+            "would touch all votes",
+            hint=f"choose {setting} below {length}",
+        )
+    first = torch.arange(0, length if wrap else length - extent + 1, stride)
+    found = (torch.arange(length) - first[:, None]) % length < extent
+    if not bool(found.any(dim=0).all()):
+        unseen = (~found.any(dim=0)).nonzero().flatten().tolist()
+        raise InvalidInput(
+            f"{setting}={extent} at a stride of {stride} leaves {what} {unseen} of {length} unseen by every vote",
+            hint=f"choose a stride of at most {setting}, one that divides {length - extent}, or wrap=True",
+        )
+    return found
 
 
 class PartVotes(Classifier):
@@ -214,14 +246,7 @@ class BandVotes(PartVotes):
         check_vote_settings(self, "width", "stride", "batch_size")
 
     def views(self, height: int, width: int) -> Views:
-        found = []
-        if self.orientation in ("column", "both"):
-            columns = _covering_spans("width", self.width, width, self.stride, self.wrap, "columns")
-            found.append(columns[:, None, :].expand(-1, height, -1))
-        if self.orientation in ("row", "both"):
-            rows = _covering_spans("width", self.width, height, self.stride, self.wrap, "rows")
-            found.append(rows[:, :, None].expand(-1, -1, width))
-        return torch.cat(found)
+        return band_views((height, width), self.width, self.orientation, self.wrap, self.stride)
 
 
 @final
@@ -245,28 +270,7 @@ class BlockVotes(PartVotes):
         check_vote_settings(self, "size", "stride", "batch_size")
 
     def views(self, height: int, width: int) -> Views:
-        rows = _covering_spans("size", self.size, height, self.stride, self.wrap, "rows")
-        columns = _covering_spans("size", self.size, width, self.stride, self.wrap, "columns")
-        return (rows[:, None, :, None] & columns[None, :, None, :]).flatten(0, 1)
-
-
-def _covering_spans(
-    setting: str, extent: int, length: int, stride: int, wrap: bool, what: str
-) -> Annotated[Tensor, "_ length"]:
-    if extent >= length:
-        raise InvalidInput(
-            f"{setting}={extent} in images of {length} {what}: every vote would see the whole image, and every patch "
-            "would touch all votes",
-            hint=f"choose {setting} below {length}",
-        )
-    found = spans(length, extent, stride, wrap)
-    if not bool(found.any(dim=0).all()):
-        unseen = (~found.any(dim=0)).nonzero().flatten().tolist()
-        raise InvalidInput(
-            f"{setting}={extent} at a stride of {stride} leaves {what} {unseen} of {length} unseen by every vote",
-            hint=f"choose a stride of at most {setting}, one that divides {length - extent}, or wrap=True",
-        )
-    return found
+        return block_views((height, width), self.size, self.wrap, self.stride)
 
 
 @final
