@@ -158,8 +158,8 @@ def choose_classifier(
     """The target's model with the kind of proof asked for; by default the kind that it was trained for."""
     from patchcert.certificates import IntervalBounds, method_named
 
-    learned = _learned_votes(target)
-    chosen = method or ("ablation" if learned else "interval")
+    learned, learned_settings = _learned_method(target)
+    chosen = method or learned
     if chosen not in METHODS:
         raise InvalidInput(f"--method {chosen} is unknown", hint=f"choose one of {', '.join(METHODS)}.")
     kind = method_named(METHODS[chosen])
@@ -172,15 +172,14 @@ def choose_classifier(
         )
     words = parse_settings(chosen, kind, settings, without=("model", *of_intervals))
     made = cast("Callable[..., Classifier]", kind)
-    return made(target.model, **{**(learned if chosen == "ablation" else {}), **given, **words})
+    return made(target.model, **{**(learned_settings if chosen == learned else {}), **given, **words})
 
 
-def _learned_votes(target: Target) -> dict[str, int]:
-    """How many pixels the votes see that a run has learnt to cast; empty where it has not."""
-    from patchcert.train.strategies import Ablated
-
+def _learned_method(target: Target) -> "tuple[str, Mapping[str, Any]]":
+    """The kind of proof that a run was trained for, and its settings; interval bounds where it was for none."""
     strategy = None if target.run is None else target.run.spec.strategy
-    return {"retained": strategy.retained} if isinstance(strategy, Ablated) else {}
+    learned = None if strategy is None or target.threat is None else strategy.learned_method(target.threat)
+    return learned or ("interval", {})
 
 
 def _warn_of_classes(target: Target, count: int, dataset: "Dataset") -> None:

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from patchcert.train.strategy import (
     Objective,
     Strategy,
     Subject,
+    Threat,
     WholeModel,
     WorstCase,
     logit_margins,
@@ -94,6 +95,9 @@ class Bands(_Parts):
     def views(self, height: int, width: int) -> Views:
         return band_views((height, width), self.width, self.orientation, self.wrap)
 
+    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+        return "bands", {"width": self.width, "orientation": self.orientation, "wrap": self.wrap}
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,9 @@ class Blocks(_Parts):
 
     def views(self, height: int, width: int) -> Views:
         return block_views((height, width), self.size, self.wrap)
+
+    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+        return "blocks", {"size": self.size, "wrap": self.wrap}
 
 
 @final
@@ -160,6 +167,14 @@ class LocalMargins(Strategy):
 
         clean = WholeModel((), _Totals(self, subject.model, windows))
         return Objective(clean, worst_case)
+
+    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+        """With the masks of the patch that was trained against, if any."""
+        settings: dict[str, Any] = {"aggregation": self.aggregation, "scores": self.scores}
+        if self.aggregation == "masked-sum":
+            assert isinstance(threat, Patch)
+            settings["masked"] = (threat.height, threat.width)
+        return "local-votes", settings
 
     def windows(self, subject: Subject, threat: Patch) -> Windows:
         """The cells that the patch can touch, without those of placements that touch fewer than another."""
