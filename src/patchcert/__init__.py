@@ -15,10 +15,12 @@ if TYPE_CHECKING:
         placement_margins,
     )
     from patchcert.certificates.ablation import RandomAblation
+    from patchcert.certificates.masking import DoubleMasking, MaskedDetection
     from patchcert.data import load_dataset
     from patchcert.errors import PatchcertError
     from patchcert.models import ModelSpec, Normalize
     from patchcert.threats import Patch, SparsePixels, shapes
+    from patchcert.threats.masks import MaskSet, masks_covering
     from patchcert.zoo import load
 
 __version__ = "0.1.0"
@@ -26,8 +28,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Certificates",
     "Classifier",
+    "DoubleMasking",
     "Interval",
     "IntervalBounds",
+    "MaskSet",
+    "MaskedDetection",
     "ModelSpec",
     "Normalize",
     "Patch",
@@ -39,6 +44,7 @@ __all__ = [
     "certify",
     "load",
     "load_dataset",
+    "masks_covering",
     "placement_margins",
     "shapes",
     "zoo",
@@ -47,8 +53,11 @@ __all__ = [
 _HOMES = {
     "Certificates": "patchcert.certificates",
     "Classifier": "patchcert.certificates",
+    "DoubleMasking": "patchcert.certificates.masking",
     "Interval": "patchcert.bounds",
     "IntervalBounds": "patchcert.certificates",
+    "MaskSet": "patchcert.threats.masks",
+    "MaskedDetection": "patchcert.certificates.masking",
     "ModelSpec": "patchcert.models",
     "Normalize": "patchcert.models",
     "Patch": "patchcert.threats",
@@ -60,6 +69,7 @@ _HOMES = {
     "certify": "patchcert.certificates",
     "load": "patchcert.zoo",
     "load_dataset": "patchcert.data",
+    "masks_covering": "patchcert.threats.masks",
     "placement_margins": "patchcert.certificates",
     "shapes": "patchcert.threats",
     "zoo": "patchcert.zoo",

@@ -17,7 +17,12 @@ from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, PlacementMargins
 from patchcert.threats import Patch
 
-_HOMES = {"IntervalBounds": "intervals", "RandomAblation": "ablation"}
+_HOMES = {
+    "DoubleMasking": "masking",
+    "IntervalBounds": "intervals",
+    "MaskedDetection": "masking",
+    "RandomAblation": "ablation",
+}
 
 
 def method_named(name: str) -> type[Classifier] | None:

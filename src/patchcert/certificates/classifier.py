@@ -71,6 +71,8 @@ class Certificates:
     placement; `margins` are proven lower bounds of logit[label] - logit[class] over the threat, 0 at the label, and
     `worst_placement` is the (top, left) where the least of them lies, (-1, -1) for threats without placements;
     `radius` is how many pixels may change, -1 where nothing is proven, and `ballots` are the votes behind it.
+    With masks, `lead` is the share by which the label leads on every copy that the proof needs (at most, where it
+    fails), and `weakest_masks` are the numbers of the two masks of the copy with the least lead that was looked at.
     """
 
     certified: Annotated[Tensor, "n"]
@@ -82,6 +84,8 @@ class Certificates:
     worst_placement: Annotated[Tensor, "n 2"] | None = None
     radius: Annotated[Tensor, "n"] | None = None
     ballots: Ballots | None = None
+    lead: Annotated[Tensor, "n"] | None = None
+    weakest_masks: Annotated[Tensor, "n 2"] | None = None
 
     def __repr__(self) -> str:
         right = int((self.predictions == self.labels).sum())
