@@ -148,6 +148,8 @@ class Classifier(ABC):
     """A deployed classifier and the kind of proof it admits; settings in its constructor, data in the calls."""
 
     model: nn.Module
+    promise: ClassVar[Promise] = "recovery"
+    """What its certificates promise; where it is detection, an abstention is an alert, and breaks nothing."""
     predicts_as_its_model: ClassVar[bool] = False
     """Whether `predict` is the class of the model's largest logit, so that attacks on the model are attacks on it."""
 

@@ -6,7 +6,7 @@ rules and their proofs.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, final
+from typing import Annotated, Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,14 @@ from patchcert.certificates.classifier import (
     Classifier,
     Columns,
     Guarantee,
+    Promise,
     first_row,
 )
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, Logits, PerImage
 from patchcert.threats import Patch
-from patchcert.threats.masks import MaskSet, masks_covering
+from patchcert.threats.masks import MaskSet, masks_covering, masks_per_axis
 
 SLACK: dict[Precision, float] = {"float32": 2**-14, "tf32": 2**-8, "float16": 2**-8, "bfloat16": 2**-6}
 """By how much a label must lead to count, as a share of the largest logit of its copy."""
@@ -59,6 +60,7 @@ class _Masked(Classifier, _Settings):
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
+        masks_per_axis(self.masks)
         if not isinstance(self.threat, Patch):
             raise InvalidThreat(f"masks hide patches, got {self.threat!r}", hint="give patchcert.Patch(5)")
         values = self.fill if isinstance(self.fill, tuple) else (self.fill,)
@@ -182,7 +184,7 @@ class DoubleMasking(_Masked):
 
     def images_per_block(self, device: torch.device) -> int | None:
         """About as many as a few seconds serve; on a CPU very few."""
-        rows, columns = self.masks if isinstance(self.masks, tuple) else (self.masks, self.masks)
+        rows, columns = masks_per_axis(self.masks)
         count = rows * columns if self.patches == 1 else (rows * columns) ** 2 // 2
         passes = _PASSES_PER_BLOCK.get(device.type, _PASSES_PER_BLOCK["cpu"])
         return max(1, min(2048, 2 * passes // (count * (count + 1))))
@@ -208,6 +210,7 @@ class MaskedDetection(_Masked):
     """
 
     threshold: float = 0.0
+    promise: ClassVar[Promise] = "detection"
 
     def __post_init__(self) -> None:
         _Masked.__post_init__(self)
@@ -242,7 +245,7 @@ class MaskedDetection(_Masked):
             certified=(predictions == labels) & (lead > self.needed_lead),
             predictions=predictions,
             labels=labels,
-            guarantee=Guarantee("detection"),
+            guarantee=Guarantee(self.promise),
             placements=_any_covering(leads > self.needed_lead, covers) if self.patches == 1 else None,
             lead=lead,
             weakest_masks=singles.lead.argmin(dim=1, keepdim=True).expand(-1, 2),

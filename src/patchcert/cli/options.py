@@ -6,7 +6,7 @@ import re
 import types
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin
 
 import typer
 
@@ -178,6 +178,8 @@ def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 
     if value == "none" and type(None) in kinds:
         return None
     try:
+        if "," in value and any(get_origin(each) is tuple for each in kinds):
+            return tuple(float(part) if "." in part else int(part) for part in value.split(","))
         if int in kinds or float in kinds:
             return int(value) if int in kinds else float(value)
         if re.fullmatch(r"[\d.,\s]+", value):

@@ -52,7 +52,7 @@ def masks_covering(
     ceil((n - p + 1) / K) + p - 1 at most. With `patches` = 2 the masks are the unions of two of these: they cover two
     patches at once.
     """
-    rows, columns = _counts(masks)
+    rows, columns = masks_per_axis(masks)
     if not isinstance(threat, Patch):
         raise InvalidThreat(
             f"masks hide patches, got {threat!r}",
@@ -78,8 +78,8 @@ def masks_covering(
     return MaskSet(hidden)
 
 
-def _counts(masks: object) -> tuple[int, int]:
-    """Masks per axis, (rows, columns)."""
+def masks_per_axis(masks: object) -> tuple[int, int]:
+    """What `masks` says, K or (rows, columns), as (rows, columns)."""
     given = tuple(masks) if isinstance(masks, tuple | list) else (masks, masks)
     whole = tuple(as_whole(count) for count in given)
     if len(whole) != 2 or whole[0] is None or whole[1] is None or min(whole[0], whole[1]) < 1:
