@@ -163,9 +163,10 @@ class _Training:
 
     def finish(self) -> None:
         """Write the weights that the run is for: the last, or the best on the validation images."""
-        if self.best.weights:
-            self.model.load_state_dict(self.best.weights)
-        save(self.model, self.model_spec, self.run.weights)
+        with self.trainee.deployed() as model:
+            if self.best.weights:
+                model.load_state_dict(self.best.weights)
+            save(model, self.model_spec, self.run.weights)
 
     def after_batch(self, position: Position) -> None:
         """Save if it is time or if training is to stop."""
@@ -214,12 +215,13 @@ class _Training:
             return {}
         images = self.plan.data if self.held_out is None else self.held_out
         sample = images if chooses else images.take(self.spec.run.check_images)
-        found = shared_accuracies(
-            self.model, sample.floats(), sample.labels, self.spec.threat, self.place.world
-        )
-        if chooses and found.certified_accuracy > self.best.accuracy:
-            weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-            self.best = Best(found.certified_accuracy, summary.epoch, weights)
+        with self.trainee.deployed() as model:
+            found = shared_accuracies(
+                model, sample.floats(), sample.labels, self.spec.threat, self.place.world
+            )
+            if chooses and found.certified_accuracy > self.best.accuracy:
+                weights = {name: value.clone() for name, value in model.state_dict().items()}
+                self.best = Best(found.certified_accuracy, summary.epoch, weights)
         name = "train" if self.held_out is None else "validation"
         return asdict(found) | {"checked_on": name, "checked_images": len(sample)}
 

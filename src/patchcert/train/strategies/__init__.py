@@ -1,5 +1,6 @@
 """The training strategies. Each is the schema of its own `[strategy]` table, told apart by `kind`."""
 
+from patchcert.train.strategies.masked import Masked as Masked
 from patchcert.train.strategies.placements import AllPlacements as AllPlacements
 from patchcert.train.strategies.placements import GuidedPlacements as GuidedPlacements
 from patchcert.train.strategies.placements import RandomPlacements as RandomPlacements
@@ -9,6 +10,13 @@ from patchcert.train.strategies.sparse import SparseChanges as SparseChanges
 from patchcert.train.strategy import Natural as Natural
 
 AnyStrategy = (
-    Natural | AllPlacements | RandomPlacements | GuidedPlacements | PooledPlacements | SparseChanges | Ablated
+    Natural
+    | AllPlacements
+    | RandomPlacements
+    | GuidedPlacements
+    | PooledPlacements
+    | SparseChanges
+    | Ablated
+    | Masked
 )
 """All that a specification can ask for by name."""
