@@ -274,3 +274,22 @@ class SeesItsCompany(nn.Module):
 def test_a_model_that_looks_at_its_batch_is_refused():
     with pytest.raises(ModelError, match="when others are in their batch"):
         DoubleMasking(SeesItsCompany().eval(), pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4))
+
+
+def test_a_mirrored_classifier_is_one_of_the_mean_over_both_images():
+    torch.manual_seed(0)
+    threat, images = pc.Patch(1), torch.rand(6, 1, 4, 4)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval()
+
+    class Mean(nn.Module):
+        def forward(self, images):
+            return (model(images) + model(images.flip(3))) / 2
+
+    labels = torch.zeros(6, dtype=torch.long)
+    found = DoubleMasking(model, threat, masks=3, mirrored=True).certify(images, labels, threat)
+    expected = DoubleMasking(Mean().eval(), threat, masks=3).certify(images, labels, threat)
+    assert torch.equal(found.certified, expected.certified)
+    assert torch.equal(found.predictions, expected.predictions)
+    assert not torch.equal(
+        found.lead, DoubleMasking(model, threat, masks=3).certify(images, labels, threat).lead
+    )

@@ -48,6 +48,7 @@ class _Settings:
     patches: int = 1
     precision: Precision = "float32"
     slack: float | None = None
+    mirrored: bool = False
     batch_size: int | None = None
 
 
@@ -78,6 +79,10 @@ class _Masked(Classifier, _Settings):
     def needed_lead(self) -> float:
         """The lead that a class must exceed to count for a proof, as a share of the largest logit."""
         return SLACK[self.precision] if self.slack is None else self.slack
+
+    def shown_model(self) -> nn.Module:
+        """The model that copies are shown to."""
+        return Mirrored(self.model) if self.mirrored else self.model
 
     def mask_set(self, height: int, width: int) -> MaskSet:
         """The masks for images of this size."""
@@ -122,6 +127,7 @@ class DoubleMasking(_Masked):
     An image is certified if for every placement a mask covers it for which the label comes out with every second
     mask. `masks` = K makes K x K masks: the more there are, the less each hides. `fill` is what hidden pixels show.
     The masks are made for `threat`, and serve every threat that they cover; with `patches` = 2, two patches at once.
+    With `mirrored` a copy's logits are the mean of those of the copy and of its mirror image, at twice the cost.
 
     The proof is about the model as it is carried out here: in `precision`, in batches of one shape, and a copy counts
     only where the label leads by more than `slack` of the largest logit. With `with_map` the certificate map is
@@ -309,7 +315,7 @@ class _Copies:
         pixels = _PIXELS_AT_ONCE.get(device.type, _PIXELS_AT_ONCE["cpu"])
         self.size = settings.batch_size or max(1, min(pixels // (height * width), 4096))
         with torch.no_grad():
-            self.base = FixedBatches(settings.model, self.images, self.size, settings.precision)
+            self.base = FixedBatches(settings.shown_model(), self.images, self.size, settings.precision)
             self._check(settings.needed_lead)
 
     @property
@@ -450,6 +456,19 @@ class _Rows:
         self.weakest[owner[is_weakest]] = masks[is_weakest]
 
 
+class Mirrored(nn.Module):
+    """A model that is shown each image and its mirror image; its logits are their mean."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.train(model.training)
+
+    def forward(self, images: Images) -> Logits:
+        """Half the sum of both."""
+        return (self.model(images) + self.model(images.flip(3))) / 2
+
+
 class _MeanOverMasks(nn.Module):
     """What an attack differentiates in place of double masking."""
 
@@ -458,7 +477,7 @@ class _MeanOverMasks(nn.Module):
     def __init__(self, masking: _Masked) -> None:
         super().__init__()
         self.masking = masking
-        self.model = masking.model
+        self.model = masking.shown_model()
         self.train(masking.model.training)
 
     def forward(self, images: Images) -> Logits:
