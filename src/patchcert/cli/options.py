@@ -177,6 +177,10 @@ def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 
     kinds = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if value == "none" and type(None) in kinds:
         return None
+    if kind is bool:
+        if value not in ("true", "false"):
+            raise InvalidInput(f"--setting {setting} is neither true nor false", hint="write one of them.")
+        return value == "true"
     try:
         if "," in value and any(get_origin(each) is tuple for each in kinds):
             return tuple(float(part) if "." in part else int(part) for part in value.split(","))
