@@ -189,7 +189,7 @@ class Random(nn.Module):
         (Coupled().eval(), ModelError, "says something else of the same images"),
         (Random().eval(), ModelError, "says something else of the same images"),
         (nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(48, 2)), InvalidInput, "training mode"),
-        (nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten()).eval(), ModelError, "one channel more"),
+        (nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten()).eval(), ModelError, "does not take images of"),
         (nn.Flatten(2).eval(), ModelError, "must return logits"),
     ],
 )
@@ -256,7 +256,8 @@ def test_the_description_names_what_decides():
         "stride": 1,
         "threshold": 0.3,
         "ties": "lowest",
-        "slack": 1e-4,
+        "precision": "float32",
+        "slack": 2**-14,
     }
     assert pc.BlockVotes(nn.Identity(), size=8).describe()["size"] == 8
 

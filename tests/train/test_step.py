@@ -163,7 +163,9 @@ def trained(kind, cuda_graph):
 def test_a_recorded_run_equals_a_plain_one(kind):
     plain, plain_rows = trained(kind, "off")
     recorded, recorded_rows = trained(kind, "on")
-    leeway = 5e-3 if kind in {"guided", "pooled"} else 1e-3  # a last digit can turn which placement counts
+    leeway = (
+        5e-3 if kind in {"guided", "pooled", "masked"} else 1e-3
+    )  # a last digit can turn which placement counts
     for mine, theirs in zip(recorded, plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=leeway)
     for mine, theirs in zip(recorded_rows, plain_rows, strict=True):

@@ -20,8 +20,10 @@ from patchcert.threats import Patch
 _HOMES = {
     "BandVotes": "band_votes",
     "BlockVotes": "band_votes",
+    "DoubleMasking": "masking",
     "IntervalBounds": "intervals",
     "LocalVotes": "local_votes",
+    "MaskedDetection": "masking",
     "RandomAblation": "ablation",
 }
 

@@ -9,16 +9,14 @@ from typing import Annotated, Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from patchcert.bounds.rounding import precise_arithmetic
+from patchcert.certificates.batches import FixedBatches, Precision
 from patchcert.certificates.checks import (
     check_call,
     check_fit,
     check_images,
     check_inputs,
     check_labels,
-    check_logits,
-    check_same_in_company,
-    check_settled,
+    weight_dtype,
 )
 from patchcert.certificates.classifier import AnyThreat, Ballots, Certificates, Classifier, Columns
 from patchcert.certificates.votes import (
@@ -29,13 +27,14 @@ from patchcert.certificates.votes import (
     check_vote_settings,
     contradiction_of_votes,
     is_won_by_count,
+    needed_lead,
     proven_placements,
     require_patch,
     sum_margins,
     sum_totals,
     winners,
 )
-from patchcert.errors import InvalidInput, ModelError
+from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
@@ -101,14 +100,16 @@ class PartVotes(Classifier):
     logit or, with a `threshold`, for every class whose softmax reaches it. Logits that are NaN or infinite vote
     for nothing. Which votes a patch can change is looked up for each placement, exactly and for any stamp: those that
     see one of its pixels. All others get the same numbers, bit by bit, in batches of the same shape and the same
-    arithmetic, whatever the patch holds. A library may still sum a row in another order when other rows surround
-    it, so a vote counts towards a proof only if it stays the same when every logit moves by `slack` times the image's
-    largest; a probe refuses models that move further. What is assumed beyond that is that they never do.
+    arithmetic (`precision`), whatever the patch holds. A library may still sum a row in another order when other rows
+    surround it. So a vote counts towards a proof only if it stays the same when every logit moves by half of `slack`
+    times the image's largest: the largest logit must lead by more than the slack. A probe refuses models that move
+    half as far; what is assumed beyond that is that no vote ever moves further.
     """
 
     threshold: float | None
     ties: Ties
-    slack: float
+    precision: Precision
+    slack: float | None
     batch_size: int
 
     @abstractmethod
@@ -129,8 +130,7 @@ class PartVotes(Classifier):
         check_inputs(self.model, images, labels)
         check_fit(threat, images)
         touched = self.touched(require_patch(threat, type(self).__name__), images)
-        self._check_base(images)
-        scores = self.scores(images, progress)
+        scores = self.scores(images, progress, with_probe=True)
         check_labels(labels, scores.values.shape[1])
         votes = sum_totals(scores.values)
         predictions = winners(votes, self.ties)
@@ -159,18 +159,21 @@ class PartVotes(Classifier):
         return (covered.to(images.device) @ seen.to(images.device).T) > 0
 
     @torch.no_grad()
-    def scores(self, images: Images, progress: Progress | None = None) -> Scores:
-        """The votes on every image."""
+    def scores(self, images: Images, progress: Progress | None = None, with_probe: bool = False) -> Scores:
+        """The votes on every image; with a probe of whether they depend on each other."""
+        if not len(images):
+            raise InvalidInput("votes need one image at least, got none")
         views = self.views(*images.shape[2:]).to(images.device)
-        self._check(images)
-        logits = torch.cat(list(self._logits(images, views, progress)))
-        logits = logits[: len(images) * len(views)].unflatten(0, (len(images), len(views)))
+        base = self._base(images, views, with_probe)
+        logits = torch.cat(list(self._logits(base, images, views, progress)))
+        logits = logits.unflatten(0, (len(images), len(views)))
         kind = "one-hot" if self.threshold is None else "threshold"
-        return cell_scores(logits.mT, kind, self.slack, self.threshold)
+        return cell_scores(logits.mT, kind, needed_lead(self), self.threshold)
 
     def describe(self) -> dict[str, Any]:
         own = [each.name for each in fields(self) if each.name not in ("model", "batch_size")]  # pyright: ignore
-        return {"name": type(self).__name__} | {name: getattr(self, name) for name in own}
+        settings = {name: getattr(self, name) for name in own} | {"slack": needed_lead(self)}
+        return {"name": type(self).__name__} | settings
 
     @staticmethod
     def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
@@ -181,41 +184,25 @@ class PartVotes(Classifier):
         """The mean of the base model's softmax over all parts, in logarithms."""
         return _MeanVote(self)
 
-    def _logits(self, images: Images, views: Views, progress: Progress | None) -> Iterator[Tensor]:
-        """Logits in batches of one shape; the last one is filled up with what is not counted."""
+    def _base(self, images: Images, views: Views, with_probe: bool) -> FixedBatches:
+        numbers = torch.arange(self.batch_size, device=images.device)
+        images = images.to(weight_dtype(self.model, images.dtype))
+        sample = encode_visible(images[numbers % len(images)], views[numbers % len(views)])
+        base = FixedBatches(self.model, sample, self.batch_size, self.precision)
+        if with_probe:
+            base.check_company(sample, needed_lead(self) / 4)
+        return base
+
+    def _logits(
+        self, base: FixedBatches, images: Images, views: Views, progress: Progress | None
+    ) -> Iterator[Tensor]:
+        """The logits of all views of the first image, then of the next, in batches of one shape."""
+        images = images.to(weight_dtype(self.model, images.dtype))
         total, each = len(images) * len(views), len(views)
-        for start in range(0, total, self.batch_size):
-            row = torch.arange(start, start + self.batch_size, device=images.device).clamp(max=total - 1)
-            yield self._base(encode_visible(images[row // each], views[row % each]))
+        for rows in torch.arange(total, device=images.device).split(self.batch_size):
+            yield base.logits(encode_visible(images[rows // each], views[rows % each]))
             if progress is not None:
-                progress(min(start + self.batch_size, total) // each, len(images))
-
-    def _check(self, images: Images) -> None:
-        if not len(images):
-            raise InvalidInput("votes need one image at least, got none")
-        check_settled(self.model)
-
-    @torch.no_grad()
-    def _check_base(self, images: Images) -> None:
-        """The base model says the same of a part in whatever company it is, on a sample."""
-        self._check(images)
-        views = self.views(*images.shape[2:]).to(images.device)
-        row = torch.arange(self.batch_size, device=images.device)
-        encoded = encode_visible(images[row % len(images)], views[row % len(views)])
-        logits = self._base(encoded)
-        check_logits(logits, encoded)
-        check_same_in_company(self._base, encoded, logits, self.slack)
-
-    def _base(self, encoded: Tensor) -> Tensor:
-        with precise_arithmetic():
-            try:
-                return self.model(encoded)
-            except RuntimeError as error:
-                raise ModelError(
-                    f"the base model does not take parts of images, {tuple(encoded.shape[1:])} with the channel that "
-                    f"says what is seen: {str(error).splitlines()[0]}",
-                    hint="give its first layer one channel more than the images have",
-                ) from error
+                progress((int(rows[-1]) + 1) // each, len(images))
 
 
 @final
@@ -234,7 +221,8 @@ class BandVotes(PartVotes):
     stride: int = 1
     threshold: float | None = None
     ties: Ties = "lowest"
-    slack: float = 1e-4
+    precision: Precision = "float32"
+    slack: float | None = None
     batch_size: int = 512
 
     def __post_init__(self) -> None:
@@ -263,7 +251,8 @@ class BlockVotes(PartVotes):
     stride: int = 1
     threshold: float | None = None
     ties: Ties = "lowest"
-    slack: float = 1e-4
+    precision: Precision = "float32"
+    slack: float | None = None
     batch_size: int = 512
 
     def __post_init__(self) -> None:

@@ -1,7 +1,6 @@
 """What a certificate asks of its inputs; each check says what was expected, what came and what to do."""
 
 import copy
-from collections.abc import Callable
 from functools import reduce
 
 import torch
@@ -105,30 +104,6 @@ def check_independence(model: nn.Module) -> None:
             )
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training and layer.p > 0:
             raise ModelError(f"{where} drops values at random (training mode)", hint="call model.eval()")
-
-
-def check_settled(model: nn.Module) -> None:
-    """The model is in eval mode, and no layer depends on the batch or on chance."""
-    if model.training:
-        raise InvalidInput(
-            "the base model is in training mode, where votes may depend on each other",
-            hint="call model.eval()",
-        )
-    check_independence(model)
-
-
-def check_same_in_company(
-    base: Callable[[Tensor], Tensor], batch: Tensor, answer: Tensor, leeway: float
-) -> None:
-    """The model says the same of the first half of a batch when blanks are in the other, up to a share of the largest
-    number of its answer."""
-    kept = max(1, len(batch) // 2)
-    again = base(torch.cat([batch[:kept], torch.zeros_like(batch[kept:])]))
-    if bool((answer - again)[:kept].abs().max() > leeway * answer.abs().max()):
-        raise ModelError(
-            "the base model says something else of the same images when others are in their batch",
-            hint="what it says of an image must not depend on the batch",
-        )
 
 
 def check_call(progress: object) -> None:

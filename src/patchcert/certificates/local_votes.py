@@ -3,7 +3,7 @@
 Sums of 0/1 scores are certified as BagCert does (Metzen and Yatsura 2021).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, partial, reduce
 from typing import Annotated, Any, Literal, final, get_args
@@ -16,14 +16,14 @@ from patchcert.bounds import Network, trace
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places
 from patchcert.bounds.operations import Reshape
 from patchcert.bounds.rounding import precise_arithmetic
+from patchcert.certificates.batches import FixedBatches, Precision
 from patchcert.certificates.checks import (
     check_call,
     check_fit,
     check_images,
     check_inputs,
     check_labels,
-    check_same_in_company,
-    check_settled,
+    weight_dtype,
 )
 from patchcert.certificates.classifier import AnyThreat, Ballots, Certificates, Classifier, Columns
 from patchcert.certificates.votes import (
@@ -37,6 +37,7 @@ from patchcert.certificates.votes import (
     masked_margins,
     masked_totals,
     maximal,
+    needed_lead,
     proven_placements,
     require_patch,
     sum_margins,
@@ -152,10 +153,11 @@ class LocalVotes(Classifier):
     large scores, which need no upper limit. Which cells a placement touches is read off the traced graph, exactly and
     for any stamp.
 
-    A cell that the patch does not touch sees the same pixels, in batches of the same shape and the same arithmetic. A
-    library may still sum in another order when other numbers surround it, so its score counts towards a proof as the
-    least (or for other classes the most) that it becomes when every logit moves by `slack` times the image's largest; a
-    probe refuses models that move further. What is assumed beyond that is that they never do.
+    A cell that the patch does not touch sees the same pixels, in batches of the same shape and the same arithmetic
+    (`precision`). A library may still sum in another order when other numbers surround it, so its score counts towards
+    a proof as the least (or for other classes the most) that it becomes when every logit moves by half of `slack` times
+    the image's largest. A probe refuses models that move half as far; what is assumed beyond that is that no score ever
+    moves further.
     """
 
     model: nn.Module
@@ -163,7 +165,8 @@ class LocalVotes(Classifier):
     scores: LocalScores = "one-hot"
     masked: int | tuple[int, int] | None = None
     ties: Ties = "lowest"
-    slack: float = 1e-4
+    precision: Precision = "float32"
+    slack: float | None = None
     batch_size: int = 128
 
     def __post_init__(self) -> None:
@@ -199,11 +202,10 @@ class LocalVotes(Classifier):
         check_call(progress)
         check_inputs(self.model, images, labels)
         check_fit(threat, images)
-        check_settled(self.model)
         patch, network = require_patch(threat, type(self).__name__), trace_local(self.model)
         seen = local_sight(network, *images.shape[2:])
-        self._check_model(images, network)
-        scores = self.local_scores(images, progress)
+        scores = self.local_scores(images, progress, with_probe=True)
+        self._check_trace(images, network)
         check_labels(labels, scores.values.shape[1])
         totals, touched = self.totals(scores.values, images), touched_cells(patch, seen, images)
         predictions = winners(totals, self.ties)
@@ -237,18 +239,30 @@ class LocalVotes(Classifier):
         return sum_totals(scores) if self.masked is None else masked_totals(scores, self.windows(images))
 
     @torch.no_grad()
-    def local_scores(self, images: Images, progress: Progress | None = None) -> Scores:
-        """The scores of every cell, row by row."""
+    def local_scores(
+        self, images: Images, progress: Progress | None = None, with_probe: bool = False
+    ) -> Scores:
+        """The scores of every cell, row by row; with a probe of whether they depend on the batch."""
         if not len(images):
             raise InvalidInput("votes need one image at least, got none")
-        check_settled(self.model)
-        logits = torch.cat(list(self._maps(images, progress)))
-        return cell_scores(logits.flatten(2), self.scores, self.slack)
+        images, flat = images.to(weight_dtype(self.model, images.dtype)), _FlatMaps(self.model)
+        base = FixedBatches(flat, images, self.batch_size, self.precision)
+        if with_probe:
+            numbers = torch.arange(self.batch_size, device=images.device)
+            base.check_company(images[numbers % len(images)], needed_lead(self) / 4)
+        rows = []
+        for start in range(0, len(images), self.batch_size):
+            rows.append(base.logits(images[start : start + self.batch_size]))
+            if progress is not None:
+                progress(min(start + self.batch_size, len(images)), len(images))
+        logits = torch.cat(rows).unflatten(1, (flat.classes, -1))
+        return cell_scores(logits, self.scores, needed_lead(self))
 
     def describe(self) -> dict[str, Any]:
         own = [each.name for each in fields(self) if each.name not in ("model", "batch_size")]
         found = {"name": "LocalVotes"} | {name: getattr(self, name) for name in own}
-        return found | {"masked": list(self.masked) if isinstance(self.masked, tuple) else self.masked}
+        masked = list(self.masked) if isinstance(self.masked, tuple) else self.masked
+        return found | {"masked": masked, "slack": needed_lead(self)}
 
     @staticmethod
     def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
@@ -263,53 +277,43 @@ class LocalVotes(Classifier):
     def _windows(self) -> dict[tuple[int, int], Windows]:
         return {}
 
-    def _maps(self, images: Images, progress: Progress | None) -> Iterator[Tensor]:
-        """Maps of logits in batches of one shape; the last one is filled up with what is not counted."""
-        for part in images.split(self.batch_size):
-            filled = F.pad(part, (0, 0, 0, 0, 0, 0, 0, self.batch_size - len(part)))
-            yield self._map(filled)[: len(part)]
-            if progress is not None:
-                progress(len(part), len(images))
-
-    def _map(self, images: Images) -> Annotated[Tensor, "n k _ _"]:
+    @torch.no_grad()
+    def _check_trace(self, images: Images, network: Network) -> None:
+        """The model and its traced operations must say the same, on a few images and their negatives."""
+        few = images[:4].to(weight_dtype(self.model, images.dtype))
+        probes = torch.cat([few, 1 - few])
         with precise_arithmetic():
-            try:
-                logits = self.model(images)
-            except RuntimeError as error:
-                raise ModelError(
-                    f"the model does not take images of {tuple(images.shape[1:])}: {str(error).splitlines()[0]}",
-                    hint="check channels, height and width against the model's first layers",
-                ) from error
-        if (
-            not isinstance(logits, Tensor)
-            or logits.dim() != 4
-            or len(logits) != len(images)
-            or logits.shape[1] < 2
-        ):
+            said, traced = self.model(probes), network.values(probes)[-1]
+        # Both are the same sums in other orders: 2^-10 of the largest is far more than float32 rounds.
+        if said.shape != traced.shape or bool((said - traced).abs().max() > 2**-10 * said.abs().max()):
+            raise ModelError(
+                f"the model {type(self.model).__name__} and its traced operations give different local scores",
+                hint="the forward pass must be a function of the images alone, the same in every call",
+            )
+
+
+@final
+class _FlatMaps(nn.Module):
+    """A model of maps with one row of numbers for each image."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.classes = 0
+        self.train(model.training)
+
+    def forward(self, images: Images) -> Annotated[Tensor, "n _"]:
+        """The numbers of the map, class by class; anything but a map is refused."""
+        logits = self.model(images)
+        is_map = isinstance(logits, Tensor) and logits.dim() == 4 and len(logits) == len(images)
+        if not is_map or logits.shape[1] < 2:
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise ModelError(
                 f"local votes need a map of scores ({len(images)}, two classes or more, rows, columns), got {got}",
                 hint="end the model with a 1x1 convolution to one channel for each class, without pooling",
             )
-        return logits
-
-    @torch.no_grad()
-    def _check_model(self, images: Images, network: Network) -> None:
-        """The model says the same in whatever company, and what its traced operations say, on a sample."""
-        row = torch.arange(self.batch_size, device=images.device) % len(images)
-        sample = images[row]
-        logits = self._map(sample)
-        check_same_in_company(self._map, sample, logits, self.slack)
-        with precise_arithmetic():
-            traced = network.values(sample[:4])[-1]
-        # Both are the same sums in float32, in other orders: 2^-10 of the largest is far more than they round.
-        if traced.shape != logits[:4].shape or bool(
-            (traced - logits[:4]).abs().max() > 2**-10 * logits.abs().max()
-        ):
-            raise ModelError(
-                f"the model {type(self.model).__name__} and its traced operations give different local scores",
-                hint="the forward pass must be a function of the images alone, the same in every call",
-            )
+        self.classes = logits.shape[1]
+        return logits.flatten(1)
 
 
 @final

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from patchcert.certificates.batches import SLACK, check_precision
 from patchcert.certificates.classifier import ABSTAINED, AnyThreat, Columns, first_row
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.tensors import Labels
@@ -52,11 +53,11 @@ class Scores:
 
 
 def cell_scores(logits: CellScores, kind: ScoreKind, slack: float, threshold: float | None = None) -> Scores:
-    """The scores of logits, and of all logits that differ by at most `slack` times the image's largest one."""
+    """The scores of logits, and of all logits that differ by at most half the slack times the image's largest one."""
     logits = logits.double()
     is_finite = logits.isfinite().all(dim=1, keepdim=True)
     logits = logits.where(is_finite, 0.0)
-    distance = slack * logits.abs().amax(dim=(1, 2), keepdim=True)
+    distance = slack / 2 * logits.abs().amax(dim=(1, 2), keepdim=True)
     most = 1 if kind in ("one-hot", "threshold", "heaviside") else UNITS
     most = LARGEST * UNITS if kind == "positive" else most
     values, lower, upper = _bounded_scores(logits, distance, kind, threshold)
@@ -242,7 +243,8 @@ def check_vote_settings(classifier: Any, *counts: str) -> None:  # noqa: ANN401 
         value = getattr(classifier, name)
         if type(value) is not int or value < 1:
             raise InvalidInput(f"{name} is {value!r}; expected a whole number of at least 1")
-    threshold, slack = getattr(classifier, "threshold", None), classifier.slack
+    check_precision(classifier.precision)
+    threshold, slack = getattr(classifier, "threshold", None), needed_lead(classifier)
     if threshold is not None and not 0 < threshold < 1:
         raise InvalidInput(
             f"threshold is {threshold!r}; a vote asks for a softmax of more than 0 and less than 1",
@@ -253,8 +255,13 @@ def check_vote_settings(classifier: Any, *counts: str) -> None:  # noqa: ANN401 
     if not 0 <= slack < 1:
         raise InvalidInput(
             f"slack is {slack!r}; expected a share of the largest logit, from 0 to below 1",
-            hint="1e-4 is far above what float32 rounds",
+            hint="None is a few times what the precision rounds",
         )
+
+
+def needed_lead(classifier: Any) -> float:  # noqa: ANN401 - a dataclass with these fields
+    """The lead that a vote must exceed to count for a proof, as a share of the image's largest logit."""
+    return SLACK[classifier.precision] if classifier.slack is None else classifier.slack
 
 
 def require_patch(threat: AnyThreat, method: str) -> Patch:

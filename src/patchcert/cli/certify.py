@@ -51,10 +51,15 @@ def certify(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N images.")] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="Kind of proof: interval or ablation; by default what the run was trained for."),
+        typer.Option(
+            help="Kind of proof: interval, masking, detection or ablation; by default what the run was trained for."
+        ),
     ] = None,
     setting: Annotated[
         list[str] | None, typer.Option(help="Setting of the method, like retained=45; repeatable.")
+    ] = None,
+    masks: Annotated[
+        str | None, typer.Option(help="Masking and detection: masks per axis, K or ROWS,COLUMNS: 6.")
     ] = None,
     device: DeviceOption = "auto",
     dtype: Annotated[
@@ -81,7 +86,8 @@ def certify(
     check_evidence_file(out)
     opened.model.to(place)
     settings = {"dtype": None if dtype is None else parse_dtype(dtype), "memory_budget": budget}
-    classifier = choose_classifier(opened, method, setting or (), settings)
+    given = [*(setting or ()), *([] if masks is None else [f"masks={masks}"])]
+    classifier = choose_classifier(opened, threat, method, given, settings)
     dataset = open_data(opened, data, data_dir)
     selection = select_images(opened, dataset, split, limit)
     subject = Subject(classifier, sha256(opened.weights), dataset, selection, place)

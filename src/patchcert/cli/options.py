@@ -6,7 +6,7 @@ import re
 import types
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin
 
 import typer
 
@@ -177,9 +177,13 @@ def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 
     kinds = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if value == "none" and type(None) in kinds:
         return None
-    if bool in kinds and value in ("true", "false"):
+    if kind is bool:
+        if value not in ("true", "false"):
+            raise InvalidInput(f"--setting {setting} is neither true nor false", hint="write one of them.")
         return value == "true"
     try:
+        if "," in value and any(get_origin(each) is tuple for each in kinds):
+            return tuple(float(part) if "." in part else int(part) for part in value.split(","))
         if int in kinds or float in kinds:
             return int(value) if int in kinds else float(value)
         if re.fullmatch(r"[\d.,\s]+", value):

@@ -145,17 +145,27 @@ def _check_fit(spec: "ModelSpec", weights: Path, dataset: "Dataset", images: "Sp
 
 METHODS = {
     "interval": "IntervalBounds",
+    "masking": "DoubleMasking",
+    "detection": "MaskedDetection",
     "ablation": "RandomAblation",
     "bands": "BandVotes",
     "blocks": "BlockVotes",
     "local-votes": "LocalVotes",
 }
+_OTHERWISE_GIVEN = ("model", "threat", "with_map")
 
 
 def choose_classifier(
-    target: Target, method: str | None, settings: "Sequence[str]", of_intervals: "Mapping[str, Any]"
+    target: Target,
+    threat: "AnyThreat",
+    method: str | None = None,
+    settings: "Sequence[str]" = (),
+    of_intervals: "Mapping[str, Any] | None" = None,
 ) -> "Classifier":
-    """The target's model with the kind of proof asked for; by default the kind that it was trained for."""
+    """The target's model with the kind of proof asked for; by default the kind that it was trained for.
+
+    Masks are made for the threat.
+    """
     from patchcert.certificates import IntervalBounds, method_named
 
     learned, learned_settings = _learned_method(target)
@@ -164,15 +174,18 @@ def choose_classifier(
         raise InvalidInput(f"--method {chosen} is unknown", hint=f"choose one of {', '.join(METHODS)}.")
     kind = method_named(METHODS[chosen])
     assert kind is not None
+    of_intervals = of_intervals or {}
     given = {name: value for name, value in of_intervals.items() if value is not None}
     if kind is not IntervalBounds and given:
         option = next(iter(given)).replace("_", "-")
         raise InvalidInput(
             f"--{option} is a setting of interval bounds, not of {chosen}", hint="leave it out."
         )
-    words = parse_settings(chosen, kind, settings, without=("model", *of_intervals))
+    words = parse_settings(chosen, kind, settings, without=(*_OTHERWISE_GIVEN, *of_intervals))
     made = cast("Callable[..., Classifier]", kind)
-    return made(target.model, **{**(learned_settings if chosen == learned else {}), **given, **words})
+    masked = {"threat": threat} if chosen in ("masking", "detection") else {}
+    trained = learned_settings if chosen == learned else {}
+    return made(target.model, **masked, **{**trained, **given, **words})
 
 
 def _learned_method(target: Target) -> "tuple[str, Mapping[str, Any]]":

@@ -180,6 +180,11 @@ def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDA
         votes = found.ballots.estimation.cpu().numpy()
         columns["selected"] = found.ballots.selected.cpu().numpy().astype(small)
         columns["votes"] = votes.astype(np.min_scalar_type(int(votes.max())))
+    if found.lead is not None:
+        columns["lead"] = found.lead.cpu().numpy()
+    if found.weakest_masks is not None:
+        first, second = found.weakest_masks.cpu().numpy().astype(np.int16).T
+        columns |= {"first_mask": first, "second_mask": second}
     return columns
 
 

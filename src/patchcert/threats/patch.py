@@ -134,7 +134,7 @@ class Patch:
         """
         check_pair(clean, changed)
         different = (clean != changed).any(dim=1).int()
-        covered = self._at_placements(different)
+        covered = self.sums(different)
         everything = different.flatten(1).sum(dim=1, keepdim=True)
         return (covered == everything).any(dim=1) & is_valid(clean, changed)
 
@@ -152,7 +152,7 @@ class Patch:
         """
         check_pair(clean, changed)
         changed = without_nan(clean, changed)
-        kept = self._at_placements(gains(clean, changed).sum(dim=1))
+        kept = self.sums(gains(clean, changed).sum(dim=1))
         placements = self.placements(clean.shape[2], clean.shape[3])
         corners = placements.corners.to(clean.device)[kept.argmax(dim=1)]
         nearest = torch.where(self._masks(clean, corners)[:, None], changed.clamp(0, 1), clean)
@@ -177,6 +177,12 @@ class Patch:
         read = from_rows(list(map(str, stamp))) if isinstance(stamp, list) else shapes.parse(str(stamp))
         return cls(read, plain.get("placements", "everywhere"))
 
+    def sums(self, values: Annotated[Tensor, "n h w"]) -> Annotated[Tensor, "n p"]:
+        """The sums of the values under the stamp at every allowed placement."""
+        placements = self.placements(values.shape[1], values.shape[2])
+        sums = sums_under(self.stamp, values).flatten(1)
+        return sums if placements.complete else sums[:, placements.flat.to(values.device)]
+
     @cached_property
     def _placements(self) -> dict[tuple[int, int], Placements]:
         return {}
@@ -196,9 +202,3 @@ class Patch:
         stamp = None if self.is_solid else self._stamp_on(images.device)
         box = (self.height, self.width)
         return stamp_masks(stamp, box, corners.to(images.device), (images.shape[2], images.shape[3]))
-
-    def _at_placements(self, values: Annotated[Tensor, "n h w"]) -> Annotated[Tensor, "n p"]:
-        """The sums of the values under the stamp at every allowed placement."""
-        placements = self.placements(values.shape[1], values.shape[2])
-        sums = sums_under(self.stamp, values).flatten(1)
-        return sums if placements.complete else sums[:, placements.flat.to(values.device)]

@@ -48,13 +48,13 @@ class Observer(Protocol):
 def train(trainee: Trainee, plan: Plan, observer: Observer, start: Position | None = None) -> None:
     """Carry out the plan from a position on; the trainee must be as it was at that position."""
     position, epsilon = start or Position(), plan.spec.schedule.epsilon
-    step, kind = None, None
+    step, stage = None, None
     for epoch in range(position.epoch, plan.spec.schedule.epochs):
         if epoch > position.epoch:
             position = Position(epoch)
         phase, objective = epsilon.phase(epoch), trainee.objective.at(epoch / plan.spec.schedule.epochs)
-        if step is None or kind != (phase, id(objective)):
-            kind = (phase, id(objective))
+        if step is None or stage != (phase, id(objective)):
+            stage = (phase, id(objective))
             step = _make_step(trainee, plan, objective, phase)
         summary = _train_epoch(trainee, plan, step, observer, position)
         observer.after_epoch(summary)
