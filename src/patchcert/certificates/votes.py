@@ -75,8 +75,9 @@ def _bounded_scores(
     """The scores, and bounds of them where each logit moves by the distance."""
     if kind == "one-hot":
         best = logits.argmax(dim=1, keepdim=True)
-        first, second = logits.topk(2, dim=1).values.split(1, dim=1)
         one_hot = torch.zeros_like(logits, dtype=torch.bool).scatter(1, best, True)
+        first = logits.amax(dim=1, keepdim=True)
+        second = logits.masked_fill(one_hot, -torch.inf).amax(dim=1, keepdim=True)
         # The leader falls and another rises, each by the distance.
         return one_hot, one_hot & (first - second > 2 * distance), logits >= first - 2 * distance
     if kind == "heaviside":

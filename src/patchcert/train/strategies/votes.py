@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.certificates.band_votes import Orientation, Views, band_views, block_views, encode_visible
@@ -195,7 +194,7 @@ class LocalMargins(Strategy):
         logits = logits.flatten(2)
         soft = soften(logits, self.scores)
         if self.scores == "one-hot":
-            hard = F.one_hot(logits.argmax(dim=1), logits.shape[1]).movedim(2, 1).to(soft)
+            hard = torch.zeros_like(soft).scatter(1, logits.argmax(dim=1, keepdim=True), 1.0)
         elif self.scores == "heaviside":
             hard = (logits > 0).to(soft)
         else:
