@@ -333,9 +333,9 @@ class _SoftVotes(nn.Module):
 
 
 def soften(logits: Annotated[Tensor, "n k cells"], kind: LocalScores) -> Annotated[Tensor, "n k cells"]:
-    """Scores with a gradient: the softmax for one vote per cell, the sigmoid for a vote where a logit is above 0."""
+    """Scores near those of the kind that have a gradient everywhere, where votes and limits have none."""
     if kind in ("one-hot", "softmax"):
         return logits.softmax(dim=1)
-    if kind == "heaviside":
-        return logits.sigmoid()
-    return logits.clamp(0, 1) if kind == "clipped" else logits.relu()
+    if kind == "positive":
+        return F.softplus(logits)
+    return (4 * logits - 2).sigmoid() if kind == "clipped" else logits.sigmoid()

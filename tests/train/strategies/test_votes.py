@@ -10,7 +10,7 @@ from torch import Generator
 
 from patchcert.certificates.band_votes import encode_visible
 from patchcert.certificates.local_votes import LocalVotes
-from patchcert.certificates.votes import Scores, masked_margins, sum_margins
+from patchcert.certificates.votes import Scores, masked_margins, masked_totals, sum_margins, sum_totals
 from patchcert.cli.app import run
 from patchcert.errors import PatchcertError, SpecError
 from patchcert.models import ModelSpec, build
@@ -137,6 +137,19 @@ def test_masked_sums_are_trained_on_no_more_than_the_certified_margins(seed):
     found = weakest_margins(strategy, values, labels, windows.bool())
     certified = masked_margins(Scores(values, values, values, 10**6), labels, windows.bool(), windows.bool())
     assert (found <= weakest(certified, labels)).all()
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "masked-sum"])
+def test_epsilon_leads_from_clean_margins_to_those_of_the_weakest_placement(aggregation):
+    strategy, bound, batch = LocalMargins(aggregation=aggregation), subject(LOCAL), make_batch()
+    windows = strategy.windows(bound, bound.threat)
+    scores = strategy.local_scores(bound.model(batch.images)).detach()
+    found = [weakest_margins(strategy, scores, batch.labels, windows, share) for share in (0.0, 0.5, 1.0)]
+    totals = sum_totals(scores) if aggregation == "sum" else masked_totals(scores, windows)
+    assert torch.allclose(found[0], logit_margins(totals, batch.labels), atol=1e-5)
+    assert (found[0] >= found[1]).all()
+    assert (found[1] >= found[2]).all()
+    assert torch.equal(found[2], weakest_margins(strategy, scores, batch.labels, windows))
 
 
 @pytest.mark.parametrize("scores", ["one-hot", "heaviside", "clipped", "softmax"])
