@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -338,3 +340,33 @@ def test_mistakes_with_masks_are_one_message_and_leave_nothing(
     assert certify(model_file, *threat, *common, *arguments) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("*.npz*"))
+
+
+@pytest.mark.slow
+def test_processes_share_the_images_and_come_to_the_same_verdicts(model_file, tmp_path):
+    common = [
+        *(
+            "-m",
+            "patchcert",
+            "certify",
+            str(model_file),
+            "--data",
+            "mnist-mini",
+            "--patch",
+            "2",
+            "--limit",
+            "99",
+        ),
+        *("--method", "masking", "--masks", "4", "--device", "cpu", "--out"),
+    ]
+    starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    shared = subprocess.run(
+        [*starter, *common, str(tmp_path / "two.npz")], capture_output=True, text=True, check=False
+    )
+    assert shared.returncode == 0, shared.stderr
+    assert json.loads(shared.stdout)["images"] == 99
+    subprocess.run([sys.executable, *common, str(tmp_path / "one.npz")], capture_output=True, check=True)
+    two, one = Evidence.read(tmp_path / "two.npz"), Evidence.read(tmp_path / "one.npz")
+    assert two.columns.keys() == one.columns.keys()
+    assert all(np.array_equal(two.columns[name], one.columns[name]) for name in one.columns)
+    assert sorted(file.name for file in tmp_path.glob("*.npz*")) == ["one.npz", "two.npz"]
