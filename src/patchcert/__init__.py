@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         placement_margins,
     )
     from patchcert.certificates.ablation import RandomAblation
+    from patchcert.certificates.band_votes import BandVotes, BlockVotes
+    from patchcert.certificates.local_votes import LocalVotes
     from patchcert.certificates.masking import DoubleMasking, MaskedDetection
     from patchcert.data import load_dataset
     from patchcert.errors import PatchcertError
@@ -26,11 +28,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BandVotes",
+    "BlockVotes",
     "Certificates",
     "Classifier",
     "DoubleMasking",
     "Interval",
     "IntervalBounds",
+    "LocalVotes",
     "MaskSet",
     "MaskedDetection",
     "ModelSpec",
@@ -51,11 +56,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BandVotes": "patchcert.certificates.band_votes",
+    "BlockVotes": "patchcert.certificates.band_votes",
     "Certificates": "patchcert.certificates",
     "Classifier": "patchcert.certificates",
     "DoubleMasking": "patchcert.certificates.masking",
     "Interval": "patchcert.bounds",
     "IntervalBounds": "patchcert.certificates",
+    "LocalVotes": "patchcert.certificates.local_votes",
     "MaskSet": "patchcert.threats.masks",
     "MaskedDetection": "patchcert.certificates.masking",
     "ModelSpec": "patchcert.models",

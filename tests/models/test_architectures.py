@@ -139,3 +139,31 @@ def test_residual_networks_have_bounds_and_survive_being_saved(size, side, tmp_p
 def test_keys_that_an_architecture_does_not_have_are_refused(name, keys, message):
     with pytest.raises(ModelError, match=message):
         build(ModelSpec(name, **CIFAR, **keys))
+
+
+@pytest.mark.parametrize(("field", "depth"), [(3, 2), (5, 2), (9, 8), (17, 8)])
+def test_scores_of_a_bagnet_see_as_many_pixels_as_asked(field, depth):
+    from patchcert.bounds import trace
+    from patchcert.certificates.local_votes import receptive_field, sight
+
+    spec = ModelSpec(
+        "bagnet", 1, 20, 20, 4, filters=2, depth=depth, receptive_field=field, mean=(0.5,), std=(0.2,)
+    )
+    model = build(spec)
+    assert receptive_field(sight(trace(model), 20, 20), 20, 20) == (field, field)
+    assert model(torch.zeros(2, 1, 20, 20)).shape == (2, 4, 20, 20)
+
+
+@pytest.mark.parametrize("field", [1, 4, 9])
+def test_receptive_fields_that_a_bagnet_cannot_have_are_refused(field):
+    with pytest.raises(ModelError, match=f"is {field}; expected an odd number from 3 to 7"):
+        build(ModelSpec("bagnet", 1, 20, 20, 4, depth=2, receptive_field=field))
+
+
+def test_networks_of_parts_refuse_whole_images_and_normalisation():
+    model = build(ModelSpec("resnet18_parts", 3, 8, 8, 4, filters=2))
+    assert model(torch.zeros(2, 4, 8, 8)).shape == (2, 4)
+    with pytest.raises(ModelError, match="takes parts of images, encoded in 4 channels, got 3 channels"):
+        model(torch.zeros(2, 3, 8, 8))
+    with pytest.raises(ModelError, match="without normalisation"):
+        build(ModelSpec("resnet18_parts", 1, 8, 8, 4, mean=(0.5,), std=(0.2,)))

@@ -18,8 +18,11 @@ from patchcert.tensors import Images, Labels, PlacementMargins
 from patchcert.threats import Patch
 
 _HOMES = {
+    "BandVotes": "band_votes",
+    "BlockVotes": "band_votes",
     "DoubleMasking": "masking",
     "IntervalBounds": "intervals",
+    "LocalVotes": "local_votes",
     "MaskedDetection": "masking",
     "RandomAblation": "ablation",
 }

@@ -13,6 +13,8 @@ from patchcert.errors import InvalidInput, ModelError
 from patchcert.tensors import Images, Logits
 
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
+SLACK: dict[Precision, float] = {"float32": 2**-14, "tf32": 2**-8, "float16": 2**-8, "bfloat16": 2**-6}
+"""By how much a class must lead to count, as a share of the largest logit of its copy."""
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -79,11 +81,11 @@ class FixedBatches:
             )
 
     @torch.no_grad()
-    def _forward(self) -> Annotated[Tensor, "b k"]:
+    def _forward(self) -> Annotated[Tensor, "b ..."]:
         with _arithmetic(self.precision, self._input.device):
             return self.model(self._input)
 
-    def _first_answer(self) -> Annotated[Tensor, "b k"]:
+    def _first_answer(self) -> Annotated[Tensor, "b ..."]:
         """Of blanks; channels-last, the layout in which a GPU convolves fastest, where the model takes it."""
         if self._input.is_cuda:
             given, self._input = self._input, self._input.contiguous(memory_format=torch.channels_last)

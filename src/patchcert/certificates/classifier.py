@@ -50,7 +50,10 @@ class Guarantee:
 @final
 @dataclass(frozen=True, slots=True)
 class Ballots:
-    """How often each class was voted for: once to select a class, and in a fresh count."""
+    """How often each class was voted for: once to select a class, and in a fresh count.
+
+    Votes that leave nothing to chance are counted once, and stand in both places.
+    """
 
     selection: Annotated[Tensor, "n k"]
     estimation: Annotated[Tensor, "n k"]

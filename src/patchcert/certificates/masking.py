@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from patchcert.certificates.batches import FixedBatches, Precision, check_precision
+from patchcert.certificates.batches import SLACK, FixedBatches, Precision, check_precision
 from patchcert.certificates.checks import check_call, check_images, check_inputs, check_labels, weight_dtype
 from patchcert.certificates.classifier import (
     ABSTAINED,
@@ -29,9 +29,6 @@ from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, Logits, PerImage
 from patchcert.threats import Patch
 from patchcert.threats.masks import MaskSet, masks_covering, masks_per_axis
-
-SLACK: dict[Precision, float] = {"float32": 2**-14, "tf32": 2**-8, "float16": 2**-8, "bfloat16": 2**-6}
-"""By how much a label must lead to count, as a share of the largest logit of its copy."""
 
 _PIXELS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
 _PASSES_PER_BLOCK = {"cuda": 2**21, "cpu": 2**12}

@@ -160,6 +160,9 @@ METHODS = {
     "masking": "DoubleMasking",
     "detection": "MaskedDetection",
     "ablation": "RandomAblation",
+    "bands": "BandVotes",
+    "blocks": "BlockVotes",
+    "local-votes": "LocalVotes",
 }
 _OTHERWISE_GIVEN = ("model", "threat", "with_map")
 
@@ -177,8 +180,8 @@ def choose_classifier(
     """
     from patchcert.certificates import IntervalBounds, method_named
 
-    learned = _learned_votes(target)
-    chosen = method or ("ablation" if learned else "interval")
+    learned, learned_settings = _learned_method(target)
+    chosen = method or learned
     if chosen not in METHODS:
         raise InvalidInput(f"--method {chosen} is unknown", hint=f"choose one of {', '.join(METHODS)}.")
     kind = method_named(METHODS[chosen])
@@ -193,15 +196,15 @@ def choose_classifier(
     words = parse_settings(chosen, kind, settings, without=(*_OTHERWISE_GIVEN, *of_intervals))
     made = cast("Callable[..., Classifier]", kind)
     masked = {"threat": threat} if chosen in ("masking", "detection") else {}
-    return made(target.model, **masked, **{**(learned if chosen == "ablation" else {}), **given, **words})
+    trained = learned_settings if chosen == learned else {}
+    return made(target.model, **masked, **{**trained, **given, **words})
 
 
-def _learned_votes(target: Target) -> dict[str, int]:
-    """How many pixels the votes see that a run has learnt to cast; empty where it has not."""
-    from patchcert.train.strategies import Ablated
-
+def _learned_method(target: Target) -> "tuple[str, Mapping[str, Any]]":
+    """The kind of proof that a run was trained for, and its settings; interval bounds where it was for none."""
     strategy = None if target.run is None else target.run.spec.strategy
-    return {"retained": strategy.retained} if isinstance(strategy, Ablated) else {}
+    learned = None if strategy is None or target.threat is None else strategy.learned_method(target.threat)
+    return learned or ("interval", {})
 
 
 def _warn_of_classes(target: Target, count: int, dataset: "Dataset") -> None:

@@ -1,5 +1,5 @@
-"""The classifiers of Chiang et al. (2020), residual networks for small images, and the networks that Random Ablation
-votes with, which take encoded images of twice the channels."""
+"""The classifiers of Chiang et al. (2020), residual networks for small images, and networks that vote: on ablated or
+parts of images, which are encoded in more channels, or at every place of a map."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from patchcert.errors import ModelError
-from patchcert.models.layers import AblatedImages
+from patchcert.models.layers import AblatedImages, PartImages
 from patchcert.models.registry import ModelSpec, architecture
 
 
@@ -69,7 +69,7 @@ def cnn5w(spec: ModelSpec) -> nn.Sequential:
 @architecture("cnn2_ablation")
 def cnn2_ablation(spec: ModelSpec) -> nn.Sequential:
     """Two convolutions and three linear layers, used for MNIST; 3,320,922 parameters there."""
-    _refuse_keys(spec, "filters", "depth")
+    _refuse_keys(spec, "filters", "depth", "receptive_field")
     hidden = spec.hidden or 500
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         ablated=AblatedImages(spec.channels),
@@ -133,23 +133,83 @@ class PreActivationBlock(nn.Module):
 @architecture("resnet18")
 def resnet18(spec: ModelSpec) -> nn.Sequential:
     """ResNet-18 with the 3x3 stem for small images: 64 channels, doubled in each of the three later stages."""
-    _refuse_keys(spec, "hidden", "widths", "depth")
+    _refuse_keys(spec, "hidden", "widths", "depth", "receptive_field")
     return nn.Sequential(_resnet18(spec.channels, spec.filters or 64, spec.classes))
 
 
 @architecture("resnet18_ablation")
 def resnet18_ablation(spec: ModelSpec) -> nn.Sequential:
     """`resnet18` on encoded images, used for CIFAR-10; 11,175,690 parameters there."""
-    _refuse_keys(spec, "filters", "depth")
+    _refuse_keys(spec, "filters", "depth", "receptive_field")
     layers: OrderedDict[str, nn.Module] = OrderedDict(ablated=AblatedImages(spec.channels))
     layers.update(_resnet18(2 * spec.channels, 64, spec.classes))
     return nn.Sequential(layers)
 
 
+@architecture("resnet18_parts")
+def resnet18_parts(spec: ModelSpec) -> nn.Sequential:
+    """`resnet18` on parts of images, such as bands, which have one channel more that says what is seen."""
+    _refuse_keys(spec, "hidden", "widths", "depth", "receptive_field")
+    if spec.normalises:
+        raise ModelError(
+            "resnet18_parts takes parts of images as they are encoded, without normalisation",
+            hint="set model.normalise = false",
+        )
+    layers: OrderedDict[str, nn.Module] = OrderedDict(parts=PartImages(spec.channels))
+    layers.update(_resnet18(spec.channels + 1, spec.filters or 64, spec.classes))
+    return nn.Sequential(layers)
+
+
+class LocalBlock(nn.Module):
+    """A convolution of 3x3 or 1x1 and one of 1x1 beside a shortcut, on a map whose size stays."""
+
+    def __init__(self, width: int, kernel: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width, kernel, 1, kernel // 2, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu1 = nn.ReLU()
+        self.conv2 = nn.Conv2d(width, width, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.relu2 = nn.ReLU()
+
+    def forward(self, features: Tensor) -> Tensor:
+        """The block's features, rectified."""
+        inner = self.relu1(self.bn1(self.conv1(features)))
+        return self.relu2(self.bn2(self.conv2(inner)) + features)
+
+
+@architecture("bagnet")
+def bagnet(spec: ModelSpec) -> nn.Sequential:
+    """A residual network without strides that gives a map of scores, one for each class at each pixel.
+
+    A score sees `receptive_field` pixels (9 x 9 unless given): 3 from the first convolution, and 2 more for each of
+    those of its `depth` blocks (8) that have a 3x3 kernel, which are spread evenly over it. All have `filters` (128).
+    """
+    _refuse_keys(spec, "hidden", "widths")
+    field, width, depth = spec.receptive_field or 9, spec.filters or 128, spec.depth or 8
+    wide, rest = divmod(field - 3, 2)
+    if wide < 0 or rest or wide > depth:
+        raise ModelError(
+            f"the receptive field of a bagnet with {depth} blocks is {field}; expected an odd number from 3 to "
+            f"{3 + 2 * depth}",
+            hint="set model.receptive_field to another, or model.depth to more blocks",
+        )
+    kernels = [3 if (index + 1) * wide // depth > index * wide // depth else 1 for index in range(depth)]
+    return nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(spec.channels, width, 3, 1, 1, bias=False),
+            bn=nn.BatchNorm2d(width),
+            relu=nn.ReLU(),
+            blocks=nn.Sequential(*(LocalBlock(width, kernel) for kernel in kernels)),
+            scores=nn.Conv2d(width, spec.classes, 1),
+        )
+    )
+
+
 @architecture("wideresnet")
 def wideresnet(spec: ModelSpec) -> nn.Sequential:
     """A wide residual network of three stages: WRN-16-8, or the one of `depth` (6 n + 4) and `filters` (16 k)."""
-    _refuse_keys(spec, "hidden", "widths")
+    _refuse_keys(spec, "hidden", "widths", "receptive_field")
     depth, filters = spec.depth or 16, spec.filters or 128
     count, rest = divmod(depth - 4, 6)
     if count < 1 or rest:
@@ -218,7 +278,7 @@ def _network(
     spec: ModelSpec, convolutions: tuple[_Convolution, ...], widths: tuple[int, ...]
 ) -> nn.Sequential:
     """Convolutions, then fully connected layers, a ReLU after each but the last, which is called `logits`."""
-    _refuse_keys(spec, "filters", "depth")
+    _refuse_keys(spec, "filters", "depth", "receptive_field")
     outputs = spec.widths or (*(shape.channels for shape in convolutions), *widths)
     count = len(convolutions) + len(widths)
     if len(outputs) != count:

@@ -102,11 +102,13 @@ class ModelSettings:
     normalise: bool = True
     filters: int | None = None
     depth: int | None = None
+    receptive_field: int | None = None
 
     def __post_init__(self) -> None:
         at_least(1, "hidden", self.hidden)
         at_least(1, "filters", self.filters)
         at_least(1, "depth", self.depth)
+        at_least(1, "receptive_field", self.receptive_field)
 
     def for_data(self, dataset: Dataset) -> ModelSpec:
         """The architecture for the data's images and classes."""
@@ -123,6 +125,7 @@ class ModelSettings:
             std=std,
             filters=self.filters,
             depth=self.depth,
+            receptive_field=self.receptive_field,
         )
 
 

@@ -4,7 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -108,6 +108,10 @@ class Strategy(ABC):
     @abstractmethod
     def bind(self, subject: Subject) -> Objective:
         """The strategy at work on a model and a threat, with all that it keeps between steps."""
+
+    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]] | None:
+        """The kind of proof it trains a model for, as `--method` names it, and its settings; None for bounds."""
+        return None
 
 
 @final

@@ -7,6 +7,9 @@ from patchcert.train.strategies.placements import RandomPlacements as RandomPlac
 from patchcert.train.strategies.pooled import PooledPlacements as PooledPlacements
 from patchcert.train.strategies.sparse import Ablated as Ablated
 from patchcert.train.strategies.sparse import SparseChanges as SparseChanges
+from patchcert.train.strategies.votes import Bands as Bands
+from patchcert.train.strategies.votes import Blocks as Blocks
+from patchcert.train.strategies.votes import LocalMargins as LocalMargins
 from patchcert.train.strategy import Natural as Natural
 
 AnyStrategy = (
@@ -18,5 +21,8 @@ AnyStrategy = (
     | SparseChanges
     | Ablated
     | Masked
+    | Bands
+    | Blocks
+    | LocalMargins
 )
 """All that a specification can ask for by name."""

@@ -1,7 +1,7 @@
 """Training against a few changed pixels: by bounds over every choice of them, or for the vote of Random Ablation."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Generator, Tensor, nn
@@ -18,6 +18,7 @@ from patchcert.train.strategy import (
     Objective,
     Strategy,
     Subject,
+    Threat,
     WorstCase,
     bounded_model,
     logit_margins,
@@ -88,6 +89,9 @@ class Ablated(Strategy):
             return WorstCase(logit_margins(logits.float(), batch.own_labels))
 
         return Objective(network, worst_case)
+
+    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+        return "ablation", {"retained": self.retained}
 
     def ablate(self, batch: Batch, generator: Generator) -> Images:
         """This process's images in their encoding, of which masks that were drawn for the whole batch retain pixels."""
