@@ -3,7 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from patchcert.errors import SpecError
 from patchcert.tensors import Images, Labels
-from patchcert.threats import Patch
+from patchcert.threats import Patch, Threat
 from patchcert.train.strategy import (
     Batch,
     Objective,
@@ -69,6 +69,10 @@ class Masked(Strategy):
             raise SpecError(f"worst_from is {self.worst_from}; expected a share of the epochs, from 0 to 1")
         if not self.fill or not all(map(math.isfinite, self.fill)):
             raise SpecError(f"fill is {list(self.fill)}; expected one number, or one for each channel")
+
+    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+        """Double masking, whose masks show the same colour."""
+        return "masking", {"fill": self.fill[0] if len(self.fill) == 1 else self.fill}
 
     @property
     def mask_size(self) -> tuple[int, int]:
