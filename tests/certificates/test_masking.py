@@ -249,7 +249,7 @@ def test_what_models_and_settings_may_not_be_is_said():
         DoubleMasking(coupled, threat, masks=2).predict(images)
     for settings, message in (
         ({"masks": 0}, "masks is 0"),
-        ({"fill": 1.5}, "fill is 1.5"),
+        ({"fill": float("nan")}, "fill is nan"),
         ({"fill": (0.5, 0.5)}, "fill has 2 values, but images have 1 channels"),
         ({"slack": 0.0}, "slack is 0.0"),
         ({"precision": "float8"}, "precision is 'float8'"),

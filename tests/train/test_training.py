@@ -320,6 +320,7 @@ def test_interrupted_training_on_ablated_images_resumes_to_the_same_weights(afte
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (("data.limit=33", "optimiser.batch_size=16"), "the last batch of an epoch has 1 for 1 process"),
         (("strategy.size=4x4",), "masks of 4x4 cannot hide a patch of 5x5"),
         (("threat.kind=sparse", "threat.pixels=3"), "'masked' cannot train against"),
         (("schedule.epsilon.natural_epochs=1",), "'masked' has no epsilon"),

@@ -4,6 +4,7 @@
 rules and their proofs.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, final
@@ -62,10 +63,10 @@ class _Masked(Classifier, _Settings):
         if not isinstance(self.threat, Patch):
             raise InvalidThreat(f"masks hide patches, got {self.threat!r}", hint="give patchcert.Patch(5)")
         values = self.fill if isinstance(self.fill, tuple) else (self.fill,)
-        if not values or not all(0 <= value <= 1 for value in values):
+        if not values or not all(map(math.isfinite, values)):
             raise InvalidInput(
-                f"fill is {self.fill!r}; expected a value in [0, 1], or one for each channel",
-                hint="fill=0.5 hides parts behind grey",
+                f"fill is {self.fill!r}; expected a number, or one for each channel",
+                hint="fill=0.5 hides parts behind grey; no pixel looks like a fill outside of [0, 1]",
             )
         if self.batch_size is not None and (type(self.batch_size) is not int or self.batch_size < 1):
             raise InvalidInput(f"batch_size is {self.batch_size!r}; expected a whole number of at least 1")

@@ -22,6 +22,7 @@ INTERRUPTED = 130
 COMMANDS = {
     "demo": "Train, certify and attack a small model; no network needed.",
     "train": "Train a model that can be certified, from a SPEC.toml.",
+    "choose": "Compare settings on held-out training images.",
     "certify": "Prove a model's predictions against a threat.",
     "attack": "Look for patches that change a model's predictions.",
     "reproduce": "Recompute a table of the paper.",

@@ -31,7 +31,9 @@ DataFolderOption = Annotated[Path | None, typer.Option(help="Folder of the data.
 DataSearchOption = Annotated[
     Path | None, typer.Option(help="Folder of the data; else $PATCHCERT_DATA, else the cache.")
 ]
-SplitOption = Annotated[str, typer.Option(help="test or train.")]
+SplitOption = Annotated[
+    str, typer.Option(help="test, train, or validation: what the run held out of training.")
+]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")]
 EvidenceOption = Annotated[
     Path | None,

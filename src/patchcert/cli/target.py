@@ -124,6 +124,7 @@ def select_images(
     """Images of a split, refused unless there are any and they fit the model."""
     from patchcert.evidence import Selection
 
+    split = _held_out(target) if split == "validation" else split
     whole = dataset.split(split)
     if len(whole) == 0:
         raise DataError(f"{dataset.name} has no {split} images", hint="choose the other split with --split.")
@@ -131,6 +132,17 @@ def select_images(
         _check_fit(target.spec, target.weights, dataset, whole)
         _warn_of_classes(target, target.spec.classes, dataset)
     return Selection(dataset.name, split, limit, drawn, seed)
+
+
+def _held_out(target: Target) -> str:
+    """The split that a run has held out of its training."""
+    count = 0 if target.run is None else target.run.spec.data.validation
+    if not count:
+        raise DataError(
+            f"{target.weights} is not of a run that held out training images",
+            hint="train with --set data.validation=5000, or choose --split test.",
+        )
+    return f"validation:{count}"
 
 
 def _check_fit(spec: "ModelSpec", weights: Path, dataset: "Dataset", images: "Split") -> None:

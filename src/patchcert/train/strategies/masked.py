@@ -1,8 +1,9 @@
 """Training a classifier to be right when two rectangles of an image are hidden, as double masking asks of it."""
 
+import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Generator, Tensor
 
 from patchcert.errors import SpecError
 from patchcert.tensors import Images, Labels
-from patchcert.threats import Patch
+from patchcert.threats import Patch, Threat
 from patchcert.train.strategy import (
     Batch,
     Objective,
@@ -36,10 +37,10 @@ class Masked(Strategy):
     """Plain cross entropy on images of which two masks hide parts, whatever epsilon is.
 
     Masks are `size` (height x width) large, lie anywhere inside the image and show the colour `fill`, given for all
-    channels or for each. A random `clean_share` of the images has no mask and a `single_share` has one. Once the share
-    `worst_from` of the epochs is done, `worst_of` random pairs are tried on every image, and the one with the largest
-    cross entropy is trained on; for that the model is asked as it would be deployed, in eval mode. With `bfloat16` the
-    products of the network are rounded to it, those of the loss are not.
+    channels or for each; outside of [0, 1] no pixel can look like it. A random `clean_share` of the images has no mask
+    and a `single_share` has one. Once the share `worst_from` of the epochs is done, `worst_of` random pairs are tried
+    on every image, and the one with the largest cross entropy is trained on; for that the model is asked as it would
+    be deployed, in eval mode. With `bfloat16` the products of the network are rounded to it, those of the loss are not.
     """
 
     threats: ClassVar = (Patch,)
@@ -67,8 +68,12 @@ class Masked(Strategy):
         at_least(1, "worst_of", self.worst_of)
         if not 0 <= self.worst_from <= 1:
             raise SpecError(f"worst_from is {self.worst_from}; expected a share of the epochs, from 0 to 1")
-        if not self.fill or not all(0 <= value <= 1 for value in self.fill):
-            raise SpecError(f"fill is {list(self.fill)}; expected pixel values from 0 to 1")
+        if not self.fill or not all(map(math.isfinite, self.fill)):
+            raise SpecError(f"fill is {list(self.fill)}; expected one number, or one for each channel")
+
+    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+        """Double masking, whose masks show the same colour."""
+        return "masking", {"fill": self.fill[0] if len(self.fill) == 1 else self.fill}
 
     @property
     def mask_size(self) -> tuple[int, int]:
