@@ -199,6 +199,8 @@ SMALL = (
     "optimiser.batch_size=16",
     "schedule.epochs=1",
     "strategy.bfloat16=false",
+    "schedule.epsilon.natural_epochs=0",
+    "schedule.epsilon.ramp_epochs=0",
 )
 
 
@@ -209,12 +211,7 @@ SMALL = (
         ("local-mnist-5x5", ("model.filters=4",), "LocalVotes"),
         (
             "local-mnist-5x5",
-            (
-                "model.filters=4",
-                "strategy.aggregation=masked-sum",
-                "strategy.scores=positive",
-                "threat.stamp=2x2",
-            ),
+            ("model.filters=4", "strategy.aggregation=sum", "strategy.scores=one-hot", "threat.stamp=2x2"),
             "LocalVotes",
         ),
     ],
