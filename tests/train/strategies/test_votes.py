@@ -150,6 +150,8 @@ def test_epsilon_leads_from_clean_margins_to_those_of_the_weakest_placement(aggr
     assert (found[0] >= found[1]).all()
     assert (found[1] >= found[2]).all()
     assert torch.equal(found[2], weakest_margins(strategy, scores, batch.labels, windows))
+    held = weakest_margins(strategy, scores, batch.labels, windows, torch.tensor(0.5))
+    assert torch.allclose(held, found[1])
 
 
 @pytest.mark.parametrize("scores", ["one-hot", "heaviside", "clipped", "softmax"])
