@@ -60,6 +60,7 @@ def cell_scores(logits: CellScores, kind: ScoreKind, slack: float, threshold: fl
     distance = slack / 2 * logits.abs().amax(dim=(1, 2), keepdim=True)
     most = 1 if kind in ("one-hot", "threshold", "heaviside") else UNITS
     most = LARGEST * UNITS if kind == "positive" else most
+    _check_exact(logits.shape[2], most)
     values, lower, upper = _bounded_scores(logits, distance, kind, threshold)
     return Scores(
         values=values.double() * is_finite,
@@ -67,6 +68,15 @@ def cell_scores(logits: CellScores, kind: ScoreKind, slack: float, threshold: fl
         upper=upper.double().where(is_finite, float(most)),
         most=most,
     )
+
+
+def _check_exact(cells: int, most: int) -> None:
+    """No sum of scores, nor a difference of two, reaches 2^53."""
+    if cells * most > 2**52:
+        raise InvalidInput(
+            f"sums of {cells} scores of up to {most} units are not exact",
+            hint="use scores of at most 1, or a network with a smaller map",
+        )
 
 
 def _bounded_scores(
