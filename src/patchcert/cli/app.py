@@ -24,6 +24,7 @@ COMMANDS = {
     "train": "Train a model that can be certified, from a SPEC.toml.",
     "choose": "Compare settings on held-out training images.",
     "certify": "Prove a model's predictions against a threat.",
+    "predict": "Say what the classifier of a kind of proof predicts.",
     "attack": "Look for patches that change a model's predictions.",
     "reproduce": "Recompute a table of the paper.",
     "report": "Put runs and their evidence into one HTML page.",
