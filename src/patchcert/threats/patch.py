@@ -21,6 +21,7 @@ from patchcert.threats.placements import (
     stamp_masks,
 )
 from patchcert.threats.shapes import Rows, Stamp, StampLike, from_rows, read_stamp, sums_under, to_rows, trim
+from patchcert.threats.sparse import SparsePixels
 from patchcert.threats.threat import (
     Plain,
     check_images,
@@ -202,3 +203,14 @@ class Patch:
         placements = self.placements(values.shape[1], values.shape[2])
         sums = sums_under(self.stamp, values).flatten(1)
         return sums if placements.complete else sums[:, placements.flat.to(values.device)]
+
+
+_KINDS: dict[str, type[Patch] | type[SparsePixels]] = {"patch": Patch, "sparse": SparsePixels}
+
+
+def threat_from_dict(plain: Mapping[str, Plain]) -> Patch | SparsePixels:
+    """The threat, of whatever kind, whose `to_dict` is the given table."""
+    kind = plain.get("kind")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise InvalidThreat(f"unknown kind of threat {kind!r}", hint=f"choose one of {', '.join(_KINDS)}")
+    return _KINDS[kind].from_dict(plain)
