@@ -8,8 +8,8 @@ Two images meet, whatever the weights, if over all pixels that a neuron sees the
 where d is how far the images differ at a pixel. Say the neuron is larger on the first image: by at most the sum of
 |w| d over the pixels where w pulls that way. There the first image can make it fall, and the second rise, by a total
 of |w| (1 + d). The k largest falls are no less than the sum of all falls, each times its share, and so are the
-k largest rises; both sums together are the sum of |w| d. This is about the bound `tight`; on grey images the other two are
-looser, so that the same images meet.
+k largest rises; both sums together are the sum of |w| d. This is about the bound `tight`; on grey images the other
+two are looser, so that the same images meet.
 """
 
 import json
