@@ -57,6 +57,10 @@ def test_what_is_done_is_not_done_again(capsys, trials, tmp_path):
     }
     assert choose(trials, out, "--only", "base") == 0
     assert before == {file: file.stat().st_mtime_ns for file in before}
+    capsys.readouterr()
+    (out / "base" / "weights.safetensors").unlink()
+    assert choose(trials, out, "--rank-only") == 0
+    assert [row["trial"] for row in json.loads(capsys.readouterr().out)["trials"]] == ["base"]
 
 
 def test_mistakes_are_named(capsys, trials, tmp_path):

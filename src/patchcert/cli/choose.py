@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchcert.cli.options import DataSearchOption, DeviceOption, parse_device
+from patchcert.cli.options import DataSearchOption, DeviceOption, parse_device, parse_settings
 from patchcert.cli.output import print_json, progress_bar, say
-from patchcert.cli.target import choose_classifier, open_data, open_target, select_images
+from patchcert.cli.target import METHODS, choose_classifier, open_data, open_target, select_images
 from patchcert.cli.train import training_view
 from patchcert.errors import InvalidInput
 
@@ -62,6 +62,12 @@ def choose(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the runs of all trials.", file_okay=False)],
     only: Annotated[list[str] | None, typer.Option(help="Only the trial of this name; repeatable.")] = None,
+    rank_only: Annotated[
+        bool,
+        typer.Option(
+            "--rank-only", help="Measure nothing: rank what the folder holds, also without weights."
+        ),
+    ] = False,
     device: DeviceOption = "auto",
     data_dir: DataSearchOption = None,
 ) -> None:
@@ -80,9 +86,9 @@ def choose(
         raise InvalidInput(f"--only {min(unknown)} is no trial", hint=f"trials are {', '.join(known)}.")
     place = parse_device(device)
     for trial in asked.trials:
-        if only is None or trial.name in only:
+        if not rank_only and (only is None or trial.name in only):
             _carry_out(asked, trial, out / trial.name, place, data_dir)
-    print_json({"spec": asked.spec, "held_out": asked.held_out, "trials": _ranked(asked, out, data_dir)})
+    print_json({"spec": asked.spec, "held_out": asked.held_out, "trials": _ranked(asked, out)})
 
 
 def _carry_out(
@@ -98,10 +104,8 @@ def _carry_out(
     _certify(asked, folder, device, data_dir)
 
 
-def _certify(
-    asked: Trials, folder: Path, device: "torch.device", data_dir: Path | None, measure: bool = True
-) -> "Evidence | None":
-    """The proof of a trial's held-out images; measured if it is missing and wanted."""
+def _certify(asked: Trials, folder: Path, device: "torch.device", data_dir: Path | None) -> None:
+    """Prove the held-out images, unless that is done."""
     from patchcert.evidence import Certification, EvidenceFolder, Subject
     from patchcert.files import sha256
 
@@ -115,28 +119,37 @@ def _certify(
     subject = Subject(classifier, sha256(opened.weights), dataset, selection, device)
     kept = EvidenceFolder(opened.run.evidence_folder)
     proof = Certification(subject, opened.threat, None, shlex.join(["patchcert", *sys.argv[1:]])).into(kept)
-    found = kept.find(proof.question, subject.weights)
-    if found is not None or not measure:
-        return found
-    with progress_bar("certifying", "images") as report:
-        return proof.run(report)
+    if kept.find(proof.question, subject.weights) is None:
+        with progress_bar("certifying", "images") as report:
+            proof.run(report)
 
 
-def _ranked(asked: Trials, out: Path, data_dir: Path | None) -> list[dict[str, Any]]:
+def _ranked(asked: Trials, out: Path) -> list[dict[str, Any]]:
     """All trials that are done, the one with the most certified images first."""
-    import torch
-
+    from patchcert.evidence import EvidenceFolder
     from patchcert.train.run_folder import SPEC, Run
 
     rows = []
     for trial in asked.trials:
-        folder = out / trial.name
-        if not (folder / SPEC).is_file() or not Run.open(folder).is_finished:
-            continue
-        found = _certify(asked, folder, torch.device("cpu"), data_dir, measure=False)
-        if found is not None:
-            rows.append(_row(trial, Run.open(folder), found))
+        if (out / trial.name / SPEC).is_file():
+            run = Run.open(out / trial.name)
+            found = [proof for proof in EvidenceFolder(run.evidence_folder).all() if _answers(asked, proof)]
+            rows += [_row(trial, run, proof) for proof in found]
     return sorted(rows, key=lambda row: -row["certified"])
+
+
+def _answers(asked: Trials, proof: "Evidence") -> bool:
+    """Whether this is the proof that ranks the trials, by its images and by all settings that are given."""
+    from patchcert.certificates import method_named
+
+    classifier = proof.meta["classifier"]
+    kind = method_named(classifier["name"])
+    if kind is None or (asked.method is not None and METHODS[asked.method] != classifier["name"]):
+        return False
+    settings = parse_settings(asked.method or classifier["name"], kind, asked.settings)
+    is_same = all(classifier.get(name) == value for name, value in settings.items())
+    chosen = proof.selection
+    return is_same and (chosen.split, chosen.limit) == (f"validation:{asked.held_out}", asked.images)
 
 
 def _row(trial: Trial, run: "Run", found: "Evidence") -> dict[str, Any]:

@@ -21,6 +21,7 @@ from patchcert.threats.placements import (
     stamp_masks,
 )
 from patchcert.threats.shapes import Rows, Stamp, StampLike, from_rows, read_stamp, sums_under, to_rows, trim
+from patchcert.threats.sparse import SparsePixels
 from patchcert.threats.threat import (
     Plain,
     check_images,
@@ -202,3 +203,14 @@ class Patch:
         stamp = None if self.is_solid else self._stamp_on(images.device)
         box = (self.height, self.width)
         return stamp_masks(stamp, box, corners.to(images.device), (images.shape[2], images.shape[3]))
+
+
+_KINDS: dict[str, type[Patch] | type[SparsePixels]] = {"patch": Patch, "sparse": SparsePixels}
+
+
+def threat_from_dict(plain: Mapping[str, Plain]) -> Patch | SparsePixels:
+    """The threat, of whatever kind, whose `to_dict` is the given table."""
+    kind = plain.get("kind")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise InvalidThreat(f"unknown kind of threat {kind!r}", hint=f"choose one of {', '.join(_KINDS)}")
+    return _KINDS[kind].from_dict(plain)

@@ -194,10 +194,7 @@ class _Training:
             return
         self.trainee.sums.cpu()
         began = time.monotonic()
-        try:
-            save_state(self.run.state, self.trainee, position, self.best)
-        except OSError as error:
-            raise RunError(f"the state of {self.run.path} cannot be saved: {error}") from error
+        save_state(self.run.state, self.trainee, position, self.best)
         self._saved_at = time.monotonic()
         self._save_took = self._saved_at - began
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import patchcert
 from patchcert.errors import InvalidInput
-from patchcert.files import atomic_write
+from patchcert.files import write_text
 from patchcert.papers.chiang2020.counting import ABSENT, CountedRow, CountedRun
 from patchcert.papers.chiang2020.tables import Entry
 from patchcert.papers.chiang2020.view import (
@@ -83,8 +83,7 @@ def write_page(views: Sequence[TableView], path: Path, source: str) -> Path:
         apart=f"{_signed(min(gaps), 1)} to {_signed(max(gaps), 1)}" if gaps else NOT_MEASURED,
         quick=QUICK_LABEL if views[0].quick else "",
     )
-    with atomic_write(path) as stream:
-        stream.write(text.encode())
+    write_text(path, text)
     return path
 
 
