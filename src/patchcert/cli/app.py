@@ -25,6 +25,7 @@ COMMANDS = {
     "certify": "Prove a model's predictions against a threat.",
     "attack": "Look for patches that change a model's predictions.",
     "reproduce": "Recompute a table of the paper.",
+    "audit": "Check that evidence, cards and documents can be believed.",
     "report": "Put runs and their evidence into one HTML page.",
     "bench": "Measure how fast certificates are computed here.",
     "trim": "Remove units that are zero on every training image.",
