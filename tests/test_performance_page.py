@@ -13,12 +13,12 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 def test_every_table_is_made_from_its_measurements():
     page = (DOCS / "performance.md").read_text()
-    sources = re.findall(r"<!-- table: (\S+) -->", page)
+    sources = re.findall(r"<!-- table: bench docs/(\S+) -->", page)
     assert sources
     for source in sources:
         table = markdown(json.loads((DOCS / source).read_text()))
-        assert f"<!-- table: {source} -->\n{table}" in page, (
-            f"paste `patchcert bench --from docs/{source} --markdown`"
+        assert f"<!-- table: bench docs/{source} -->\n{table}<!-- end of table -->" in page, (
+            "bring it up to date with `patchcert audit results --write`"
         )
 
 

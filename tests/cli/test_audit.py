@@ -15,11 +15,12 @@ RUN = "916ad3aa4be7e44e"
 @pytest.fixture
 def checkout(tmp_path, capsys):
     """A checkout with one run, the measurements of speed and the paper's numbers, listed."""
-    paper = Path("src/patchcert/papers/chiang2020/paper.json")
+    paper = Path("src/patchcert/papers/chiang2020")
     shutil.copytree(ROOT / "results" / RUN, tmp_path / "results" / RUN)
     shutil.copytree(ROOT / "docs" / "performance", tmp_path / "docs" / "performance")
-    (tmp_path / paper).parent.mkdir(parents=True)
-    shutil.copy(ROOT / paper, tmp_path / paper)
+    (tmp_path / paper).mkdir(parents=True)
+    for name in ("paper.json", "authors.json"):
+        shutil.copy(ROOT / paper / name, tmp_path / paper)
     assert run(["audit", str(tmp_path / "results"), "--write"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"] == []
     return tmp_path

@@ -115,7 +115,7 @@ def _labels(evidence: Evidence) -> str:
 
 
 def _verdicts(evidence: Evidence) -> str:
-    """An image is certified exactly if it is predicted rightly and its margin is positive, or its radius wide enough."""
+    """Certified is exactly what is predicted rightly and has a positive margin, or a radius that is wide enough."""
     columns = evidence.columns
     if evidence.kind != "certify":
         return ""
@@ -173,8 +173,8 @@ def _adaptive_is_stronger(found: Sequence[Evidence]) -> Iterator[Finding]:
             spared = weak.columns["succeeded"] & ~adaptive.columns["succeeded"] if both else np.zeros(0, bool)
             if spared.any() and adaptive.path is not None:
                 first = weak.columns["index"][np.flatnonzero(spared)[0]]
-                what = f"{spared.sum()} images withstood the adaptive attack, but not the plain one: {first} is the first"
-                yield Finding(adaptive.path, what)
+                what = "images withstood the adaptive attack, but not the plain one"
+                yield Finding(adaptive.path, f"{spared.sum()} {what}: {first} is the first")
 
 
 def _is_adaptive(evidence: Evidence) -> bool:

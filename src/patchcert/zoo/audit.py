@@ -35,6 +35,14 @@ def card_evidence(card: Card, results: Path) -> tuple[Evidence, ...]:
     return tuple(each for each in found if each.threat == card.threat and each.is_undefended)
 
 
+def whole_proof(card: Card, results: Path) -> Evidence:
+    """The proof of all test images by the network as it was trained, of which a trimmed model is a part."""
+    found = EvidenceFolder(results / card.training.run).all()
+    own = [each for each in found if each.kind == "certify" and each.threat == card.threat]
+    (proof,) = (each for each in own if each.selection.is_whole_test_set)
+    return proof
+
+
 def recounted(card: Card, results: Path) -> Card:
     """The card with everything that is counted from evidence counted again, all attacks among the results included."""
     found = card_evidence(card, results)
@@ -49,6 +57,15 @@ def recounted(card: Card, results: Path) -> Card:
         key=lambda attack: (attack.certified_only, attack.evidence),
     )
     return replace(card, proof=count_proof(proof), attacks=tuple(attacks))
+
+
+def recount(zoo: Zoo, results: Path) -> None:
+    """Writes every card anew whose counts are not those of the results."""
+    for name in zoo.names():
+        card = zoo.card(name)
+        now = recounted(card, results)
+        if now != card:
+            zoo.put(now, zoo.weights(name))
 
 
 def _proof(card: Card, found: tuple[Evidence, ...]) -> Evidence | None:

@@ -17,9 +17,11 @@ from patchcert.train.toml import nearest
 OURS = "ours"
 DATA_NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "imagenet": "ImageNet", "mnist-mini": "mnist-mini"}
 AVERAGED = ("mlp", "cnn2", "cnn4")
-PAPER_FILE = "paper.json"
+PAPER_FILE, AUTHORS_FILE = "paper.json", "authors.json"
 NUMBERS_SHA256 = "9df47726b991bb7043bbbeceaa00d441a2cbe6cd8f48b610ec3ec6150badc8fb"
-"""Of the paper's numbers as `numbers_sha256` sums them up; they were compared with the paper when this was written."""
+AUTHORS_SHA256 = "749c546c36518ae8b757928c1f1197815c9fee1a8d403e541d5d452e2efeccce"
+"""Of the paper's numbers, and of those that the authors' repository states for the same networks, as `numbers_sha256`
+sums them up; they were compared with their sources when this was written."""
 NUMBERS = ("clean", "empirical", "certified", "hours")
 
 
@@ -110,8 +112,31 @@ class PaperTable:
 @cache
 def paper_tables() -> tuple[PaperTable, ...]:
     """All tables of the paper that can be reproduced."""
-    text = resources.files("patchcert.papers.chiang2020").joinpath(PAPER_FILE).read_text("utf-8")
-    return read_tables(text)
+    return read_tables(_stored(PAPER_FILE))
+
+
+@cache
+def authors_entries() -> tuple[Entry, ...]:
+    """All that the authors' repository states of results, whether above or below what the paper has."""
+    return read_authors(_stored(AUTHORS_FILE))
+
+
+def authors_entry(entry: Entry) -> Entry | None:
+    """What the authors' repository states for the same images, threat, training and network, if anything."""
+    same = ("dataset", "patch", "pixels", "strategy", "model")
+    found = (each for each in authors_entries() if not (entry.shape or entry.defense or entry.preset))
+    return next(
+        (each for each in found if all(getattr(each, key) == getattr(entry, key) for key in same)), None
+    )
+
+
+def read_authors(text: str) -> tuple[Entry, ...]:
+    """The lines of a JSON document."""
+    return tuple(Entry(**row) for row in json.loads(text))
+
+
+def _stored(name: str) -> str:
+    return resources.files("patchcert.papers.chiang2020").joinpath(name).read_text("utf-8")
 
 
 def read_tables(text: str) -> tuple[PaperTable, ...]:
@@ -121,10 +146,19 @@ def read_tables(text: str) -> tuple[PaperTable, ...]:
 
 def numbers_sha256(tables: Sequence[PaperTable]) -> str:
     """A sum over every row and what the paper has for it; captions and notes are ours, and no part of it."""
-    numbers = [
-        [table.name, [[row.label, *(getattr(row, name) for name in NUMBERS)] for row in table.entries]]
-        for table in tables
-    ]
+    return _sum_of([[table.name, _numbers(table.entries)] for table in tables])
+
+
+def authors_sha256(entries: Sequence[Entry]) -> str:
+    """The same over what the authors' repository states."""
+    return _sum_of(_numbers(entries))
+
+
+def _numbers(entries: Sequence[Entry]) -> list[Any]:
+    return [[row.label, *(getattr(row, name) for name in NUMBERS)] for row in entries]
+
+
+def _sum_of(numbers: Any) -> str:  # noqa: ANN401 - plain JSON of any shape
     return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
 
 
