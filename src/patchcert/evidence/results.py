@@ -13,7 +13,7 @@ from patchcert.errors import RunError
 from patchcert.evidence.manifest import SUMMARY, ListedRun, Manifest, Superseded
 from patchcert.evidence.record import Evidence, EvidenceFolder, Question, refuted
 from patchcert.files import copy_file, sha256
-from patchcert.train.environment import source_sha256
+from patchcert.train.environment import commit_of, source_sha256
 from patchcert.train.run_folder import ENVIRONMENT, EVIDENCE, METRICS, SPEC, Run, write_text
 from patchcert.train.schedules import Schedule
 from patchcert.train.spec import RunSettings, Spec, read_spec
@@ -261,7 +261,9 @@ def _summary(run: Run, target: Path) -> dict[str, Any]:
         "device": _devices(environment),
         "jobs": int(before.get("jobs", 1)) if is_collected else noted.jobs,
         "versions": environment.get("versions", {}),
-        "commit": environment.get("commit", ""),
+        "commit": environment.get("commit")
+        or before.get("commit")
+        or commit_of(environment.get("source_sha256", "")),
         "source_sha256": environment.get("source_sha256") or before.get("source_sha256") or source_sha256(),
         "weights_sha256": sha256(run.weights),
     }

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, final
+from typing import Any, cast, final
 
 from patchcert.bench.report import markdown
 from patchcert.errors import InvalidInput, PatchcertError
@@ -24,9 +24,9 @@ from patchcert.evidence.audit import Finding
 from patchcert.evidence.manifest import ListedRun, Manifest, Superseded
 from patchcert.models import ModelSpec, build
 from patchcert.papers.chiang2020.audit import all_views, audit_page, results_page
-from patchcert.papers.chiang2020.counting import CountedRow
+from patchcert.papers.chiang2020.counting import CountedRow, Rule
 from patchcert.papers.chiang2020.tables import AUTHORS_FILE, authors_entries
-from patchcert.papers.chiang2020.view import RULES, TableView, compared_gaps
+from patchcert.papers.chiang2020.view import RULES, TableView, compared_gaps, compared_table
 from patchcert.report.tables import Column, Table
 from patchcert.train.toml import nearest
 from patchcert.zoo.audit import whole_proof
@@ -298,7 +298,7 @@ def _compared(sources: Sources, rule: str, what: str) -> float:
         raise InvalidInput(
             f"rows are not compared by {rule!r} and {what!r}", hint=", ".join((*RULES, *_GAPS))
         )
-    return _GAPS[what](compared_gaps(tuple(sources.views.values()), rule))
+    return _GAPS[what](compared_gaps(tuple(sources.views.values()), cast("Rule", rule)))
 
 
 _GAPS: Mapping[str, Callable[[Sequence[float]], float]] = {
@@ -409,21 +409,7 @@ def _training_cells(training: str) -> tuple[str, str, str]:
 
 
 def _compared_table(sources: Sources) -> str:
-    """The rows of CIFAR-10 with three seeds beside the paper, by each of the three ways to count them."""
-    columns = (
-        Column("what counts", numeric=False),
-        *(Column(name) for name in ("rows", "above the paper")),
-        *(Column(f"{name} difference", 2, signed=True) for name in ("mean", "lowest", "highest")),
-    )
-    rows = tuple(
-        (
-            words,
-            *(int(_compared(sources, rule, what)) for what in ("rows", "above")),
-            *(_compared(sources, rule, what) for what in ("mean", "lowest", "highest")),
-        )
-        for rule, words in RULES.items()
-    )
-    return _grid(Table("", columns, rows))
+    return _grid(compared_table(tuple(sources.views.values())))
 
 
 _TABLES: Mapping[str, Callable[..., str]] = {
