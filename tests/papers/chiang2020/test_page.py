@@ -176,7 +176,12 @@ def test_hostile_words_stay_text(tmp_path, parse):
     entry = replace(MLP, preset=nasty)
     row = CountedRow(entry, "partly run", note=nasty)
     plain = write(
-        [(replace(TABLE, notes=("note",)), [CountedRow(replace(MLP, preset="x"), "partly run", note="x")])],
+        [
+            (
+                replace(TABLE, notes=("note",)),
+                [CountedRow(replace(MLP, preset="another"), "partly run", note="x")],
+            )
+        ],
         tmp_path / "a.html",
         "x",
     )
