@@ -1,7 +1,9 @@
 """Every forgery of evidence is noticed, and the file is named; where the manifest is forged too, by what else."""
 
+import hashlib
 import json
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,6 +151,38 @@ def test_a_verdict_without_margins_is_held_by_the_manifest_alone(copied):
     assert folder.found == {}
 
 
+def test_the_same_weights_predict_the_same(copied):
+    run = "449d8e0ae656cfa7"
+    folder = copied(run)
+    file = folder.file(run, "certify-patch-16x1-line")
+
+    def improve(columns):
+        wrong = np.flatnonzero(columns["prediction"] != columns["label"])[:100]
+        columns["prediction"][wrong] = columns["label"][wrong]
+
+    folder.forge(file, improve)
+    folder.relist()
+    found = folder.found[file.relative_to(folder.path).as_posix()]
+    assert found.startswith("100 predictions are not those in ")
+
+
+@pytest.mark.slow
+def test_the_history_has_what_was_superseded():
+    lines = [line for line in Manifest.read(RESULTS).superseded if line.commit]
+    wanted = {(line.commit, line.run): set() for line in lines}
+    for line in lines:
+        wanted[line.commit, line.run].add(line.sha256)
+    for (commit, run), sums in wanted.items():
+        listed = git("ls-tree", "-r", "--name-only", commit, f"results/{run}").decode().split()
+        if not listed:
+            pytest.skip("the history of the repository is not here")
+        assert sums <= {hashlib.sha256(git("show", f"{commit}:{name}")).hexdigest() for name in listed}
+
+
+def git(*words):
+    return subprocess.run(["git", "-C", str(RESULTS.parent), *words], capture_output=True, check=False).stdout
+
+
 def test_an_edited_training_loss_is_noticed(copied):
     folder = copied(CHANCE)
     folder.edit(CHANCE, training_loss=0.1)
@@ -206,6 +240,21 @@ def test_successes_follow_from_margins(copied):
     assert (
         "successes do not follow from their margins" in folder.found[file.relative_to(folder.path).as_posix()]
     )
+
+
+def test_an_image_that_is_wrong_by_itself_cannot_withstand_an_attack(copied):
+    run = "a1366e524c75c512"
+    folder = copied(run)
+    file = folder.file(run, "attack-patch-5x5")
+
+    def mend(columns):
+        row = np.flatnonzero(columns["prediction"] != columns["label"])[0]
+        columns["succeeded"][row], columns["margin"][row] = False, -1.0
+        columns["prediction_after"][row] = columns["label"][row]
+
+    folder.forge(file, mend)
+    folder.relist()
+    assert "but is wrong without one" in folder.found[file.relative_to(folder.path).as_posix()]
 
 
 def test_a_certified_image_that_is_marked_as_broken_is_named(copied):

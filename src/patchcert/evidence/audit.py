@@ -17,6 +17,11 @@ from patchcert.evidence.results import TRIMMED, Result, check_together
 from patchcert.files import sha256
 from patchcert.train.run_folder import ENVIRONMENT, METRICS, SPEC
 
+NEAR_TIES = 1e-3
+"""The share of images whose prediction may differ from machine to machine; among the results none does."""
+_OWN_PREDICTIONS = json.dumps({"name": "Model"})
+"""What `Evidence.subject` calls a model that is asked as it is."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -133,34 +138,62 @@ def _verdicts(evidence: Evidence) -> str:
 
 
 def _successes(evidence: Evidence) -> str:
-    """An attack succeeds exactly where a wrong class leads, and images right before it stay where they were."""
+    """An attack succeeds exactly where a wrong class leads. An image that is wrong by itself counts as broken, unless
+    it was attacked plainly behind a defense, which may put it right."""
     columns = evidence.columns
-    if evidence.kind != "attack" or "margin" not in columns:
+    if evidence.kind != "attack":
         return ""
-    wrong = np.flatnonzero((columns["margin"] > 0) != columns["succeeded"])
-    if not wrong.size:
-        return ""
-    return f"{wrong.size} successes do not follow from their margins: image {columns['index'][wrong[0]]} is the first"
+    if "margin" in columns:
+        wrong = np.flatnonzero((columns["margin"] > 0) != columns["succeeded"])
+        if wrong.size:
+            first = columns["index"][wrong[0]]
+            return f"{wrong.size} successes do not follow from their margins: image {first} is the first"
+    mended = np.flatnonzero((columns["prediction"] != columns["label"]) & ~columns["succeeded"])
+    if mended.size and (evidence.is_undefended or _is_adaptive(evidence)):
+        return f"image {columns['index'][mended[0]]} withstood the attack, but is wrong without one"
+    return ""
 
 
 def _audit_run(run: Path) -> Iterator[Finding]:
     """Whether the files of a run agree with each other."""
     for folder in (run, run / TRIMMED):
         try:
-            found = EvidenceFolder(folder).all()
-            check_together(found)
+            found = _together(run, folder)
         except PatchcertError as error:
             yield Finding(folder, error.message)
             continue
+        yield from _same_predictions(found)
         yield from _adaptive_is_stronger(found)
         if folder == run:
             yield from _audit_summary(run, found)
     if (run / SPEC).is_file():
-        try:
-            _ = Result.open(run).evidence
-        except PatchcertError as error:
-            yield Finding(run, error.message)
         yield from _audit_curve(run)
+
+
+def _together(run: Path, folder: Path) -> Sequence[Evidence]:
+    """The evidence of a run, or of its trimmed model, checked as a whole."""
+    if (run / SPEC).is_file():
+        result = Result.open(run)
+        return result.evidence if folder == run else result.trimmed
+    found = EvidenceFolder(folder).all()
+    check_together(found)
+    return found
+
+
+def _same_predictions(found: Sequence[Evidence]) -> Iterator[Finding]:
+    """The same weights say the same of the same clean images, but for a few near-ties on other hardware."""
+    own = [each for each in found if each.is_undefended and each.subject[1] == _OWN_PREDICTIONS]
+    whole_sets = [each for each in own if each.selection.is_whole_test_set]
+    whole = min(whole_sets, key=lambda each: "margin" not in each.columns, default=None)
+    for each in own if whole is not None else ():
+        assert whole is not None
+        differ = np.count_nonzero(
+            whole.columns["prediction"][each.columns["index"]] != each.columns["prediction"]
+        )
+        if differ > NEAR_TIES * each.total and each.path is not None:
+            yield Finding(
+                each.path, f"{differ} predictions are not those in {whole.where}, of the same weights"
+            )
 
 
 def _adaptive_is_stronger(found: Sequence[Evidence]) -> Iterator[Finding]:
