@@ -175,6 +175,7 @@ def test_figures_keep_their_decimals(value, like, text):
         "81.8x faster",
         "takes 20 minutes",
         "11 of 18 rows",
+        "9,410 images are certified",
         "a loss of 1.93",
     ],
 )

@@ -39,10 +39,12 @@ PAGE = Path("docs/results.md")
 _FIGURE = re.compile(r"(?P<text>[-+]?\d[\d,]*(?:\.\d+)?)<!--= (?P<query>.*?) -->", re.DOTALL)
 _TABLE = re.compile(r"<!-- table: (?P<query>[^\n]*?) -->\n(?P<text>.*?)<!-- end of table -->", re.DOTALL)
 _UNIT = r"(?:\s?%|x\b|\s(?:points?|times|seconds?|minutes?|hours?|microseconds|nanoseconds|per cent)\b)"
+_OUTCOME = r"(?:certified|proven|broken|withstood|right|above|below)"
+_COUNTED = rf"(?:of (?:the )?\d[\d,]*|(?:images )?(?:are |were )?{_OUTCOME})"
 _RESULT = re.compile(
-    rf"(?<![\w.\-/])[-+]?\d[\d,]*(?:\.\d+{_UNIT}?|{_UNIT})|(?<![\w.\-/])\d[\d,]* of (?:the )?\d[\d,]*\b"
+    rf"(?<![\w.\-/])[-+]?\d[\d,]*(?:\.\d+{_UNIT}?|{_UNIT})|(?<![\w.\-/])\d[\d,]* {_COUNTED}\b"
 )
-"""What looks like a result where it stands outside code and markers: decimals, shares, times, and counts of counts."""
+"""What looks like a result where it stands outside code and markers: decimals, shares, times, and counts."""
 _HIDDEN = (
     _TABLE,
     re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?<!--= .*? -->\s?(?:%|x\b)?", re.DOTALL),
