@@ -35,17 +35,17 @@ def audit_paper(folder: Path) -> tuple[Finding, ...]:
     )
 
 
-def all_views(results: Path) -> tuple[TableView, ...]:
-    """Every table with every row, counted from a folder of results."""
+def all_views(results: Results) -> tuple[TableView, ...]:
+    """Every table with every row, counted from results."""
     tables = map(find_table, table_names())
     return tuple(
         TableView.of(table, count_rows(table.matching([], on_request=True), results)) for table in tables
     )
 
 
-def results_page(views: Sequence[TableView], results: Path) -> str:
+def results_page(views: Sequence[TableView], results: Results) -> str:
     """The page of results that the evidence gives."""
-    return document(views, Results(results).all())
+    return document(views, results.all())
 
 
 def audit_page(page: Path, expected: str) -> tuple[Finding, ...]:

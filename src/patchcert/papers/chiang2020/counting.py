@@ -339,10 +339,13 @@ def certified_gaps(rows: Sequence[CountedRow], rule: Rule = "loss") -> tuple[flo
 
 
 def count_rows(
-    entries: Sequence[Entry], folder: Path, scale: Scale | None = None, seeds: int | None = None
+    entries: Sequence[Entry], source: Path | Results, scale: Scale | None = None, seeds: int | None = None
 ) -> tuple[CountedRow, ...]:
-    """The rows from a folder of results. Without a scale each row takes the fullest schedule there is."""
-    results = Results(folder)
+    """The rows from results, or from the folder of them. Without a scale each row takes the fullest schedule there is.
+
+    Tables that are counted from the same `Results` read every file of evidence once.
+    """
+    results = source if isinstance(source, Results) else Results(source)
     return tuple(_row(entry, results, scale, seeds) for entry in entries)
 
 

@@ -22,6 +22,7 @@ from patchcert.bench.report import markdown
 from patchcert.errors import InvalidInput, PatchcertError
 from patchcert.evidence.audit import Finding
 from patchcert.evidence.manifest import ListedRun, Manifest, Superseded
+from patchcert.evidence.results import Results
 from patchcert.models import ModelSpec, build
 from patchcert.papers.chiang2020.audit import all_views, audit_page, results_page
 from patchcert.papers.chiang2020.counting import CountedRow, Rule
@@ -74,14 +75,19 @@ class Sources:
     results: Path
 
     @cached_property
+    def found(self) -> Results:
+        """All results; every file of evidence is read once."""
+        return Results(self.results)
+
+    @cached_property
     def views(self) -> Mapping[str, TableView]:
         """Every table, by name."""
-        return {view.paper.name: view for view in all_views(self.results)}
+        return {view.paper.name: view for view in all_views(self.found)}
 
     @cached_property
     def page(self) -> str:
         """The page of results."""
-        return results_page(tuple(self.views.values()), self.results)
+        return results_page(tuple(self.views.values()), self.found)
 
     @cached_property
     def manifest(self) -> Manifest:
