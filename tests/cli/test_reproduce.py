@@ -165,14 +165,6 @@ def test_nothing_trained_says_so_in_every_format(capsys, tmp_path):
         assert capsys.readouterr().out.count("not run") == 16
 
 
-def test_the_page_of_results_is_what_the_evidence_says(tmp_path):
-    page = tmp_path / "results.md"
-    assert run(["reproduce", "all", "--from", str(ROOT / "results"), "--write", str(page)]) == 0
-    assert page.read_text() == (ROOT / "docs" / "results.md").read_text(), (
-        "docs/results.md is out of date: patchcert reproduce all --from results --write docs/results.md"
-    )
-
-
 def test_tables_are_written_as_an_html_page(capsys, tmp_path):
     page = tmp_path / "new" / "tables.html"
     assert run(["reproduce", "all", "--from", str(ROOT / "results"), "--page", str(page)]) == 0

@@ -47,6 +47,8 @@ _TABLES = {
     ),
 }
 """Of each table the title, and for each column its heading and how it shows the figures of a case."""
+_ROUNDING = 1e-9
+"""Figures are stored with all their digits: what follows from others differs by a few roundings at most."""
 
 
 def summary(machine: Machine, cases: Sequence[Facts]) -> dict[str, Any]:
@@ -76,6 +78,31 @@ def show(facts: Facts) -> None:
 def markdown(facts: Facts) -> str:
     """All tables in Markdown."""
     return "\n".join([f"{_heading(facts)}.\n", *(table.to_markdown() for table in _tables(facts))])
+
+
+def contradictions(facts: Facts) -> tuple[str, ...]:
+    """Where figures of a stored measurement do not follow from each other: ratios, and times of whole calls."""
+    found = []
+    for case in facts["cases"]:
+        for name, expected in _derived(case).items():
+            stated = case["attack"]["ratio"] if name == "attack.ratio" else case.get(name)
+            if stated is None or abs(stated - expected) > _ROUNDING * abs(expected):
+                found.append(f"{case['case']}: {name} is {stated}, but its parts give {expected}")
+    return tuple(found)
+
+
+def _derived(case: Facts) -> dict[str, float]:
+    """The figures of a case that others determine, as `Case` computes them."""
+    derived = {
+        "step_ratio": case["dense_step"] / case["training_step"],
+        "sweep_ratio": case["dense_step"] / case["sweep_float32"],
+        "certification_ratio": case["dense_step"] / case["certification"],
+        "certification_seconds": case["certification"] * case["certified_images"] / 1e6,
+        "sweep_fraction_of_floor": case["floor_float32"] / case["sweep_float32"],
+    }
+    if case.get("attack"):
+        derived["attack.ratio"] = case["attack"]["batched"] / case["attack"]["plain"]
+    return derived
 
 
 def _heading(facts: Facts) -> str:

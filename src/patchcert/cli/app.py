@@ -30,6 +30,7 @@ COMMANDS = {
     "predict": "Say what the classifier of a kind of proof predicts.",
     "attack": "Look for patches that change a model's predictions.",
     "reproduce": "Recompute a table of the paper.",
+    "audit": "Check that evidence, cards and documents can be believed.",
     "report": "Put runs and their evidence into one HTML page.",
     "bench": "Measure how fast certificates are computed here.",
     "trim": "Remove units that are zero on every training image.",

@@ -1,6 +1,7 @@
-"""`patchcert data list | fetch | verify`."""
+"""`patchcert data list | fetch | verify | labels`."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -76,6 +77,23 @@ def verify(name: Name, data_dir: DataSearchOption = None) -> None:
             "files": files,
         }
     )
+
+
+@app.command()
+def labels(
+    name: Name,
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    data_dir: DataSearchOption = None,
+) -> None:
+    """Write the test labels, one or two bytes each, in the form in which the package ships them for audits."""
+    from patchcert.data import load_dataset
+    from patchcert.data.labels import packed_test_labels
+    from patchcert.files import atomic_write, sha256
+
+    dataset = load_dataset(name, data_dir)
+    with atomic_write(out) as stream:
+        stream.write(packed_test_labels(dataset))
+    print_json({"name": name, "labels": len(dataset.test), "file": str(out), "sha256": sha256(out)})
 
 
 def _of_all_files(report: Report) -> Callable[[str, int, int], None]:

@@ -93,12 +93,13 @@ def reproduce(
         shop = Workshop(runs, folder, str(parse_device(device)), data_dir, jobs)
         effort = Effort(asked, seeds or 1, tf32, bfloat16)
         code = carry_out([entry for _, entries in chosen for entry in entries], effort, shop)
+    from patchcert.evidence.results import Results
     from patchcert.papers.chiang2020.counting import count_rows
     from patchcert.papers.chiang2020.view import TableView
 
-    fixed = asked if source is None or scale else None
+    fixed, found = asked if source is None or scale else None, Results(folder)
     views = [
-        TableView.of(paper, count_rows(entries, folder, fixed, seeds), asked.quick)
+        TableView.of(paper, count_rows(entries, found, fixed, seeds), asked.quick)
         for paper, entries in chosen
     ]
     _show(views, output, write, page, folder)

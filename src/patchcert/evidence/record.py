@@ -262,6 +262,13 @@ class Evidence:
         right = self.columns["prediction"] == self.columns["label"]
         return (self.columns["radius"] >= threat.pixels) & right
 
+    def has_rows_of(self, other: "Evidence") -> bool:
+        """Whether both say the same of the same images."""
+        mine, theirs = self.columns, other.columns
+        return mine.keys() == theirs.keys() and all(
+            np.array_equal(mine[name], theirs[name], equal_nan=mine[name].dtype.kind == "f") for name in mine
+        )
+
     def adversarial(self) -> dict[int, NDArray[np.float32]]:
         """The attacked images that were kept, by position in the data set."""
         if "adversarial" not in self.columns:

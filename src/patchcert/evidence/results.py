@@ -10,17 +10,20 @@ from typing import Any, final
 import numpy as np
 
 from patchcert.errors import RunError
+from patchcert.evidence.manifest import SUMMARY, ListedRun, Manifest, Superseded
 from patchcert.evidence.record import Evidence, EvidenceFolder, Question, refuted
 from patchcert.files import copy_file, sha256, write_text
-from patchcert.train.environment import source_sha256
+from patchcert.train.environment import commit_of, source_sha256
 from patchcert.train.run_folder import ENVIRONMENT, EVIDENCE, METRICS, SPEC, Run
 from patchcert.train.schedules import Schedule
 from patchcert.train.spec import RunSettings, Spec, read_spec
 
-SUMMARY, CIRCUMSTANCES = "summary.json", ".circumstances.json"
+CIRCUMSTANCES = ".circumstances.json"
 TRIMMED = "trimmed"
 """In a run's folder of results: the evidence of its trimmed model, which no table counts."""
 FIRST_SEED = 2019
+TRAINED_AGAIN = "trained again: the same specification gave other weights"
+MEASURED_AGAIN = "measured again: the same weights gave other rows"
 
 
 @final
@@ -171,9 +174,9 @@ class Results:
 
 
 def collect(run: Run, folder: Path) -> Result:
-    """Copies what a finished run leaves into the folder of results; evidence of other weights there is removed."""
+    """Copies what a finished run leaves into the folder of results; what it replaces there stays in the manifest."""
     target = folder / fingerprint(run)
-    copy_evidence(run.path / EVIDENCE, target, sha256(run.weights))
+    copy_evidence(run.path / EVIDENCE, target, sha256(run.weights), folder)
     write_text(target / ENVIRONMENT, json.dumps(run.environment(), indent=2) + "\n")
     write_text(target / SUMMARY, json.dumps(_summary(run, target), indent=2) + "\n")
     for name in (SPEC, METRICS):
@@ -193,7 +196,7 @@ def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
             continue
         if run.model_spec().widths:
             names.append(f"{fingerprint(run)}/{TRIMMED}")
-            copy_evidence(run.path / EVIDENCE, folder / names[-1], sha256(run.weights))
+            copy_evidence(run.path / EVIDENCE, folder / names[-1], sha256(run.weights), folder)
         else:
             names.append(collect(run, folder).path.name)
     return tuple(names)
@@ -204,14 +207,32 @@ def fingerprint(run: Run) -> str:
     return run.spec.fingerprint(run.environment().get("data", {}).get("checksums", {}))
 
 
-def copy_evidence(source: Path, target: Path, weights: str) -> None:
-    """Copies evidence of these weights from one folder to another, where none of other weights is kept."""
-    for each in EvidenceFolder(target).all():
-        if each.weights != weights and each.path is not None:
-            each.path.unlink()
-    for each in EvidenceFolder(source).all():
-        if each.weights == weights and each.path is not None:
-            copy_file(each.path, target / each.path.name)
+def copy_evidence(source: Path, target: Path, weights: str, folder: Path) -> None:
+    """Copies evidence of these weights to a folder below that of the results, where none of other weights is kept.
+
+    The counts of what is replaced stay in the manifest. Answers with the same rows are not replaced.
+    """
+    there = _by_name(target)
+    arriving = {name: each for name, each in _by_name(source).items() if each.weights == weights}
+    kept = {name for name, each in arriving.items() if name in there and each.has_rows_of(there[name])}
+    gone = {
+        name: TRAINED_AGAIN if each.weights != weights else MEASURED_AGAIN
+        for name, each in there.items()
+        if each.weights != weights or (name in arriving and name not in kept)
+    }
+    kept -= gone.keys()
+    if gone:
+        about = ListedRun.of(folder / target.relative_to(folder).parts[0])
+        lines = [Superseded.of(there[name], about, why) for name, why in gone.items()]
+        Manifest.read(folder).superseding(lines).write(folder)
+    for name in gone:
+        (target / name).unlink()
+    for name in arriving.keys() - kept:
+        copy_file(source / name, target / name)
+
+
+def _by_name(folder: Path) -> dict[str, Evidence]:
+    return {file.name: Evidence.read(file) for file in EvidenceFolder(folder).files()}
 
 
 def last_loss(run: Run) -> float | None:
@@ -240,7 +261,9 @@ def _summary(run: Run, target: Path) -> dict[str, Any]:
         "device": _devices(environment),
         "jobs": int(before.get("jobs", 1)) if is_collected else noted.jobs,
         "versions": environment.get("versions", {}),
-        "commit": environment.get("commit", ""),
+        "commit": environment.get("commit")
+        or before.get("commit")
+        or commit_of(environment.get("source_sha256", "")),
         "source_sha256": environment.get("source_sha256") or before.get("source_sha256") or source_sha256(),
         "weights_sha256": sha256(run.weights),
     }

@@ -74,6 +74,11 @@ def device_name(device: torch.device) -> str:
     return f"{device.type} ({platform.machine()})"
 
 
+def commit_of(source: str) -> str:
+    """The commit of this checkout if its code has that sum: that of a run which was trained from a copy of it."""
+    return _commit() if source and source == source_sha256() else ""
+
+
 def _commit() -> str:
     """The commit of the source tree that the package is imported from; empty for an installed package."""
     package = Path(patchcert.__file__).parent

@@ -71,8 +71,8 @@ def make_card(run: Run, results: Path | None = None) -> Card:
         model=run.model_spec(),
         parameters=sum(parameter.numel() for parameter in run.model().parameters()),
         weights_sha256=weights,
-        proof=_count_proof(proven),
-        attacks=tuple(_count_attack(attack, proven, name) for attack in found.headline_attacks),
+        proof=count_proof(proven),
+        attacks=tuple(count_attack(attack, proven, name) for attack in found.headline_attacks),
         training=training,
         note=NOTE.format(weights_of=training.weights_of),
     )
@@ -166,7 +166,8 @@ def _is_whole(proven: Evidence, spec: Spec) -> bool:
     return asked and proven.selection.is_whole_test_set and in_order
 
 
-def _count_proof(proven: Evidence) -> ProofCount:
+def count_proof(proven: Evidence) -> ProofCount:
+    """What a card says of certificates of all test images."""
     assert proven.path is not None
     return ProofCount(
         images=proven.total,
@@ -177,10 +178,13 @@ def _count_proof(proven: Evidence) -> ProofCount:
         evidence=sha256(proven.path),
         right_images=pack_marks(proven.columns["prediction"] == proven.columns["label"]),
         certified_images=pack_marks(proven.columns["certified"]),
+        seconds=proven.meta.get("seconds"),
     )
 
 
-def _count_attack(attack: Evidence, proven: Evidence, name: str) -> AttackCount:
+def count_attack(attack: Evidence, proven: Evidence, name: str) -> AttackCount:
+    """What the card of that name says of an attack on images that these certificates are about."""
+    assert attack.path is not None
     return AttackCount(
         images=attack.total,
         withstood=attack.withstood,
@@ -189,6 +193,8 @@ def _count_attack(attack: Evidence, proven: Evidence, name: str) -> AttackCount:
         command=_attack_command(attack.meta.get("command", ""), name),
         settings=dict(attack.question.attack),
         device=attack.meta.get("device", ""),
+        evidence=sha256(attack.path),
+        seconds=attack.meta.get("seconds"),
     )
 
 

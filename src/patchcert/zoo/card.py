@@ -3,7 +3,7 @@
 import base64
 import binascii
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, final
 
 import numpy as np
@@ -31,6 +31,7 @@ class ProofCount:
     evidence: str
     right_images: str
     certified_images: str
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         for count, marks in ((self.right, self.right_marks), (self.certified, self.certified_marks)):
@@ -62,6 +63,7 @@ class ProofCount:
 @dataclass(frozen=True, slots=True)
 class AttackCount:
     """How many of the attacked images the model still got right, and how many are certified; `command` repeats it.
+    `evidence` is the sum of the file of rows.
 
     The share of certified images among few that were drawn can be above or below that of all. Where only certified
     images were attacked, none may have been broken, and the count is not an accuracy.
@@ -74,6 +76,8 @@ class AttackCount:
     command: str
     settings: Mapping[str, Any]
     device: str
+    evidence: str = ""
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.images < 1 or not {self.withstood, self.certified} <= {*range(self.images + 1)}:
@@ -159,9 +163,10 @@ def unpack_marks(text: str, images: int) -> NDArray[np.bool_]:
 
 
 def _exactly(kind: type, what: str, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The table itself, refused unless it has exactly the fields of the kind."""
+    """The table itself, refused unless it has exactly the fields of the kind; those with defaults may be absent."""
     known = {field.name for field in fields(kind)}
-    unknown, missing = sorted(set(plain) - known), sorted(known - set(plain))
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    unknown, missing = sorted(set(plain) - known), sorted(needed - set(plain))
     if unknown or missing:
         raise ModelError(f"the {what} of a card has unknown keys {unknown} and lacks {missing}")
     return dict(plain)

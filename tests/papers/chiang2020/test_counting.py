@@ -1,7 +1,6 @@
 """Rows are counted from evidence alone; of several seeds that with the least training loss counts."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,27 +63,13 @@ def test_a_row_knows_what_its_first_seed_alone_would_be(seeded, tmp_path):
     assert counted(DETAIL, tmp_path).by_first_seed.certified == counted(DETAIL, tmp_path, 1).certified == 70.0
 
 
-def test_the_decision_counts_the_rows_above_the_paper_as_the_results_do():
-    """With three seeds, two, and the first alone, of all rows that have three."""
-    rows = [
-        entry
-        for size in ("2x2", "5x5")
-        for strategy in ("all", "random(10)", "guided(10)")
-        for model in ("mlp", "cnn2", "cnn4")
-        for entry in find_table(f"strategy-detail-{size}").chosen([f'cifar "{strategy}" {model}'])
-    ]
-    words = " ".join(DECISION.read_text().split())
-    stated = re.search(
-        r"(\d+) are above the paper, the lowest (\S+) points below it\. The first two seeds would leave (\d+) "
-        r"above it \(the lowest (\S+) below\), the first alone (\d+) \((\S+) below\)",
-        words,
-    )
-    found = []
-    for seeds in (3, 2, 1):
-        gaps = [outcome.difference for outcome in count_rows(rows, ROOT / "results", None, seeds)]
-        assert len(gaps) == 18
-        found += [str(sum(gap > 0 for gap in gaps)), f"{-min(gaps):.2f}"]
-    assert list(stated.groups()) == found
+def test_a_row_has_the_mean_over_all_its_seeds(seeded, tmp_path):
+    seeded({2019: (70, 0.9), 2020: (60, 0.7), 2021: (65, 0.6)})
+    row = counted(DETAIL, tmp_path)
+    assert row.mean == 65.0
+    paper = row.entry.certified
+    gaps = [row.difference_by(rule) for rule in ("loss", "first", "mean")]
+    assert gaps == [65.0 - paper, 70.0 - paper, 65.0 - paper]
 
 
 def test_equal_losses_leave_the_first_seed(seeded, tmp_path):

@@ -8,7 +8,7 @@ from patchcert.evidence import Question, Selection
 from patchcert.evidence.results import Results, collect, collect_all
 from patchcert.papers.chiang2020.counting import CountedRow, CountedRun, count_rows
 from patchcert.papers.chiang2020.tables import find_table
-from patchcert.papers.chiang2020.view import TableView, document
+from patchcert.papers.chiang2020.view import TableView, compared_table, document
 from patchcert.report.statistics import Proportion
 from patchcert.threats import Patch
 from patchcert.train.spec import read_spec
@@ -100,7 +100,8 @@ def test_tables_of_attacks_have_their_column(name):
 def test_the_page_has_every_table_and_counts_what_was_run():
     outcome = CountedRow(ENTRY, "measured", (counted_run(6207),))
     page = document([TableView.of(TABLE, [outcome, CountedRow(ENTRY, "not run")])])
-    assert "| strategy-detail-5x5 | 2 | 1 | 1 | 1 of 1 | 1 of 1 | +0.10 | +0.10 | +0.10 |" in page
+    assert f"| strategy-detail-5x5 | 2 | 1 | 1 | 0 |{' 1 of 1 |' * 3}{' +0.10 |' * 5}" in page
+    assert "three seeds" not in page
     assert "## Training strategies by model, 5x5 patches" in page
     assert page.count("| MNIST | 5x5 | All Patch | mlp |") == 2
 
@@ -109,9 +110,47 @@ def test_the_overview_compares_rows_with_the_full_schedule_only():
     below, above = (CountedRow(ENTRY, "measured", (counted_run(count),)) for count in (6097, 6397))
     shortened = CountedRow(ENTRY, "measured", (counted_run(9000),), scale=0.5)
     page = document([TableView.of(TABLE, [below, above, shortened])])
-    assert "| strategy-detail-5x5 | 3 | 3 | 2 | 1 of 2 | 1 of 2 | -1.00 | +0.50 | +2.00 |" in page
+    assert f"| strategy-detail-5x5 | 3 | 3 | 2 | 0 |{' 1 of 2 |' * 3}{' +0.50 |' * 3} -1.00 | +2.00 |" in page
     page = document([TableView.of(TABLE, [shortened])])
-    assert "| strategy-detail-5x5 | 1 | 1 | 0 | - | - | - | - | - |" in page
+    assert f"| strategy-detail-5x5 | 1 | 1 | 0 | 0 |{' - |' * 8}" in page
+
+
+def test_a_changed_schedule_is_not_called_full():
+    (changed,) = TABLE.chosen(["mnist random(5) cnn4"])
+    row = CountedRow(changed, "measured", (counted_run(4407),))
+    assert row.schedule == "changed schedule (decision 7)"
+    view = TableView.of(TABLE, [row])
+    assert (view.full, view.changed, len(view.gaps)) == (0, 1, 1)
+    average, *_ = find_table("training-strategies").chosen(["mnist 2x2 random(5)"])
+    assert replace(row, entry=average).schedule == "changed schedule (decision 7 for cnn4)"
+    (wide,) = find_table("large-models").chosen(["2x2 all cnn5w"])
+    assert replace(row, entry=wide, scale=0.5).schedule == "scaled by 0.5; changed schedule (decision 8)"
+    shorter, longer = find_table("ours").entries
+    assert replace(row, entry=shorter).schedule == "full"
+    assert replace(row, entry=longer).schedule == "changed schedule (longer than the paper's)"
+
+
+def test_what_the_authors_repository_states_stands_beside_the_paper():
+    large = find_table("large-models")
+    (guided,) = large.chosen(["2x2 guided(20)"])
+    table = TableView.of(large, [CountedRow(guided, "measured", (counted_run(5020),))]).to_table()
+    shown = dict(zip((column.name for column in table.columns), table.shown()[0], strict=True))
+    assert (shown["paper certified"], shown["authors' code certified"]) == ("51.9", "53.02")
+    sparse = find_table("sparse-detail")
+    stated = [CountedRow(entry, "not run").stated_by_authors for entry in sparse.entries]
+    assert sorted(value for value in stated if value is not None) == [28.21, 32.7, 75.6, 90.7]
+
+
+def test_rows_with_three_seeds_are_compared_in_three_ways():
+    (entry,) = TABLE.chosen(['cifar "all patch" mlp'])
+    passed_over = (counted_run(1800, 2019, 0.9), counted_run(1950, 2021, 0.95))
+    row = CountedRow(entry, "measured", (counted_run(1900, 2020, 0.8),), passed_over)
+    (least, first, mean) = compared_table([TableView.of(TABLE, [row])]).rows
+    paper = entry.certified
+    assert [each[3] for each in (least, first, mean)] == pytest.approx(
+        [19 - paper, 18 - paper, 56.5 / 3 - paper]
+    )
+    assert "mean over seeds" in [column.name for column in TableView.of(TABLE, [row]).to_table().columns]
 
 
 def test_json_holds_the_counts_of_every_run():

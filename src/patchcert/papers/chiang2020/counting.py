@@ -12,10 +12,10 @@ from patchcert.certificates import AnyThreat
 from patchcert.evidence.record import Evidence
 from patchcert.evidence.results import Result, Results
 from patchcert.papers.chiang2020.networks import initially_correct, network_results, with_seed
-from patchcert.papers.chiang2020.recipes import PAPER_SCALE, Recipe, Scale, recipe
-from patchcert.papers.chiang2020.tables import Entry
+from patchcert.papers.chiang2020.recipes import PAPER_SCALE, Recipe, Scale, changed_schedule, recipe
+from patchcert.papers.chiang2020.tables import AVERAGED, NUMBERS, Entry, authors_entry
 from patchcert.report.statistics import Proportion
-from patchcert.train.spec import Spec
+from patchcert.train.spec import Spec, read_spec
 
 ABSENT = "-"
 Status = Literal["measured", "partly run", "not run"]
@@ -134,6 +134,24 @@ class CountedRow:
         return stdev(values) if len(values) > 1 else None
 
     @property
+    def stated_by_authors(self) -> float | None:
+        """What the authors' repository states as certified, in per cent, where it does."""
+        found = authors_entry(self.entry)
+        return None if found is None else found.certified
+
+    @property
+    def mean(self) -> float | None:
+        """Certified accuracy in per cent, the mean over all seeds of each model and then over the models."""
+        of_models = [[run.worst for run in self.seeds_of(counting)] for counting in self.runs]
+        return _mean(_mean(None if each is None else each.percent for each in seeds) for seeds in of_models)
+
+    def difference_by(self, rule: "Rule") -> float | None:
+        """Our certified accuracy minus the paper's in points, by the seed of least `loss`, the `first` seed, or the
+        `mean` over all seeds."""
+        ours = {"loss": self.certified, "first": self.by_first_seed.certified, "mean": self.mean}[rule]
+        return None if ours is None or self.entry.certified is None else ours - self.entry.certified
+
+    @property
     def difference(self) -> float | None:
         """Our certified accuracy minus the paper's in points; where it has none, that under attack."""
         if self.entry.certified is not None:
@@ -202,13 +220,34 @@ class CountedRow:
             return ABSENT
         if self.quick:
             return "quick"
-        words = ["full" if self.scale == 1.0 else f"scaled by {self.scale:g}"]
+        words = [] if self.scale == 1.0 else [f"scaled by {self.scale:g}"]
+        words += [f"changed schedule ({self.changed})"] if self.changed else []
+        words = words or ["full"]
         if self.drawn_images is not None:
             words.append(f"{self.drawn_images:,} random test images")
         if self.attacked_images is not None:
             where = "all" if self.is_counted_on_attacked else "attack"
             words.append(f"{where} on {self.attacked_images:,} random test images")
         return "; ".join([*words, *filter(None, [self.note])])
+
+    @property
+    def changed(self) -> str:
+        """Which models have another schedule than the paper's, and by which decision; empty where none has."""
+        models = AVERAGED if self.entry.model == "average" else (self.entry.model,)
+        decisions = {model: changed_schedule(self.entry, model) for model in models}
+        changed = {model: number for model, number in decisions.items() if number is not None}
+        words = [f"decision {number}" for number in dict.fromkeys(changed.values())]
+        if not changed and self.entry.preset:
+            is_own = (
+                read_spec(self.entry.preset).schedule != read_spec(f"paper-{self.entry.dataset}").schedule
+            )
+            return "longer than the paper's" if is_own else ""
+        return " and ".join(words) + (f" for {', '.join(changed)}" if 0 < len(changed) < len(models) else "")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every model was trained with the whole schedule of the paper."""
+        return self.status == "measured" and self.scale == 1.0 and not self.changed
 
     @property
     def seeds(self) -> str:
@@ -238,16 +277,19 @@ class CountedRow:
             "row": entry.label,
             "status": self.status,
             "note": self.note,
-            "paper": {name: getattr(entry, name) for name in ("clean", "empirical", "certified", "hours")},
+            "paper": {name: getattr(entry, name) for name in NUMBERS},
+            "authors_certified": self.stated_by_authors,
             "clean": self.clean,
             "empirical": self.empirical,
             "empirical_of_initially_correct": self.empirical_of_correct,
             "certified": self.certified,
             "certified_of_attacked": self.certified_of_attacked,
             "difference": self.difference,
+            "mean": self.mean,
             "spread": self.spread,
             "seconds": self.seconds,
             "scale": self.scale if self.runs else None,
+            "changed_schedule": self.changed,
             "seeds": self.number_of_seeds,
             "runs": [_run_to_json(run) for run in self.runs],
             "passed_over": [_run_to_json(run) for run in self.passed_over],
@@ -287,18 +329,23 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(numbers) if listed and len(numbers) == len(listed) else None
 
 
-def certified_gaps(rows: Sequence[CountedRow]) -> tuple[float, ...]:
-    """Our certified accuracies less the paper's, in points, of the rows that were run with the full schedule."""
+Rule = Literal["loss", "first", "mean"]
+
+
+def certified_gaps(rows: Sequence[CountedRow], rule: Rule = "loss") -> tuple[float, ...]:
+    """Our certified accuracies less the paper's, in points, of the rows whose schedule was not shortened."""
     whole = [row for row in rows if row.status == "measured" and row.scale == 1.0]
-    proven = [row for row in whole if row.entry.certified is not None]
-    return tuple(gap for row in proven if (gap := row.difference) is not None)
+    return tuple(gap for row in whole if (gap := row.difference_by(rule)) is not None)
 
 
 def count_rows(
-    entries: Sequence[Entry], folder: Path, scale: Scale | None = None, seeds: int | None = None
+    entries: Sequence[Entry], source: Path | Results, scale: Scale | None = None, seeds: int | None = None
 ) -> tuple[CountedRow, ...]:
-    """The rows from a folder of results. Without a scale each row takes the fullest schedule there is."""
-    results = Results(folder)
+    """The rows from results, or from the folder of them. Without a scale each row takes the fullest schedule there is.
+
+    Tables that are counted from the same `Results` read every file of evidence once.
+    """
+    results = source if isinstance(source, Results) else Results(source)
     return tuple(_row(entry, results, scale, seeds) for entry in entries)
 
 

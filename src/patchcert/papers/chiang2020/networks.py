@@ -97,7 +97,7 @@ def network_results(folder: Path, network: str) -> tuple[NetworkResult, ...]:
 def collect_network(run: Path, folder: Path, weights: str) -> NetworkResult:
     """Copies what attacks on a network left in a folder of runs to the results."""
     result = NetworkResult(folder / run.name)
-    copy_evidence(run / EVIDENCE, result.path, weights)
+    copy_evidence(run / EVIDENCE, result.path, weights, folder)
     copy_file(run / ENVIRONMENT, result.path / ENVIRONMENT)
     write_text(result.path / SUMMARY, json.dumps(result.summary(), indent=2) + "\n")
     return result

@@ -4,12 +4,12 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import patchcert
 from patchcert.errors import InvalidInput
 from patchcert.files import write_text
-from patchcert.papers.chiang2020.counting import ABSENT, CountedRow, CountedRun
+from patchcert.papers.chiang2020.counting import ABSENT, CountedRow, CountedRun, Rule
 from patchcert.papers.chiang2020.tables import Entry
 from patchcert.papers.chiang2020.view import (
     QUANTITIES,
@@ -28,6 +28,8 @@ ON_PAGE = (
     *("data", "threat", "training", "model", "paper clean", "clean", "paper under attack", "under attack"),
     *("paper certified", "certified", "difference"),
 )
+NEAR = 1.0
+"""In points: rows that differ by no more than this are counted at the top of the page."""
 _MINUS = "\N{MINUS SIGN}"
 
 
@@ -71,7 +73,7 @@ def write_page(views: Sequence[TableView], path: Path, source: str) -> Path:
     """The page of the tables, written whole or not at all; `source` is the folder of their evidence."""
     if not views:
         raise InvalidInput("a page needs at least one table, got none", hint="name a table")
-    gaps = [gap for view in views for gap in view.gaps]
+    gaps = _all_gaps(views, "loss")
     rows, measured = sum(len(view.rows) for view in views), sum(view.measured for view in views)
     template = page_environment("patchcert.papers.chiang2020").get_template("tables.html.j2")
     text = template.render(
@@ -80,11 +82,20 @@ def write_page(views: Sequence[TableView], path: Path, source: str) -> Path:
         tables=[page_table(view, source) for view in views],
         run=f"{measured} of {rows}",
         above=not_below(gaps, NOT_MEASURED),
-        apart=f"{_signed(min(gaps), 1)} to {_signed(max(gaps), 1)}" if gaps else NOT_MEASURED,
+        above_by=[not_below(_all_gaps(views, rule), NOT_MEASURED) for rule in ("first", "mean")],
+        middle=_signed(median(gaps), 2) if gaps else NOT_MEASURED,
+        middle_by=[_signed(median(by), 2) for rule in ("first", "mean") if (by := _all_gaps(views, rule))],
+        within=sum(abs(gap) <= NEAR for gap in gaps),
+        near=NEAR,
+        compared=len(gaps),
         quick=QUICK_LABEL if views[0].quick else "",
     )
     write_text(path, text)
     return path
+
+
+def _all_gaps(views: Sequence[TableView], rule: Rule) -> list[float]:
+    return [gap for view in views for gap in view.gaps_by(rule)]
 
 
 def page_table(view: TableView, source: str) -> PageTable:
@@ -136,7 +147,13 @@ def _cell(quantity: Quantity, row: CountedRow, digits: int) -> PageCell:
     if quantity.signed:
         return _difference(row.difference, digits)
     if quantity.count is None:
-        return PageCell(ABSENT) if not isinstance(value, float) else PageCell(f"{value:.{digits}f}", value)
+        stated = row.stated_by_authors if quantity.name == "paper certified" else None
+        beneath = () if stated is None else (f"authors' code {stated:.2f}",)
+        return (
+            PageCell(ABSENT)
+            if not isinstance(value, float)
+            else PageCell(f"{value:.{digits}f}", value, beneath)
+        )
     if row.missing:
         return PageCell(row.status, None, _lines(row.note), "missing")
     share = share_of(row, quantity.count)
@@ -154,7 +171,8 @@ def _beneath(name: str, row: CountedRow, digits: int) -> tuple[str, ...]:
         return () if share is None else (f"{share:.{digits}f} of those right at first",)
     if name == "certified":
         share = row.certified_of_attacked
-        apart = "" if row.spread is None else f", deviation {row.spread:.2f}"
+        apart = "" if row.mean is None else f", mean {row.mean:.2f}"
+        apart += "" if row.spread is None else f", deviation {row.spread:.2f}"
         seeds = f"seeds: {row.seeds}{apart}" if row.passed_over else ""
         return _lines("" if share is None else f"{share:.{digits}f} of those attacked", seeds)
     return ()
@@ -175,7 +193,8 @@ def _time(row: CountedRow) -> PageCell:
     paper = "" if hours is None else f"paper {hours:g} h"
     if row.seconds is None:
         return PageCell(ABSENT, None, _lines(paper))
-    shortened = "" if row.schedule == "full" else f"schedule {row.schedule}"
+    is_named = row.schedule.startswith(("changed", "quick"))
+    shortened = "" if row.schedule == "full" else row.schedule if is_named else f"schedule {row.schedule}"
     return PageCell(duration(row.seconds), row.seconds, _lines(shortened, row.hardware, paper))
 
 

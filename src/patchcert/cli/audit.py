@@ -1,0 +1,218 @@
+"""`patchcert audit RESULTS`: whether evidence, cards, measurements and documents can be believed."""
+
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from patchcert.cli.options import DataSearchOption, DeviceOption, parse_device
+from patchcert.cli.output import print_json, say
+from patchcert.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import torch
+
+    from patchcert.data import Dataset
+    from patchcert.evidence.audit import Finding
+    from patchcert.evidence.reproving import AtHand, Reproof
+    from patchcert.papers.chiang2020.quoting import Sources
+
+FOUND = 1
+README, PAGE = "README.md", "docs/results.md"
+MEASUREMENTS = ("docs/performance/*.json", "docs/measurements/*.json")
+ENTRIES, PAPER = "src/patchcert/zoo/entries", "src/patchcert/papers/chiang2020"
+
+
+def audit(
+    results: Annotated[Path, typer.Argument(help="A folder of results, such as `results` of a checkout.")],
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write",
+            help="First bring manifest, cards and documents up to date; nothing listed may be missing.",
+        ),
+    ] = False,
+    again: Annotated[
+        int,
+        typer.Option(
+            "--reprove", min=0, help="Prove and attack this many random images of each model again."
+        ),
+    ] = 0,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Run folders whose weights are at hand for --reprove, beside the zoo. Repeatable."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the images for --reprove; by default a new one.")
+    ] = None,
+    device: DeviceOption = "auto",
+    data_dir: DataSearchOption = None,
+) -> None:
+    """Check every file of evidence against its manifest, the true labels and its own columns.
+
+    In a checkout also the paper's numbers, the page of results, figures in documents, measurements of speed and the
+    cards of the zoo. Exits with 1 if anything is wrong, and names the file; with --reprove also the image.
+    """
+    from patchcert.evidence.audit import audit_results
+
+    if not results.is_dir():
+        raise InvalidInput(f"there is no folder {results}", hint="name the folder that holds the results")
+    checkout = Checkout(results.resolve())
+    if write:
+        checkout.write()
+    found = audit_results(checkout.results, checkout.measurements)
+    findings = [*found.findings, *checkout.findings()]
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    reproofs = (
+        Reproving(checkout, again, seed, parse_device(device), data_dir).run(runs or []) if again else []
+    )
+    findings += [finding for reproof in reproofs for finding in reproof.findings]
+    for finding in findings:
+        say(str(finding))
+    print_json(
+        {
+            "results": str(results),
+            "files": found.files,
+            "superseded": found.superseded,
+            "without_curve": len(found.without_curve),
+            "without_commit": len(found.without_commit),
+            **({"reproved": _counted(reproofs), "seed": seed} if again else {}),
+            "findings": [{"path": str(each.path), "what": each.what} for each in findings],
+        }
+    )
+    if findings:
+        raise typer.Exit(FOUND)
+
+
+def _counted(reproofs: "Sequence[Reproof]") -> list[dict[str, object]]:
+    return [{"model": each.model, "evidence": each.path.name, "images": each.images} for each in reproofs]
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """What lies beside the results where they are part of a checkout; elsewhere there is nothing of it."""
+
+    results: Path
+
+    @property
+    def root(self) -> Path:
+        """The folder of the checkout."""
+        return self.results.parent
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether there are documents whose figures are to be checked."""
+        return all((self.root / each).is_file() for each in (README, PAGE))
+
+    @property
+    def measurements(self) -> tuple[Path, ...]:
+        """Measurements that no rows of images stand behind, which the manifest lists too."""
+        return tuple(sorted(file for pattern in MEASUREMENTS for file in self.root.glob(pattern)))
+
+    @cached_property
+    def sources(self) -> "Sources":
+        """What figures in documents are taken from, once the manifest is as it should be."""
+        from patchcert.papers.chiang2020.quoting import Sources
+
+        return Sources(self.root, self.results)
+
+    def write(self) -> None:
+        """Bring the manifest, the cards, the page of results and the figures in documents up to date."""
+        from patchcert.evidence.manifest import Manifest
+        from patchcert.papers.chiang2020.quoting import updated
+        from patchcert.files import write_text
+        from patchcert.zoo import Zoo
+        from patchcert.zoo.audit import recount
+
+        Manifest.read(self.results).updated(self.results, self.measurements).write(self.results)
+        say(f"wrote the manifest of {self.results}")
+        if (self.root / ENTRIES).is_dir():
+            recount(Zoo(self.root / ENTRIES), self.results)
+        if not self.has_documents:
+            return
+        sources = self.sources
+        made = {self.root / PAGE: sources.page}
+        made |= {page: updated(page.read_text(encoding="utf-8"), sources) for page in sources.documents}
+        for page, text in made.items():
+            if text != page.read_text(encoding="utf-8"):
+                write_text(page, text)
+                say(f"wrote {page}")
+
+    def findings(self) -> "Iterator[Finding]":
+        """What is wrong with the files beside the results."""
+        from patchcert.bench.report import contradictions
+        from patchcert.evidence.audit import Finding
+        from patchcert.papers.chiang2020.audit import audit_paper
+        from patchcert.papers.chiang2020.quoting import audit_documents
+        from patchcert.zoo import Zoo
+        from patchcert.zoo.audit import audit_zoo
+
+        for file in self.root.glob(MEASUREMENTS[0]):
+            facts = json.loads(file.read_text(encoding="utf-8"))
+            yield from (Finding(file, what) for what in contradictions(facts))
+        if (self.root / PAPER).is_dir():
+            yield from audit_paper(self.root / PAPER)
+        if (self.root / ENTRIES).is_dir():
+            yield from audit_zoo(Zoo(self.root / ENTRIES), self.results)
+        if self.has_documents:
+            yield from audit_documents(self.sources)
+
+
+@dataclass(frozen=True)
+class Reproving:
+    """Proofs of models at hand, done again on random images of the data that are at hand."""
+
+    checkout: Checkout
+    images: int
+    seed: int
+    device: "torch.device"
+    data_dir: Path | None
+
+    def run(self, runs: "Sequence[Path]") -> "list[Reproof]":
+        """One for each file of certificates of each model."""
+        from torch import Generator
+
+        from patchcert.evidence.reproving import provable, reprove
+
+        datasets: dict[str, Dataset | None] = {}
+        reproofs, stored = [], provable(self.checkout.results)
+        for model in self.at_hand(runs):
+            for evidence in stored.get(model.weights_sha256, ()):
+                name = evidence.selection.data
+                if name not in datasets:
+                    datasets[name] = self._dataset(name)
+                dataset = datasets[name]
+                if dataset is not None:
+                    say(f"proving again: {model.name} against {evidence.threat}")
+                    generator = Generator().manual_seed(self.seed)
+                    reproofs.append(reprove(model, evidence, dataset, self.images, generator, self.device))
+        return reproofs
+
+    def _dataset(self, name: str) -> "Dataset | None":
+        from patchcert.data import load_dataset
+        from patchcert.errors import DataError
+
+        try:
+            return load_dataset(name, self.data_dir)
+        except DataError as error:
+            say(f"nothing on {name} is proven again: {error.message}")
+            return None
+
+    def at_hand(self, runs: "Sequence[Path]") -> "Iterator[AtHand]":
+        """The zoo's models, those of the checkout where it has some, and those of run folders."""
+        from patchcert.cli.target import open_run
+        from patchcert.evidence.reproving import AtHand
+        from patchcert.files import sha256
+        from patchcert.zoo import Zoo, shipped
+
+        entries = self.checkout.root / ENTRIES
+        zoo = Zoo(entries) if entries.is_dir() else shipped()
+        for name in zoo.names():
+            yield AtHand(f"zoo:{name}", zoo.card(name).weights_sha256, partial(zoo.load, name))
+        for run in map(open_run, runs):
+            yield AtHand(str(run.path), sha256(run.weights), run.model)

@@ -1,0 +1,88 @@
+"""The true test labels of the data that results are about, which ship with the package, so that evidence can be held to
+them where the images are not at hand."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+
+from patchcert.data.split import Dataset
+from patchcert.errors import DataError
+
+_FOLDER = Path(__file__).with_name("labels")
+
+
+@dataclass(frozen=True, slots=True)
+class LabelFile:
+    """Labels in the order of the images, two bytes each where there are more than 256 classes, else one.
+
+    `sources` are SHA-256 sums of the published files that the labels were read from, any of which identifies the data;
+    `sha256` is that of the file of labels.
+    """
+
+    name: str
+    sources: frozenset[str]
+    sha256: str
+    bytes_each: int = 1
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies."""
+        return _FOLDER / f"{self.name}.bin"
+
+    def read(self) -> Annotated[NDArray[np.int64], "n"]:
+        """The labels; a file that was changed is refused."""
+        content = self.path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != self.sha256:
+            raise DataError(f"the labels in {self.path} were changed", hint="install patchcert again")
+        return np.frombuffer(content, _dtype(self.bytes_each)).astype(np.int64)
+
+
+KNOWN = {
+    file.name: file
+    for file in (
+        LabelFile(
+            "mnist",
+            frozenset(
+                {
+                    "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+                    "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+                }
+            ),
+            "ddeff807876a9661a1110d45c266c86239a3a1b7d37da0c3716a7a683c852ff5",
+        ),
+        LabelFile(
+            "cifar10",
+            frozenset({"8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"}),
+            "cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5",
+        ),
+        LabelFile(
+            "imagenet",
+            frozenset({"294db7e5c324891bb104777c338eff4cdaf07070089ac47d13d3388ee6d8da5c"}),
+            "22ad43f7e9234fb98eb4ee67190aa0bda1657db7b517874b5010e8e709f5047c",
+            bytes_each=2,
+        ),
+    )
+}
+"""By name of the data set. `patchcert data labels NAME --out FILE` made the files; `imagenet` are the 400 validation
+images that the results attack."""
+
+
+def true_test_labels(name: str, sums: Mapping[str, str]) -> Annotated[NDArray[np.int64], "n"] | None:
+    """The labels of all test images of data whose files have these sums; None where the package does not have them."""
+    file = KNOWN.get(name)
+    return file.read() if file is not None and file.sources & set(sums.values()) else None
+
+
+def packed_test_labels(dataset: Dataset) -> bytes:
+    """The test labels in the form that is shipped."""
+    labels = dataset.test.labels.numpy()
+    return labels.astype(_dtype(1 if len(dataset.classes) <= 256 else 2)).tobytes()
+
+
+def _dtype(bytes_each: int) -> np.dtype[np.integer]:
+    return np.dtype("u1" if bytes_each == 1 else "<u2")

@@ -1,0 +1,259 @@
+"""Whether a folder of results can be believed: every file is the one listed, and says what its own columns, the true
+labels and the files beside it bear out."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from patchcert.data.labels import KNOWN, true_test_labels
+from patchcert.errors import PatchcertError
+from patchcert.evidence.manifest import SUMMARY, ListedFile, Manifest, listed_files
+from patchcert.evidence.record import Evidence, EvidenceFolder
+from patchcert.evidence.results import TRIMMED, Result, check_together
+from patchcert.files import sha256
+from patchcert.train.run_folder import ENVIRONMENT, METRICS, SPEC
+
+NEAR_TIES = 1e-3
+"""The share of images whose prediction may differ from machine to machine; among the results none does."""
+_OWN_PREDICTIONS = json.dumps({"name": "Model"})
+"""What `Evidence.subject` calls a model that is asked as it is."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong, and in which file."""
+
+    path: Path
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.what}"
+
+
+@final
+@dataclass(frozen=True)
+class Audit:
+    """What was looked at and found. `without_curve` and `without_commit` are runs from before these were kept."""
+
+    files: int
+    findings: tuple[Finding, ...]
+    without_curve: tuple[str, ...] = ()
+    without_commit: tuple[str, ...] = ()
+    superseded: int = 0
+
+
+def audit_results(folder: Path, beside: Sequence[Path] = ()) -> Audit:
+    """Every check that needs nothing but the folder; `beside` are measurements that its manifest lists as well."""
+    manifest = Manifest.read(folder)
+    findings = [*_against_manifest(manifest, folder, beside)]
+    for file in sorted(folder.rglob("*.npz")):
+        findings += audit_evidence(file)
+    runs = sorted(file.parent for file in folder.glob(f"*/{SUMMARY}"))
+    for run in runs:
+        findings += _audit_run(run)
+    trained = [run for run in runs if (run / SPEC).is_file()]
+    return Audit(
+        files=len(manifest.files),
+        findings=tuple(findings),
+        without_curve=tuple(run.name for run in trained if not (run / METRICS).is_file()),
+        without_commit=tuple(run.name for run in trained if not _read(run / SUMMARY).get("commit")),
+        superseded=len(manifest.superseded),
+    )
+
+
+def _against_manifest(manifest: Manifest, folder: Path, beside: Sequence[Path]) -> Iterator[Finding]:
+    """Files that are missing, changed or not listed, and facts of runs that are not those listed."""
+    if not manifest.files:
+        yield Finding(folder, "has no manifest: write one with `patchcert audit --write`")
+        return
+    yield from _compare(manifest.files, folder, listed_files(folder))
+    yield from _compare(manifest.beside, folder.parent, beside)
+    for run in manifest.runs:
+        for what in manifest.changed(run, folder):
+            yield Finding(folder / run.run / SUMMARY, what)
+
+
+def _compare(listed: Sequence[ListedFile], folder: Path, there: Sequence[Path]) -> Iterator[Finding]:
+    sums = {entry.path: entry.sha256 for entry in listed}
+    found = {file.relative_to(folder).as_posix(): file for file in there}
+    for path in sums.keys() - found.keys():
+        yield Finding(folder / path, "is listed in the manifest, but missing")
+    for path in found.keys() - sums.keys():
+        yield Finding(found[path], "is not listed in the manifest")
+    for path in sorted(found.keys() & sums.keys()):
+        if sha256(found[path]) != sums[path]:
+            yield Finding(found[path], "does not have the SHA-256 sum that the manifest lists")
+
+
+def audit_evidence(file: Path) -> tuple[Finding, ...]:
+    """Whether the rows of a file are complete, have the true labels, and bear out its verdicts and successes."""
+    try:
+        evidence = Evidence.read(file)
+    except PatchcertError as error:
+        return (Finding(file, error.message),)
+    checks = (_labels(evidence), _verdicts(evidence), _successes(evidence))
+    return tuple(Finding(file, what) for what in checks if what)
+
+
+def _labels(evidence: Evidence) -> str:
+    data, index = evidence.meta["data"], evidence.columns["index"]
+    if evidence.selection.split != "test":
+        return ""
+    labels = true_test_labels(data["name"], data.get("sha256", {}))
+    if labels is None:
+        return f"is about {data['name']} of other files than those published" if data["name"] in KNOWN else ""
+    if index.max(initial=0) >= len(labels):
+        return f"names image {index.max()}, but {data['name']} has {len(labels)} test images"
+    wrong = np.flatnonzero(labels[index] != evidence.columns["label"])
+    if not wrong.size:
+        return ""
+    row = wrong[0]
+    return (
+        f"{wrong.size} labels are not those of {data['name']}: image {index[row]} is a {labels[index[row]]}, "
+        f"not a {evidence.columns['label'][row]}"
+    )
+
+
+def _verdicts(evidence: Evidence) -> str:
+    """Certified is exactly what is predicted rightly and has a positive margin, or a radius that is wide enough."""
+    columns = evidence.columns
+    if evidence.kind != "certify":
+        return ""
+    right = columns["prediction"] == columns["label"]
+    if "margin" in columns:
+        proven, by = right & (columns["margin"] > 0), "margin"
+    elif "radius" in columns:
+        proven, by = right & (columns["radius"] >= evidence.threat.pixels), "radius"
+    else:
+        return ""
+    wrong = np.flatnonzero(proven != columns["certified"])
+    if not wrong.size:
+        return ""
+    return f"{wrong.size} verdicts do not follow from their {by}: image {columns['index'][wrong[0]]} is the first"
+
+
+def _successes(evidence: Evidence) -> str:
+    """An attack succeeds exactly where a wrong class leads. An image that is wrong by itself counts as broken, unless
+    it was attacked plainly behind a defense, which may put it right."""
+    columns = evidence.columns
+    if evidence.kind != "attack":
+        return ""
+    if "margin" in columns:
+        wrong = np.flatnonzero((columns["margin"] > 0) != columns["succeeded"])
+        if wrong.size:
+            first = columns["index"][wrong[0]]
+            return f"{wrong.size} successes do not follow from their margins: image {first} is the first"
+    mended = np.flatnonzero((columns["prediction"] != columns["label"]) & ~columns["succeeded"])
+    if mended.size and (evidence.is_undefended or _is_adaptive(evidence)):
+        return f"image {columns['index'][mended[0]]} withstood the attack, but is wrong without one"
+    return ""
+
+
+def _audit_run(run: Path) -> Iterator[Finding]:
+    """Whether the files of a run agree with each other."""
+    for folder in (run, run / TRIMMED):
+        try:
+            found = _together(run, folder)
+        except PatchcertError as error:
+            yield Finding(folder, error.message)
+            continue
+        yield from _same_predictions(found)
+        yield from _adaptive_is_stronger(found)
+        if folder == run:
+            yield from _audit_summary(run, found)
+    if (run / SPEC).is_file():
+        yield from _audit_curve(run)
+
+
+def _together(run: Path, folder: Path) -> Sequence[Evidence]:
+    """The evidence of a run, or of its trimmed model, checked as a whole."""
+    if (run / SPEC).is_file():
+        result = Result.open(run)
+        return result.evidence if folder == run else result.trimmed
+    found = EvidenceFolder(folder).all()
+    check_together(found)
+    return found
+
+
+def _same_predictions(found: Sequence[Evidence]) -> Iterator[Finding]:
+    """The same weights say the same of the same clean images, but for a few near-ties on other hardware."""
+    own = [each for each in found if each.is_undefended and each.subject[1] == _OWN_PREDICTIONS]
+    whole_sets = [each for each in own if each.selection.is_whole_test_set]
+    whole = min(whole_sets, key=lambda each: "margin" not in each.columns, default=None)
+    for each in own if whole is not None else ():
+        assert whole is not None
+        differ = np.count_nonzero(
+            whole.columns["prediction"][each.columns["index"]] != each.columns["prediction"]
+        )
+        if differ > NEAR_TIES * each.total and each.path is not None:
+            yield Finding(
+                each.path, f"{differ} predictions are not those in {whole.where}, of the same weights"
+            )
+
+
+def _adaptive_is_stronger(found: Sequence[Evidence]) -> Iterator[Finding]:
+    """An adaptive attack begins with what the plain one found: it breaks every image that the plain one broke."""
+    attacks = [each for each in found if each.kind == "attack" and not each.is_undefended]
+    plain = [each for each in attacks if not _is_adaptive(each)]
+    for adaptive in filter(_is_adaptive, attacks):
+        for weak in (each for each in plain if each.subject == adaptive.subject):
+            both = np.array_equal(weak.columns["index"], adaptive.columns["index"])
+            spared = weak.columns["succeeded"] & ~adaptive.columns["succeeded"] if both else np.zeros(0, bool)
+            if spared.any() and adaptive.path is not None:
+                first = weak.columns["index"][np.flatnonzero(spared)[0]]
+                what = "images withstood the adaptive attack, but not the plain one"
+                yield Finding(adaptive.path, f"{spared.sum()} {what}: {first} is the first")
+
+
+def _is_adaptive(evidence: Evidence) -> bool:
+    attack = evidence.question.attack
+    return attack["kind"] == "AdaptiveAfterTransfer" or attack.get("adaptive") is True
+
+
+def _audit_summary(run: Path, found: Sequence[Evidence]) -> Iterator[Finding]:
+    """The summary, which people read, says what the rows say."""
+    summary, file = _read(run / SUMMARY), run / SUMMARY
+    if summary.get("fingerprint") != run.name:
+        yield Finding(file, f"is of {summary.get('fingerprint')}")
+    if any(each.weights != summary.get("weights_sha256") for each in found):
+        yield Finding(file, "is of other weights than the evidence beside it")
+    stated = {**summary.get("certified_accuracy", {}), **summary.get("attacked_accuracy", {})}
+    stated |= {name: cell["accuracy"] for name, cell in summary.get("cells", {}).items()}
+    counted = {
+        each.question.name: (each.certified if each.kind == "certify" else each.withstood) / each.total
+        for each in found
+        if not each.question.certified_only
+    }
+    for name in stated.keys() | counted.keys():
+        if stated.get(name) != counted.get(name):
+            yield Finding(file, f"states {stated.get(name)} for {name}; its rows count {counted.get(name)}")
+
+
+def _audit_curve(run: Path) -> Iterator[Finding]:
+    """Runs that know the sum of the code that trained them came after curves were kept, and must have theirs."""
+    environment, summary = _read(run / ENVIRONMENT), _read(run / SUMMARY)
+    file = run / METRICS
+    if not file.is_file():
+        if environment.get("source_sha256"):
+            yield Finding(file, "is missing: every run keeps its training curve")
+        return
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    epochs = Result.open(run).spec.schedule.epochs
+    if [row["epoch"] for row in rows] != list(range(epochs)):
+        yield Finding(file, f"does not have one row for each of the {epochs} epochs")
+    elif rows[-1].get("loss") != summary.get("training_loss"):
+        yield Finding(
+            run / SUMMARY,
+            f"states a training loss of {summary.get('training_loss')}; the curve ends at {rows[-1].get('loss')}",
+        )
+    if not summary.get("source_sha256"):
+        yield Finding(run / SUMMARY, "lacks the sum of the code that trained it")
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))

@@ -1,0 +1,119 @@
+"""Proofs and attacks done again on a few random images, with weights that are at hand: what no forged file survives."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Generator, nn
+
+from patchcert.attacks import Attack, PatchAttack, SparseAttack
+from patchcert.certificates import AnyThreat, Certificates, IntervalBounds
+from patchcert.data import Dataset, Split
+from patchcert.errors import PatchcertError
+from patchcert.evidence.audit import Finding
+from patchcert.evidence.record import Evidence
+from patchcert.threats import Patch
+
+STEPS, RESTARTS = 20, 8
+CLOSE = 1e-3
+"""Margins of two machines, relative to the larger one or to 1: rounding is paid for with less than 3e-4 of the largest
+margin on either (docs/concepts/certificates.md), a forged margin differs by more or changes nothing that counts."""
+
+
+@final
+@dataclass(frozen=True)
+class AtHand:
+    """A model whose weights are at hand, by the sum of its file; `name` is how messages call it."""
+
+    name: str
+    weights_sha256: str
+    load: Callable[[], nn.Module]
+
+
+@final
+@dataclass(frozen=True)
+class Reproof:
+    """What was asked of a model again: on how many images, and what came out otherwise than its evidence says."""
+
+    model: str
+    path: Path
+    images: int
+    findings: tuple[Finding, ...]
+
+
+def provable(results: Path) -> Mapping[str, Sequence[Evidence]]:
+    """By the sum of their weights, the certificates among results that are deterministic: those can be proven again."""
+    found: dict[str, list[Evidence]] = {}
+    for file in sorted(results.rglob("certify-*.npz")):
+        try:
+            evidence = Evidence.read(file)
+        except PatchcertError:
+            continue  # the audit of the file names it
+        if evidence.meta["classifier"]["name"] == IntervalBounds.__name__:
+            found.setdefault(evidence.weights, []).append(evidence)
+    return found
+
+
+def reprove(
+    at_hand: AtHand,
+    evidence: Evidence,
+    dataset: Dataset,
+    count: int,
+    generator: Generator,
+    device: torch.device,
+) -> Reproof:
+    """Certifies random images of a file of evidence again, attacks the certified ones, and compares row by row."""
+    assert evidence.path is not None
+    model = at_hand.load().to(device)
+    rows = torch.randperm(evidence.total, generator=generator)[:count].sort().values
+    index = torch.from_numpy(evidence.columns["index"].astype(np.int64))[rows]
+    images = dataset.split(evidence.selection.split)[index].to(device)
+    classifier = IntervalBounds(model, _dtype(evidence.meta["classifier"]["dtype"]))
+    proven = classifier.certify(images.floats(), images.labels, evidence.threat)
+    stated = {name: column[rows.numpy()] for name, column in evidence.columns.items()}
+    messages = [*_disagreements(stated, proven), *_broken(model, images, stated, evidence.threat, generator)]
+    findings = tuple(Finding(evidence.path, f"{what} by {at_hand.name}") for what in messages)
+    return Reproof(at_hand.name, evidence.path, len(rows), findings)
+
+
+def _disagreements(stated: dict[str, NDArray[Any]], proven: Certificates) -> Iterator[str]:
+    """Labels, predictions, verdicts and margins that are others now."""
+    now = {"label": proven.labels, "prediction": proven.predictions, "certified": proven.certified}
+    for name, values in now.items():
+        there, here = stated[name], values.cpu().numpy()
+        for row in np.flatnonzero(there != here):
+            yield f"image {stated['index'][row]}: {name} is stated as {there[row]}, but is {here[row]}"
+    if "margin" not in stated or proven.least_margin is None:
+        return
+    there, here = stated["margin"], proven.least_margin.cpu().numpy()
+    apart = np.abs(there - here) > CLOSE * np.maximum(1.0, np.maximum(np.abs(there), np.abs(here)))
+    for row in np.flatnonzero(apart):
+        yield f"image {stated['index'][row]}: margin is stated as {there[row]:.6g}, but is {here[row]:.6g}"
+
+
+def _broken(
+    model: nn.Module, images: Split, stated: dict[str, NDArray[Any]], threat: AnyThreat, generator: Generator
+) -> Iterator[str]:
+    """Images that are called certified and that an attack breaks."""
+    chosen = np.flatnonzero(stated["certified"])
+    if not chosen.size:
+        return
+    some = images[torch.from_numpy(chosen).to(images.labels.device)]
+    result = _attack(threat).run(model, some.floats(), some.labels, threat, generator)
+    for row in chosen[result.succeeded.cpu().numpy()]:
+        yield f"image {stated['index'][row]}: certified, but broken by an attack"
+
+
+def _attack(threat: AnyThreat) -> Attack:
+    """Where certificates are weakest first."""
+    if isinstance(threat, Patch):
+        return PatchAttack(STEPS, restarts=RESTARTS, search="certificate")
+    return SparseAttack(STEPS, restarts=RESTARTS, selections=RESTARTS)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "float64": torch.float64}[name]

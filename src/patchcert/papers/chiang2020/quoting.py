@@ -1,0 +1,434 @@
+"""Figures in documents: each stands beside the query that gives it, so that none is typed and all can be made again.
+
+A figure is followed by its query in a comment, which readers do not see:
+
+    94.1<!--= row ours 2x2 certified --> %
+
+A table lies between `<!-- table: QUERY -->` and `<!-- end of table -->`. docs/concepts/evidence.md has all queries.
+"""
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast, final
+
+from patchcert.bench.report import markdown
+from patchcert.errors import InvalidInput, PatchcertError
+from patchcert.evidence.audit import Finding
+from patchcert.evidence.manifest import ListedRun, Manifest, Superseded
+from patchcert.evidence.results import Results
+from patchcert.models import ModelSpec, build
+from patchcert.papers.chiang2020.audit import all_views, audit_page, results_page
+from patchcert.papers.chiang2020.counting import CountedRow, Rule
+from patchcert.papers.chiang2020.tables import AUTHORS_FILE, authors_entries
+from patchcert.papers.chiang2020.view import RULES, TableView, compared_gaps, compared_table
+from patchcert.report.tables import Column, Table
+from patchcert.train.toml import nearest
+from patchcert.zoo.audit import whole_proof
+from patchcert.zoo.card import Card
+from patchcert.zoo.shelf import Zoo
+
+ENTRIES = Path("src/patchcert/zoo/entries")
+PAGE = Path("docs/results.md")
+
+_FIGURE = re.compile(r"(?P<text>[-+]?\d[\d,]*(?:\.\d+)?)<!--= (?P<query>.*?) -->", re.DOTALL)
+_TABLE = re.compile(r"<!-- table: (?P<query>[^\n]*?) -->\n(?P<text>.*?)<!-- end of table -->", re.DOTALL)
+_UNIT = r"(?:\s?%|x\b|\s(?:points?|times|seconds?|minutes?|hours?|microseconds|nanoseconds|per cent)\b)"
+_OUTCOME = r"(?:certified|proven|broken|withstood|right|above|below)"
+_COUNTED = rf"(?:of (?:the )?\d[\d,]*|(?:images )?(?:are |were )?{_OUTCOME})"
+_RESULT = re.compile(
+    rf"(?<![\w.\-/])[-+]?\d[\d,]*(?:\.\d+{_UNIT}?|{_UNIT})|(?<![\w.\-/])\d[\d,]* {_COUNTED}\b"
+)
+"""What looks like a result where it stands outside code and markers: decimals, shares, times, and counts."""
+_HIDDEN = (
+    _TABLE,
+    re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?<!--= .*? -->\s?(?:%|x\b)?", re.DOTALL),
+    re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL),
+    re.compile(r"`[^`\n]*`"),
+    re.compile(r"\]\([^)]*\)"),
+)
+SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "README.md": ("3.11", "96.0%", "68.0%"),
+    "docs/decisions/0005-one-setting-per-table-row.md": ("2 points", "16 points"),
+    "docs/decisions/0006-which-seed-counts.md": ("1 of 3", "2.30"),
+    "docs/decisions/0009-the-zoo-has-trimmed-models.md": (),
+    "docs/guides/command-line.md": ("95 %",),
+    "docs/guides/reproduce.md": ("1 of 3", "95 %", "1.2 times", "0.05", "0.9", "0.01", "0.001", "5 %"),
+    "docs/guides/train.md": ("1.0", "0.0", "20.0", "2.30"),
+}
+"""By document, what looks like a result and is none: settings, definitions, levels of confidence, versions, log(10);
+and what the first example of the README prints, which a test runs."""
+
+
+@final
+@dataclass(frozen=True)
+class Sources:
+    """What figures are taken from: a checkout with its results, cards, measurements and the paper's tables."""
+
+    root: Path
+    results: Path
+
+    @cached_property
+    def found(self) -> Results:
+        """All results; every file of evidence is read once."""
+        return Results(self.results)
+
+    @cached_property
+    def views(self) -> Mapping[str, TableView]:
+        """Every table, by name."""
+        return {view.paper.name: view for view in all_views(self.found)}
+
+    @cached_property
+    def page(self) -> str:
+        """The page of results."""
+        return results_page(tuple(self.views.values()), self.found)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """That of the results."""
+        return Manifest.read(self.results)
+
+    @property
+    def zoo(self) -> Zoo:
+        """The checkout's models."""
+        return Zoo(self.root / ENTRIES)
+
+    @property
+    def documents(self) -> tuple[Path, ...]:
+        """All documents with figures, but the page that is made as a whole."""
+        pages = sorted((self.root / "docs").rglob("*.md"))
+        return (self.root / "README.md", *(page for page in pages if page != self.root / PAGE))
+
+    def figure(self, query: str) -> float:
+        """The number that a query gives."""
+        words = shlex.split(query)
+        if len(words) > 2 and words[-2] == "/":
+            return self.figure(shlex.join(words[:-2])) / float(words[-1])
+        kind, arguments = words[0] if words else "", words[1:]
+        if kind not in _FIGURES:
+            raise InvalidInput(
+                f"{query!r} begins with no kind of figure", hint=nearest(kind, tuple(_FIGURES))
+            )
+        try:
+            return float(_FIGURES[kind](self, *arguments))
+        except TypeError as error:
+            raise InvalidInput(
+                f"{query!r} has the wrong number of words, or gives no number: {error}"
+            ) from error
+
+    def table(self, query: str) -> str:
+        """The table that a query gives, in Markdown."""
+        kind, *arguments = shlex.split(query)
+        if kind not in _TABLES:
+            raise InvalidInput(f"{query!r} begins with no kind of table", hint=nearest(kind, tuple(_TABLES)))
+        return _TABLES[kind](self, *arguments)
+
+    def read(self, name: str) -> Any:  # noqa: ANN401 - plain JSON of any shape
+        """A committed measurement."""
+        return json.loads((self.root / name).read_text(encoding="utf-8"))
+
+
+def updated(text: str, sources: Sources) -> str:
+    """The document with every figure and table as its query gives it; figures keep their decimals."""
+    text = _TABLE.sub(
+        lambda found: (
+            f"<!-- table: {found['query']} -->\n{sources.table(found['query'])}<!-- end of table -->"
+        ),
+        text,
+    )
+    return _FIGURE.sub(
+        lambda found: f"{shown(sources.figure(found['query']), found['text'])}<!--= {found['query']} -->",
+        text,
+    )
+
+
+def shown(value: float, like: str) -> str:
+    """A number with as many decimals as another has, and with a sign where that has one."""
+    decimals = len(like.partition(".")[2])
+    text = f"{value:,.{decimals}f}"
+    return f"+{text}" if like.startswith("+") and not text.startswith("-") else text
+
+
+def audit_documents(sources: Sources) -> tuple[Finding, ...]:
+    """What is wrong with the page of results, and with figures in all other documents."""
+    try:
+        findings = [*audit_page(sources.root / PAGE, sources.page)]
+    except PatchcertError as error:
+        return (Finding(sources.root / PAGE, f"cannot be made from the evidence: {error.message}"),)
+    for document in sources.documents:
+        findings += audit_document(document, sources)
+    return tuple(findings)
+
+
+def audit_document(document: Path, sources: Sources) -> Iterator[Finding]:
+    """Figures that are not what their queries give, and what looks like a result but has no query."""
+    text, name = document.read_text(encoding="utf-8"), document.relative_to(sources.root).as_posix()
+    for what in _wrong(text, sources):
+        yield Finding(document, what)
+    for line, typed in typed_figures(text, SETTINGS.get(name, ())):
+        yield Finding(document, f"line {line} has {typed!r}, which no query gives")
+
+
+def _wrong(text: str, sources: Sources) -> Iterator[str]:
+    for pattern, made in ((_TABLE, sources.table), (_FIGURE, sources.figure)):
+        for found in pattern.finditer(text):
+            try:
+                value = made(found["query"])
+            except (PatchcertError, KeyError, OSError, ValueError) as error:
+                yield f"the query {found['query']!r} gives nothing: {error}"
+                continue
+            expected = value if isinstance(value, str) else shown(value, found["text"])
+            if expected != found["text"]:
+                what = "the table" if isinstance(value, str) else f"{found['text']}, but {expected} is what"
+                yield f"{what} {found['query']!r} gives{' is another' if isinstance(value, str) else ''}"
+
+
+def typed_figures(text: str, allowed: Sequence[str] = ()) -> Iterator[tuple[int, str]]:
+    """What looks like a result outside code, tables and markers, with its line, but for what is allowed."""
+    for pattern in _HIDDEN:
+        text = pattern.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    for number, line in enumerate(text.splitlines(), 1):
+        yield from ((number, found[0]) for found in _RESULT.finditer(line) if found[0] not in allowed)
+
+
+def _row(sources: Sources, table: str, words: str, what: str) -> float | None:
+    """Of the one row of a table that holds all words."""
+    if table not in sources.views:
+        raise InvalidInput(f"there is no table {table!r}", hint=nearest(table, tuple(sources.views)))
+    view = sources.views[table]
+    chosen = view.paper.matching([words])
+    rows = [row for row in view.rows if row.entry in chosen]
+    if len(rows) != 1:
+        raise InvalidInput(f"{len(rows)} rows of {table} have the words {words!r}; expected one")
+    if what not in _ROW:
+        raise InvalidInput(f"a row has no {what!r}", hint=nearest(what, tuple(_ROW)))
+    return _ROW[what](rows[0])
+
+
+def _loss(row: CountedRow) -> float | None:
+    (run,) = row.runs
+    return run.training_loss
+
+
+_ROW: Mapping[str, Callable[[CountedRow], float | None]] = {
+    "clean": lambda row: row.clean,
+    "certified": lambda row: row.certified,
+    "empirical": lambda row: row.empirical,
+    "difference": lambda row: row.difference,
+    "mean": lambda row: row.mean,
+    "spread": lambda row: row.spread,
+    "first": lambda row: row.by_first_seed.certified,
+    "seeds": lambda row: row.number_of_seeds,
+    "seconds": lambda row: row.seconds,
+    "scale": lambda row: row.scale,
+    "loss": _loss,
+    "paper-clean": lambda row: row.entry.clean,
+    "paper-certified": lambda row: row.entry.certified,
+    "paper-empirical": lambda row: row.entry.empirical,
+    "paper-hours": lambda row: row.entry.hours,
+}
+
+
+def _run(sources: Sources, name: str, what: str) -> float | None:
+    """Of one run by its fingerprint, whichever seed counts."""
+    run = next((each for each in sources.manifest.runs if each.run == name), None)
+    if run is None:
+        raise InvalidInput(f"there is no run {name}")
+    if what in ("loss", "seconds"):
+        return run.training_loss if what == "loss" else run.training_seconds
+    return _share(_proof_lines(sources, run), what)
+
+
+def _proof_lines(sources: Sources, run: ListedRun) -> tuple[int, int, int]:
+    threat = run.training.split(", ", 3)[3].rpartition("), ")[0]
+    (found,) = (
+        each
+        for each in sources.manifest.files
+        if each.path.startswith(f"{run.run}/certify") and threat in each.evidence_of
+    )
+    return found.images or 0, found.right or 0, found.counted or 0
+
+
+def _superseded(sources: Sources, name: str, what: str) -> float | None:
+    """Of a run that no longer counts; where it was certified against several threats, that of its training."""
+    lines = [
+        line for line in sources.manifest.superseded if line.run == name and line.evidence_of[:7] == "certify"
+    ]
+    own = [line for line in lines if _threat_of(line) in line.training] or lines
+    if not own:
+        raise InvalidInput(f"no superseded run is named {name}")
+    last = own[-1]
+    return last.training_loss if what == "loss" else _share((last.images, last.right, last.counted), what)
+
+
+def _threat_of(line: Superseded) -> str:
+    return line.evidence_of.removeprefix("certify ").rpartition(", ")[0]
+
+
+def _share(counts: tuple[int, int, int], what: str) -> float:
+    images, right, proven = counts
+    if what not in ("clean", "certified"):
+        raise InvalidInput(f"a run has no {what!r}", hint="clean, certified, loss or seconds")
+    return 100 * (right if what == "clean" else proven) / images
+
+
+def _card(sources: Sources, name: str, path: str) -> float:
+    """A number on a card."""
+    if path == "units":
+        return sum(sources.zoo.card(name).model.widths or ())
+    return _at(sources.zoo.card(name).to_dict(), path)
+
+
+def _json(sources: Sources, file: str, path: str) -> float:
+    """A number in a committed measurement."""
+    return _at(sources.read(file), path)
+
+
+def _at(plain: Any, path: str) -> float:  # noqa: ANN401 - plain JSON of any shape
+    """What stands at a dotted path; positions in lists are numbers from 0."""
+    for key in path.split("."):
+        try:
+            plain = plain[int(key)] if isinstance(plain, list) else plain[key]
+        except (KeyError, IndexError, ValueError) as error:
+            raise InvalidInput(f"there is nothing at {key!r} of {path!r}") from error
+    return plain
+
+
+def _compared(sources: Sources, rule: str, what: str) -> float:
+    """Of the rows that have three seeds whatever their first one reached: how they compare with the paper."""
+    if rule not in RULES or what not in _GAPS:
+        raise InvalidInput(
+            f"rows are not compared by {rule!r} and {what!r}", hint=", ".join((*RULES, *_GAPS))
+        )
+    return _GAPS[what](compared_gaps(tuple(sources.views.values()), cast("Rule", rule)))
+
+
+_GAPS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "rows": len,
+    "above": lambda gaps: sum(gap > 0 for gap in gaps),
+    "mean": fmean,
+    "lowest": min,
+    "highest": max,
+}
+
+
+def _authors(sources: Sources, words: str, what: str) -> float | None:
+    """Of the one line of the authors' repository that holds all words."""
+    asked = words.lower().split()
+    found = [each for each in authors_entries() if all(word in each.label.lower() for word in asked)]
+    if len(found) != 1 or what not in ("clean", "certified"):
+        raise InvalidInput(f"{len(found)} lines of {AUTHORS_FILE} have the words {words!r} and {what!r}")
+    return getattr(found[0], what)
+
+
+def _parameters(sources: Sources, model: str) -> float:
+    """Of a network for CIFAR-10 as the paper has it."""
+    return sum(each.numel() for each in build(ModelSpec(model, 3, 32, 32)).parameters())
+
+
+_FIGURES: Mapping[str, Callable[..., Any]] = {
+    "row": _row,
+    "run": _run,
+    "superseded": _superseded,
+    "card": _card,
+    "json": _json,
+    "compare": _compared,
+    "authors": _authors,
+    "parameters": _parameters,
+}
+
+
+def _bench_table(sources: Sources, file: str) -> str:
+    return markdown(sources.read(file))
+
+
+def _stored_table(sources: Sources, file: str) -> str:
+    """A table that was written down as it is, where no rows of images were kept."""
+    plain = sources.read(file)
+    columns = tuple(
+        Column(each["name"], each.get("decimals", 1), numeric=each.get("numeric", True))
+        for each in plain["columns"]
+    )
+    return _grid(Table("", columns, tuple(tuple(row) for row in plain["rows"])))
+
+
+def _trimmed_table(sources: Sources) -> str:
+    """Every trimmed model of the zoo: its size and certified images, whole and trimmed."""
+    columns = (
+        Column("model", numeric=False),
+        *(Column(f"MB, {which}", decimals=1) for which in ("whole", "trimmed")),
+        *(Column(f"certified, {which}") for which in ("whole", "trimmed")),
+        Column("images that differ"),
+    )
+    rows = []
+    for card in map(sources.zoo.card, sources.zoo.names()):
+        if card.model.widths:
+            whole = whole_proof(card, sources.results).columns["certified"]
+            size = sources.zoo.weights(card.name).stat().st_size / 1e6
+            differ = int((whole != card.proof.certified_marks).sum())
+            counts = int(whole.sum()), card.proof.certified, differ
+            rows.append((card.name, _whole_megabytes(card), size, *counts))
+    return _grid(Table("", columns, tuple(rows)))
+
+
+def _whole_megabytes(card: Card) -> float:
+    """What the network takes as it was trained, in float32."""
+    hidden = tomllib.loads(card.training.spec)["model"].get("hidden")
+    whole = build(replace(card.model, widths=(), hidden=hidden))
+    return 4 * sum(each.numel() for each in whole.parameters()) / 1e6
+
+
+def _superseded_table(sources: Sources, *words: str) -> str:
+    """Superseded certificates whose reason has all these words, against the threat of their training."""
+    names = ("data", "training", "threat", "seed")
+    columns = (
+        *(Column(name, numeric=False) for name in names),
+        *(Column(name, decimals=2) for name in ("training loss", "clean", "certified")),
+    )
+    lines = [
+        line
+        for line in sources.manifest.superseded
+        if line.evidence_of.startswith("certify") and _threat_of(line) in line.training
+    ]
+    chosen = [line for line in lines if all(word in line.why for word in words)]
+    rows = (
+        (
+            *_training_cells(line.training),
+            str(line.seed),
+            "not on record" if line.training_loss is None else line.training_loss,
+            100 * line.right / line.images,
+            100 * line.counted / line.images,
+        )
+        for line in sorted(chosen, key=lambda line: (line.training, line.seed))
+    )
+    return _grid(Table("", columns, tuple(rows)))
+
+
+def _training_cells(training: str) -> tuple[str, str, str]:
+    """Data, model with strategy, and threat out of the words of a training."""
+    data, model, strategy, threat = training.rpartition("), ")[0].split(", ", 3)
+    return data, f"{model}, {strategy}", f"{threat})"
+
+
+def _compared_table(sources: Sources) -> str:
+    return _grid(compared_table(tuple(sources.views.values())))
+
+
+_TABLES: Mapping[str, Callable[..., str]] = {
+    "bench": _bench_table,
+    "stored": _stored_table,
+    "trimmed": _trimmed_table,
+    "superseded": _superseded_table,
+    "compare": _compared_table,
+}
+
+
+def _grid(table: Table) -> str:
+    """The table without its title."""
+    return table.to_markdown().partition("\n\n")[2]

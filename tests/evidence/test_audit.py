@@ -1,0 +1,329 @@
+"""Every forgery of evidence is noticed, and the file is named; where the manifest is forged too, by what else."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from patchcert.errors import RunError
+from patchcert.evidence import Evidence
+from patchcert.evidence.audit import audit_results
+from patchcert.evidence.manifest import MANIFEST, ListedRun, Manifest
+from patchcert.evidence.results import collect
+from patchcert.files import sha256
+from patchcert.threats import Patch
+
+RESULTS = Path(__file__).parents[2] / "results"
+PROVEN, ATTACKED, CHANCE = "916ad3aa4be7e44e", "3120080f84d8cee9", "02fe3563fc47b749"
+
+
+class Folder:
+    """A copy of some results with a manifest of its own, to be forged."""
+
+    def __init__(self, path: Path, *runs: str):
+        self.path = path
+        for run in runs:
+            shutil.copytree(RESULTS / run, path / run)
+        self.relist()
+
+    def relist(self):
+        """What a forger does who knows of the manifest: every line is made to say what lies there."""
+        before = Manifest.read(self.path)
+        if not before.files:
+            Manifest().now(self.path).write(self.path)
+            return
+        there = [entry for entry in before.files if (self.path / entry.path).is_file()]
+        files = tuple(replace(entry, sha256=sha256(self.path / entry.path)) for entry in there)
+        runs = tuple(ListedRun.of(self.path / run.run) for run in before.runs)
+        replace(before, files=files, runs=runs).write(self.path)
+
+    def file(self, run: str, words: str) -> Path:
+        """The only file of a run with these words in its name."""
+        (file,) = self.path.glob(f"{run}/*{words}*.npz")
+        return file
+
+    def forge(self, file: Path, change):
+        """Writes what `change` makes of the columns, past every check."""
+        found = Evidence.read(file)
+        columns = {name: column.copy() for name, column in found.columns.items()}
+        change(columns)
+        np.savez_compressed(file, meta=np.array(json.dumps(found.meta)), **columns)
+
+    def edit(self, run: str, **facts):
+        """Changes facts of a summary."""
+        file = self.path / run / "summary.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | facts, indent=2) + "\n")
+
+    @property
+    def found(self) -> dict[str, str]:
+        """What the audit says, by file."""
+        findings = audit_results(self.path).findings
+        return {each.path.relative_to(self.path).as_posix(): each.what for each in reversed(findings)}
+
+
+@pytest.fixture
+def copied(tmp_path):
+    return lambda *runs: Folder(tmp_path / "results", *runs)
+
+
+def flip(columns, count=100):
+    refused = np.flatnonzero(~columns["certified"] & (columns["prediction"] == columns["label"]))[:count]
+    columns["certified"][refused] = True
+
+
+def demote(columns, count=100):
+    columns["certified"][np.flatnonzero(columns["certified"])[:count]] = False
+
+
+def swap(columns, count=100):
+    before = columns["certified"].copy()
+    flip(columns, count)
+    columns["certified"][np.flatnonzero(before)[:count]] = False
+
+
+def shuffle(columns):
+    order = np.random.default_rng(0).permutation(len(columns["label"]))
+    for name in columns.keys() - {"index"}:
+        columns[name] = columns[name][order]
+
+
+def shift(columns):
+    for name in ("label", "prediction"):
+        columns[name] = (columns[name] + 1) % 10
+
+
+def test_the_committed_results_are_what_they_say():
+    docs = RESULTS.parent / "docs"
+    beside = [*docs.glob("performance/*.json"), *docs.glob("measurements/*.json")]
+    found = audit_results(RESULTS, beside)
+    assert found.findings == ()
+    assert found.files > 800
+    assert found.superseded >= 106
+    listed = {run.run: run for run in Manifest.read(RESULTS).runs}
+    assert {name for name, run in listed.items() if not run.has_curve} == set(found.without_curve)
+
+
+def test_untouched_copies_pass(copied):
+    assert copied(PROVEN, ATTACKED).found == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "without_manifest"),
+    [
+        (flip, "contradicts itself: row 18 is certified with a margin of -0.09"),
+        (demote, "100 verdicts do not follow from their margin: image 0 is the first"),
+        (swap, "contradicts itself: row 18 is certified with a margin of -0.09"),
+        (shuffle, "labels are not those of mnist"),
+        (shift, "10000 labels are not those of mnist: image 0 is a 7, not a 8"),
+    ],
+)
+def test_forged_rows_are_noticed_whether_or_not_the_manifest_is_forged_too(copied, change, without_manifest):
+    folder = copied(PROVEN)
+    file = folder.file(PROVEN, "certify")
+    folder.forge(file, change)
+    name = file.relative_to(folder.path).as_posix()
+    assert folder.found[name] == "does not have the SHA-256 sum that the manifest lists"
+    folder.relist()
+    assert without_manifest in folder.found[name]
+
+
+def test_rows_in_another_order_are_noticed(copied):
+    folder = copied(PROVEN)
+    file = folder.file(PROVEN, "certify")
+    folder.forge(file, lambda columns: columns.update({name: each[::-1] for name, each in columns.items()}))
+    found = folder.found[file.relative_to(folder.path).as_posix()]
+    assert found == "does not have the SHA-256 sum that the manifest lists"
+    assert any("every image once, in order" in str(each) for each in audit_results(folder.path).findings)
+
+
+def test_a_verdict_without_margins_is_held_by_the_manifest_alone(copied):
+    """Only --reprove, and the history of the manifest, notice it where the manifest is forged too."""
+    folder = copied("449d8e0ae656cfa7")
+    file = folder.file("449d8e0ae656cfa7", "certify-patch-16x1-line")
+    folder.forge(file, swap)
+    assert list(folder.found) == [file.relative_to(folder.path).as_posix()]
+    folder.relist()
+    assert folder.found == {}
+
+
+def test_the_same_weights_predict_the_same(copied):
+    run = "449d8e0ae656cfa7"
+    folder = copied(run)
+    file = folder.file(run, "certify-patch-16x1-line")
+
+    def improve(columns):
+        wrong = np.flatnonzero(columns["prediction"] != columns["label"])[:100]
+        columns["prediction"][wrong] = columns["label"][wrong]
+
+    folder.forge(file, improve)
+    folder.relist()
+    found = folder.found[file.relative_to(folder.path).as_posix()]
+    assert found.startswith("100 predictions are not those in ")
+
+
+@pytest.mark.slow
+def test_the_history_has_what_was_superseded():
+    lines = [line for line in Manifest.read(RESULTS).superseded if line.commit]
+    wanted = {(line.commit, line.run): set() for line in lines}
+    for line in lines:
+        wanted[line.commit, line.run].add(line.sha256)
+    for (commit, run), sums in wanted.items():
+        listed = git("ls-tree", "-r", "--name-only", commit, f"results/{run}").decode().split()
+        if not listed:
+            pytest.skip("the history of the repository is not here")
+        assert sums <= {hashlib.sha256(git("show", f"{commit}:{name}")).hexdigest() for name in listed}
+
+
+def git(*words):
+    return subprocess.run(["git", "-C", str(RESULTS.parent), *words], capture_output=True, check=False).stdout
+
+
+def test_an_edited_training_loss_is_noticed(copied):
+    folder = copied(CHANCE)
+    folder.edit(CHANCE, training_loss=0.1)
+    assert set(folder.found) == {f"{CHANCE}/summary.json"}
+    with pytest.raises(RunError, match="training_loss is 0.1, the manifest has 2.30"):
+        Manifest.read(folder.path).updated(folder.path)
+
+
+def test_an_edited_training_loss_is_noticed_by_the_curve_where_there_is_one(copied):
+    run = "065510321976aa3c"
+    folder = copied(run)
+    folder.edit(run, training_loss=0.1)
+    folder.relist()
+    assert "the curve ends at" in folder.found[f"{run}/summary.json"]
+
+
+def test_a_deleted_seed_is_noticed_and_stays_in_the_manifest(copied):
+    folder = copied(PROVEN, CHANCE)
+    shutil.rmtree(folder.path / CHANCE)
+    assert {path.partition("/")[0] for path in folder.found} == {CHANCE}
+    with pytest.raises(RunError, match=f"{CHANCE}.*is listed, but missing"):
+        Manifest.read(folder.path).updated(folder.path)
+
+
+def test_erased_successes_of_an_adaptive_attack_are_noticed(copied):
+    folder = copied(ATTACKED)
+    plain, adaptive = (
+        folder.file(ATTACKED, f"attack-patch-2x2*localgradient*{words}") for words in ("986dae79", "701e8e54")
+    )
+
+    def erase(columns):
+        columns["succeeded"][:] = columns["prediction"] != columns["label"]
+        columns["prediction_after"] = columns["prediction"].copy()
+        columns["margin"] = np.where(columns["succeeded"], 1.0, -1.0).astype(np.float32)
+
+    assert (Evidence.read(plain).withstood, Evidence.read(adaptive).withstood) == (210, 65)
+    folder.forge(adaptive, erase)
+    name = adaptive.relative_to(folder.path).as_posix()
+    assert name in folder.found
+    folder.relist()
+    assert "withstood the adaptive attack, but not the plain one" in folder.found[name]
+    assert "its rows count" in folder.found[f"{ATTACKED}/summary.json"]
+
+
+def test_successes_follow_from_margins(copied):
+    folder = copied(ATTACKED)
+    file = folder.file(ATTACKED, "701e8e54")
+
+    def erase(columns):
+        columns["prediction_after"] = columns["label"].copy()
+        columns["succeeded"][:] = False
+
+    folder.forge(file, erase)
+    folder.relist()
+    assert (
+        "successes do not follow from their margins" in folder.found[file.relative_to(folder.path).as_posix()]
+    )
+
+
+def test_an_image_that_is_wrong_by_itself_cannot_withstand_an_attack(copied):
+    run = "a1366e524c75c512"
+    folder = copied(run)
+    file = folder.file(run, "attack-patch-5x5")
+
+    def mend(columns):
+        row = np.flatnonzero(columns["prediction"] != columns["label"])[0]
+        columns["succeeded"][row], columns["margin"][row] = False, -1.0
+        columns["prediction_after"][row] = columns["label"][row]
+
+    folder.forge(file, mend)
+    folder.relist()
+    assert "but is wrong without one" in folder.found[file.relative_to(folder.path).as_posix()]
+
+
+def test_a_certified_image_that_is_marked_as_broken_is_named(copied):
+    run = "a1366e524c75c512"
+    folder = copied(run)
+    proof, attack = folder.file(run, "certify-patch-5x5"), folder.file(run, "attack-patch-5x5")
+    proven = Evidence.read(proof).columns["certified"]
+
+    def break_one(columns):
+        row = np.flatnonzero(proven[columns["index"]])[0]
+        columns["succeeded"][row], columns["margin"][row] = True, 1.0
+        columns["prediction_after"][row] = (columns["label"][row] + 1) % 10
+
+    folder.forge(attack, break_one)
+    folder.relist()
+    assert "is certified, but" in folder.found[run]
+
+
+def test_files_that_nobody_listed_are_noticed(copied):
+    folder = copied(PROVEN)
+    shutil.copy(folder.file(PROVEN, "certify"), folder.path / PROVEN / "certify-more-0000000000000000.npz")
+    assert folder.found[f"{PROVEN}/certify-more-0000000000000000.npz"] == "is not listed in the manifest"
+
+
+def test_a_curve_that_was_kept_must_stay(copied):
+    run = "065510321976aa3c"
+    folder = copied(run)
+    (folder.path / run / "metrics.jsonl").unlink()
+    folder.relist()
+    assert folder.found[f"{run}/metrics.jsonl"] == "is missing: every run keeps its training curve"
+
+
+def test_a_folder_without_a_manifest_says_how_to_write_one(tmp_path):
+    (finding,) = audit_results(tmp_path).findings
+    assert "audit --write" in finding.what
+
+
+def test_what_a_later_training_replaces_stays_in_the_manifest(finished, mlp, tmp_path):
+    first = finished.collect(mlp, {Patch(5): (94, 62), Patch(2): (94, 80)}, loss=0.5)
+    folder = first.path.parent
+    Manifest.read(folder).updated(folder).write(folder)
+    finished.collect(mlp, {Patch(5): (95, 63)}, weights_seed=1, loss=0.4)
+    kept = Manifest.read(folder)
+    assert sorted((line.counted, line.training_loss) for line in kept.superseded) == [(62, 0.5), (80, 0.5)]
+    assert {line.why for line in kept.superseded} == {
+        "trained again: the same specification gave other weights"
+    }
+    again = kept.updated(folder)
+    assert [line.counted for line in again.superseded] == [line.counted for line in kept.superseded]
+    assert len([entry for entry in again.files if entry.counted is not None]) == 1
+
+
+def test_an_answer_that_is_measured_again_supersedes_the_earlier_one_unless_its_rows_are_the_same(
+    finished, mlp, tmp_path
+):
+    run = finished.run(mlp, {Patch(5): (94, 62)})
+    folder = collect(run, tmp_path / "results").path.parent
+    collect(finished.run(mlp, {Patch(5): (94, 62)}), folder)
+    assert Manifest.read(folder).superseded == ()
+    collect(finished.run(mlp, {Patch(5): (94, 61)}), folder)
+    (line,) = Manifest.read(folder).superseded
+    assert (line.counted, line.why) == (62, "measured again: the same weights gave other rows")
+
+
+def test_a_manifest_is_read_as_it_was_written_and_refused_where_it_is_none(tmp_path, finished, mlp):
+    folder = finished.collect(mlp, {Patch(5): (94, 62)}).path.parent
+    made = Manifest().updated(folder)
+    made.write(folder)
+    assert Manifest.read(folder) == made
+    (folder / MANIFEST).write_text('{"runs": [{"run": "x"}], "files": [], "beside": [], "superseded": []}')
+    with pytest.raises(RunError, match="a line of the manifest has the keys"):
+        Manifest.read(folder)

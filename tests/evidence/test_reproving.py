@@ -1,0 +1,114 @@
+"""Proofs that are done again: what was forged past every other check is named, image by image."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import patchcert as pc
+from patchcert.cli.app import run
+from patchcert.evidence import Certification, Evidence, EvidenceFolder, Selection, Subject
+from patchcert.evidence.audit import audit_evidence
+from patchcert.evidence.manifest import Manifest
+from patchcert.evidence.reproving import AtHand, provable, reprove
+from patchcert.zoo import shipped
+
+NAME, IMAGES = "mnist-5x5-cnn2", 12
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return pc.load_dataset("mnist-mini")
+
+
+@pytest.fixture
+def results(tmp_path, digits):
+    """Results with certificates of a model of the zoo on the first digits."""
+    weights = shipped().card(NAME).weights_sha256
+    subject = Subject(
+        pc.IntervalBounds(pc.load(NAME)), weights, digits, Selection(digits.name, limit=IMAGES), CPU
+    )
+    folder = tmp_path / "results"
+    Certification(subject, pc.Patch(5)).into(EvidenceFolder(folder / "made")).run()
+    return folder
+
+
+def again(results, digits, count=IMAGES):
+    weights = shipped().card(NAME).weights_sha256
+    (evidence,) = provable(results)[weights]
+    at_hand = AtHand(f"zoo:{NAME}", weights, lambda: pc.load(NAME))
+    return reprove(at_hand, evidence, digits, count, torch.Generator().manual_seed(0), CPU)
+
+
+def forge(results, change):
+    (file,) = results.rglob("*.npz")
+    found = Evidence.read(file)
+    columns = {name: column.copy() for name, column in found.columns.items()}
+    change(columns)
+    np.savez_compressed(file, meta=np.array(json.dumps(found.meta)), **columns)
+    assert audit_evidence(file) == ()
+    return file
+
+
+def test_an_honest_proof_is_found_again(results, digits):
+    found = again(results, digits, 5)
+    assert (found.model, found.images, found.findings) == (f"zoo:{NAME}", 5, ())
+
+
+def test_a_verdict_forged_together_with_its_margin_is_named(results, digits):
+    image = None
+
+    def forged(columns):
+        nonlocal image
+        right = columns["prediction"] == columns["label"]
+        image = np.flatnonzero(~columns["certified"] & right)[0]
+        columns["certified"][image], columns["margin"][image] = True, 0.5
+
+    file = forge(results, forged)
+    findings = again(results, digits).findings
+    assert {finding.path for finding in findings} == {file}
+    assert all(str(finding.what).startswith(f"image {image}: ") for finding in findings)
+    assert findings[0].what == f"image {image}: certified is stated as True, but is False by zoo:{NAME}"
+
+
+def test_a_margin_of_the_right_sign_is_compared_too(results, digits):
+    forge(results, lambda columns: columns.update(margin=columns["margin"] * 2))
+    findings = again(results, digits).findings
+    assert len(findings) == IMAGES
+    assert all("margin is stated as" in finding.what for finding in findings)
+
+
+def test_an_image_that_is_called_certified_and_breaks_is_named(results, digits):
+    """All verdicts are forged: some of the images that were refused can be broken."""
+
+    def forged(columns):
+        columns["certified"] = columns["prediction"] == columns["label"]
+        columns["margin"] = np.where(columns["certified"], 0.5, -0.5).astype(np.float32)
+
+    forge(results, forged)
+    assert any(
+        "certified, but broken by an attack" in finding.what for finding in again(results, digits).findings
+    )
+
+
+def test_votes_are_not_proven_again(results):
+    (file,) = results.rglob("*.npz")
+    found = Evidence.read(file)
+    columns = {name: found.columns[name] for name in ("index", "label", "prediction", "certified")}
+    Evidence(columns, {**found.meta, "classifier": {"name": "Mine"}}).write(file)
+    assert provable(results) == {}
+
+
+def test_the_command_names_the_image_and_exits_with_1(results, capsys):
+    Manifest().now(results).write(results)
+    command = ["audit", str(results), "--reprove", "12", "--seed", "0", "--device", "cpu"]
+    assert run(command) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [each["images"] for each in printed["reproved"]] == [12]
+    forge(results, lambda columns: columns.update(margin=columns["margin"] * 2))
+    (results / "manifest.json").unlink()
+    Manifest().now(results).write(results)
+    assert run(command) == 1
+    assert "image 0: margin is stated as" in capsys.readouterr().err

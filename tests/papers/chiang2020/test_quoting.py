@@ -1,0 +1,198 @@
+"""Figures in documents are those that their queries give, and none is typed."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from patchcert.errors import InvalidInput
+from patchcert.papers.chiang2020.audit import audit_page
+from patchcert.papers.chiang2020.quoting import (
+    Sources,
+    audit_document,
+    audit_documents,
+    shown,
+    typed_figures,
+    updated,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return Sources(ROOT, ROOT / "results")
+
+
+@pytest.fixture
+def forged(sources, tmp_path):
+    """A checkout of documents and measurements to be forged, with the results and cards as they are."""
+    shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    (tmp_path / "src" / "patchcert" / "zoo").mkdir(parents=True)
+    (tmp_path / "src" / "patchcert" / "zoo" / "entries").symlink_to(sources.zoo.folder)
+    made = Sources(tmp_path, sources.results)
+    vars(made).update(views=sources.views, page=sources.page)
+    return made
+
+
+def alter(sources, name, before, after):
+    page = sources.root / name
+    text = page.read_text()
+    assert before in text
+    page.write_text(text.replace(before, after, 1))
+    return [each.what for each in audit_document(page, sources)]
+
+
+def test_the_documents_say_what_the_evidence_gives(sources):
+    assert [str(finding) for finding in audit_documents(sources)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "what"),
+    [
+        ("README.md", "68.92<!--", "69.92<!--", "69.92, but 68.92 is what 'row ours 5x5 certified' gives"),
+        ("README.md", "+0.66<!--", "+1.66<!--", "+1.66, but +0.66 is what 'compare loss mean' gives"),
+        (
+            "README.md",
+            "68.92<!--= row ours 5x5 certified -->",
+            "69.92",
+            "line 109 has '69.92 %', which no query gives",
+        ),
+        ("README.md", "96.0% are right", "97.0% are right", "line 30 has '97.0%', which no query gives"),
+        ("docs/guides/zoo.md", "52<!--", "5<!--", "5, but 52 is what"),
+        ("docs/guides/train.md", "17.8<!--", "27.8<!--", "27.8, but 17.8 is what"),
+        (
+            "docs/performance.md",
+            "| 52.0x |",
+            "| 152.0x |",
+            "the table 'bench docs/performance/h200.json' gives is another",
+        ),
+        ("docs/decisions/0007-a-short-ramp-for-cnn4.md", "88.08<!--", "8.08<!--", "8.08, but 88.08 is what"),
+        (
+            "docs/decisions/0009-the-zoo-has-trimmed-models.md",
+            "| 5,293 |",
+            "| 5,393 |",
+            "the table 'trimmed' gives is another",
+        ),
+    ],
+)
+def test_altered_figures_are_noticed(forged, name, before, after, what):
+    (found,) = alter(forged, name, before, after)
+    assert found.startswith(what)
+
+
+def test_a_stored_measurement_and_its_table_are_held_to_each_other(forged):
+    file = forged.root / "docs" / "measurements" / "short-ramp.json"
+    file.write_text(file.read_text().replace("44.3", "54.3"))
+    (found,) = audit_document(forged.root / "docs" / "decisions" / "0007-a-short-ramp-for-cnn4.md", forged)
+    assert found.what == "the table 'stored docs/measurements/short-ramp.json' gives is another"
+
+
+def test_an_altered_page_of_results_is_noticed(forged):
+    page = forged.root / "docs" / "results.md"
+    page.write_text(page.read_text().replace("| 91.3 |", "| 92.3 |", 1))
+    (found,) = audit_page(page, forged.page)
+    assert found.what.startswith("is not what the evidence gives: line ")
+
+
+def test_what_was_altered_is_made_again(forged):
+    page = forged.root / "README.md"
+    before = page.read_text()
+    page.write_text(before.replace("68.92<!--", "1.00<!--").replace("+0.66<!--", "+5.00<!--"))
+    assert updated(page.read_text(), forged) == before
+    performance = (forged.root / "docs" / "performance.md").read_text()
+    assert updated(performance.replace("52.0x", "99.0x"), forged) == performance
+
+
+@pytest.mark.parametrize(
+    ("query", "value"),
+    [
+        ("row large-models 'cifar 2x2 all cnn5w' certified", 52.92),
+        ("row large-models 'cifar 2x2 all cnn5w' seconds / 60", 19.82),
+        ("run 02fe3563fc47b749 certified", 11.35),
+        ("superseded 22526a400f41b9e1 certified", 67.80),
+        ("superseded 46902b72277c3492 certified", 17.75),
+        ("superseded 46902b72277c3492 loss", 1.93),
+        ("compare loss above", 11),
+        ("compare first above", 7),
+        ("compare mean above", 5),
+        ("card cifar10-2x2-cnn5w proof.certified", 5293),
+        ("json docs/performance/h200.json cases.0.placements", 576),
+        ("authors 'cifar guided(20)' certified", 53.02),
+        ("parameters cnn5w / 1e6", 17.19),
+    ],
+)
+def test_queries(sources, query, value):
+    assert sources.figure(query) == pytest.approx(value, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("rows ours 2x2 certified", "begins with no kind of figure"),
+        ("row ours 2x2", "wrong number of words"),
+        ("row ours 2x2 robust", "a row has no 'robust'"),
+        ("row ours mnist certified", "2 rows of ours have the words 'mnist'; expected one"),
+        ("row theirs 2x2 certified", "there is no table 'theirs'"),
+        ("row large-models 'cifar 5x5 guided(20) cnn5w' spread", "gives no number"),
+        ("run 0000000000000000 certified", "there is no run"),
+        ("superseded 0000000000000000 certified", "no superseded run"),
+        ("compare luck above", "rows are not compared by 'luck'"),
+        ("json docs/performance/h200.json cases.99.placements", "there is nothing at '99'"),
+        ("authors cifar certified", "lines of authors.json have the words"),
+    ],
+)
+def test_mistaken_queries_are_refused_by_name(sources, query, message):
+    with pytest.raises(InvalidInput, match=message):
+        sources.figure(query)
+
+
+def test_a_query_that_gives_nothing_is_a_finding(forged):
+    (found,) = alter(forged, "README.md", "row ours 5x5 certified", "row ours 9x9 certified")
+    assert found.startswith("the query 'row ours 9x9 certified' gives nothing: 0 rows of ours")
+
+
+@pytest.mark.parametrize(
+    ("value", "like", "text"),
+    [
+        (94.1, "1.00", "94.10"),
+        (1994, "1", "1,994"),
+        (0.66, "+1.0", "+0.7"),
+        (-0.04, "+1.00", "-0.04"),
+        (19.8, "20", "20"),
+    ],
+)
+def test_figures_keep_their_decimals(value, like, text):
+    assert shown(value, like) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "it proves 52.9 %",
+        "97% are right",
+        "81.8x faster",
+        "takes 20 minutes",
+        "11 of 18 rows",
+        "9,410 images are certified",
+        "a loss of 1.93",
+    ],
+)
+def test_typed_results_are_found(text):
+    assert len(list(typed_figures(f"Words.\n{text}\n"))) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`0.05` is a setting",
+        "```bash\npatchcert train --scale 0.1   # 52.9 %\n```",
+        "see [decision 6](docs/0006-x.md#1.2)",
+        "52.9<!--= row ours 2x2 certified --> % are proven",
+        "<!-- table: trimmed -->\n| 52.9 % |\n<!-- end of table -->",
+        "5x5 patches of 2 pixels in 100 epochs",
+    ],
+)
+def test_code_markers_and_sizes_are_no_typed_results(text):
+    assert list(typed_figures(text)) == []
