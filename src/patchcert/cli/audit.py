@@ -124,8 +124,8 @@ class Checkout:
     def write(self) -> None:
         """Bring the manifest, the cards, the page of results and the figures in documents up to date."""
         from patchcert.evidence.manifest import Manifest
-        from patchcert.papers.chiang2020.quoting import updated
         from patchcert.files import write_text
+        from patchcert.papers.chiang2020.quoting import updated
         from patchcert.zoo import Zoo
         from patchcert.zoo.audit import recount
 
