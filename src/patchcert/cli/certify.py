@@ -105,6 +105,7 @@ def certify(
         count = len(subject.positions())
         say(f"certifying {count} {split} images of {dataset.name} against {threat} on {place}")
         evidence = _prove(certification, count)
+    _advise(evidence)
     card = _compare(opened, evidence)
     print_json({**summarise(evidence), **card})
     if card.get("card", {}).get("differences"):
@@ -124,6 +125,21 @@ def _prove(certification: "Certification", count: int) -> "Evidence":
         elif certification.kept:
             say(f"{certification.kept} of {count} images are kept: the same command resumes from there")
         raise
+
+
+def _advise(evidence: "Evidence") -> None:
+    """Where intervals prove none of the images that are right: say why, and what works with any model."""
+    from patchcert.threats import Patch
+
+    by_intervals = evidence.meta["classifier"]["name"] == "IntervalBounds"
+    if evidence.certified or not evidence.correct or not by_intervals:
+        return
+    margins = evidence.columns.get("margin")
+    best = "" if margins is None else f"; the best margin is {float(margins.max()):.4g}"
+    say(f"{evidence.correct} images are right and none is proven{best}")
+    say("bounds are wide for networks that were not trained on them, and for large patches")
+    if isinstance(evidence.threat, Patch):
+        say("hint: --method masking --masks 6 needs no bounds and works with any network")
 
 
 def _compare(target: Target, evidence: "Evidence") -> dict[str, Any]:
