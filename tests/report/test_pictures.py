@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from patchcert.data import Split
 from patchcert.errors import InvalidInput
 from patchcert.report.pictures import (
     NOWHERE,
@@ -15,9 +17,12 @@ from patchcert.report.pictures import (
     UNPROVEN,
     data_address,
     margin_colours,
+    masked_images,
     sprite,
     telling_rows,
 )
+from patchcert.threats import Patch
+from patchcert.threats.masks import masks_covering
 
 
 def decode(address: str) -> np.ndarray:
@@ -70,3 +75,19 @@ def test_half_of_the_telling_rows_are_certified_where_there_are_enough(
     chosen = telling_rows(few, count)
     assert len(set(chosen.tolist())) == len(chosen) == min(count, 8)
     assert few.columns["certified"][chosen].sum() == proven
+
+
+def test_proofs_by_masks_show_the_weakest_copy(run, masked_run):
+    (rows,) = masked_run.certificates
+    images = Split(torch.from_numpy(run.thumbnails), torch.from_numpy(rows.columns["label"]))
+    shown = {each.index: each for each in masked_images(images, rows, 40)}
+    assert len(shown) == 40
+    hidden = masks_covering(Patch(2), 12, 12, masks=3).hidden.numpy()
+    for index, pair in ((29, (0, 4)), (3, (2,))):
+        found = shown[index]
+        behind = hidden[list(pair)].any(axis=0)
+        assert found.masks == pair
+        assert (found.copy[0][behind] == 0).all()
+        assert (found.copy[0][~behind] == run.thumbnails[index, 0][~behind]).all()
+    assert (shown[29].certified, shown[29].lead) == (False, -0.5)
+    assert masked_images(images, run.certificates[0], 8) == []

@@ -297,6 +297,8 @@ _HEADINGS = {
     "verdict": "Verdict",
     "margin": "Least margin",
     "top": "Weakest at",
+    "lead": "Least lead",
+    "masks": "Weakest masks",
     "radius": "Radius in pixels",
     "votes": "Votes",
     "outcome": "Attack",
@@ -310,9 +312,13 @@ def _image_values(run: RunSummary, rows: Evidence) -> dict[str, list[Any]]:
         key: columns[key].tolist() for key in ("index", "label", "prediction", "radius") if key in columns
     }
     values |= {"verdict": _verdicts(rows), "outcome": _outcomes(run, rows)}
-    if "margin" in columns:
-        margins = columns["margin"].tolist()
-        values["margin"] = [float(f"{value:.4g}") if math.isfinite(value) else None for value in margins]
+    for key in ("margin", "lead"):
+        if key in columns:
+            found = columns[key].tolist()
+            values[key] = [float(f"{value:.4g}") if math.isfinite(value) else None for value in found]
+    if "first_mask" in columns:
+        pairs = zip(columns["first_mask"].tolist(), columns["second_mask"].tolist(), strict=True)
+        values["masks"] = [f"{first}, {second}" for first, second in pairs]
     if "worst_top" in columns and (columns["worst_top"] >= 0).any():
         values |= {"top": columns["worst_top"].tolist(), "left": columns["worst_left"].tolist()}
     if "votes" in columns:
@@ -351,7 +357,7 @@ def _cell(key: str, values: Mapping[str, list[Any]], at: int, classes: Sequence[
         return class_name(classes, value)
     if key in ("verdict", "outcome"):
         return (VERDICTS if key == "verdict" else OUTCOMES)[value]
-    if key == "margin":
+    if key in ("margin", "lead"):
         return margin_text(math.nan if value is None else value)
     if key == "top":
         return f"{value}, {values['left'][at]}" if value >= 0 else ""

@@ -1,4 +1,4 @@
-"""Images on a page: PNG data addresses, certificate maps, and images that an attack broke.
+"""Images on a page: PNG data addresses, certificate maps, images behind masks, and images that an attack broke.
 
 One file pixel per image pixel; the page enlarges them.
 """
@@ -21,7 +21,8 @@ from patchcert.data import Split
 from patchcert.errors import InvalidInput
 from patchcert.evidence import Evidence
 from patchcert.tensors import Labels, PlacementMargins
-from patchcert.threats import Patch
+from patchcert.threats import Patch, threat_from_dict
+from patchcert.threats.masks import masks_covering
 
 Pixels = NDArray[np.uint8]
 
@@ -113,6 +114,20 @@ class CertificateMap:
 
 
 @dataclass(frozen=True, eq=False)
+class MaskedImage:
+    """An image, and its copy behind the masks where the label's lead was least of all copies that were looked at."""
+
+    index: int
+    image: Pixels
+    copy: Pixels
+    label: int
+    prediction: int
+    certified: bool
+    lead: float
+    masks: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class AttackedImage:
     """An image that was right before an attack and wrong after it, and the boxes that hold everything it changed."""
 
@@ -167,14 +182,46 @@ def certificate_maps(model: nn.Module, images: Split, rows: Evidence, count: int
     ]
 
 
-def telling_rows(rows: Evidence, count: int) -> NDArray[np.intp]:
-    """Rows over the whole range of margins: proofs from the widest to the narrowest, then failures likewise.
+def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage]:
+    """`count` telling rows of a proof by masks, each with its weakest copy; none of other kinds of proof."""
+    if "first_mask" not in rows.columns:
+        return []
+    kind = rows.meta["classifier"]
+    _, height, width = images.image_size
+    threat = threat_from_dict(kind["masked_threat"])
+    assert isinstance(threat, Patch)
+    masks = kind["masks"] if isinstance(kind["masks"], int) else tuple(kind["masks"])
+    hidden = masks_covering(threat, height, width, masks, kind["patches"]).hidden.numpy()
+    fill = np.rint(255 * np.clip(np.atleast_1d(kind["fill"]), 0, 1)).astype(np.uint8)
+    found = []
+    for row in telling_rows(rows, count).tolist():
+        values = {name: column[row].item() for name, column in rows.columns.items() if column.ndim == 1}
+        image = images.images[values["index"]].numpy()
+        pair = values["first_mask"], values["second_mask"]
+        found.append(
+            MaskedImage(
+                index=values["index"],
+                image=image,
+                copy=np.where(hidden[pair[0]] | hidden[pair[1]], fill[:, None, None], image),
+                label=values["label"],
+                prediction=values["prediction"],
+                certified=values["certified"],
+                lead=values["lead"],
+                masks=tuple(sorted(set(pair))),
+            )
+        )
+    return found
 
-    Half of the rows are certified and half are not, as far as there are enough of either. Without margins they are
-    spread over the images in their order.
+
+def telling_rows(rows: Evidence, count: int) -> NDArray[np.intp]:
+    """Rows over the whole range of margins or leads: proofs from the widest to the narrowest, then failures likewise.
+
+    Half of the rows are certified and half are not, as far as there are enough of either. Without margins and leads
+    they are spread over the images in their order.
     """
     certified = rows.columns["certified"]
-    order = np.argsort(-rows.columns.get("margin", np.zeros(rows.total)), kind="stable")
+    widths = rows.columns.get("margin", rows.columns.get("lead", np.zeros(rows.total)))
+    order = np.argsort(-widths, kind="stable")
     proven, unproven = order[certified[order]], order[~certified[order]]
     failures = min(len(unproven), max(count // 2, count - len(proven)))
     return np.concatenate([_spread(proven, count - failures), _spread(unproven, failures)])
