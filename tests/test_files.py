@@ -1,9 +1,20 @@
+import errno
 import hashlib
+import os
 import stat
 
 import pytest
 
-from patchcert.files import atomic_write, sha256
+from patchcert.errors import StorageError
+from patchcert.files import (
+    STORAGE_ERRORS,
+    atomic_write,
+    copy_file,
+    new_folder,
+    sha256,
+    write_text,
+    write_together,
+)
 
 
 def test_a_file_appears_whole(tmp_path):
@@ -43,3 +54,85 @@ def test_others_may_read_it_as_any_new_file(tmp_path):
 def test_the_sum_is_sha256(tmp_path):
     (tmp_path / "file").write_bytes(b"patch")
     assert sha256(tmp_path / "file") == hashlib.sha256(b"patch").hexdigest()
+
+
+def fail_with(number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("number", STORAGE_ERRORS)
+def test_a_full_disk_is_one_error_that_names_the_file(tmp_path, monkeypatch, number):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", fail_with(number))
+    with pytest.raises(StorageError, match=f"{path} cannot be written: {os.strerror(number)}"):
+        write_text(path, "new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("step", ["replace", "fsync"])
+def test_whatever_the_system_refuses_is_named(tmp_path, monkeypatch, step):
+    monkeypatch.setattr(os, step, fail_with(errno.EACCES))
+    with pytest.raises(
+        StorageError, match="file cannot be written: Permission denied\nhint: name a file in a folder"
+    ):
+        write_text(tmp_path / "file", "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file/page cannot be written: (Not a directory|File exists)"):
+        write_text(tmp_path / "file" / "page", "new")
+
+
+def test_errors_of_other_things_in_the_block_stay_what_they_are(tmp_path):
+    """A connection that ends while a download is written says nothing of the file."""
+
+    def download():
+        with atomic_write(tmp_path / "file"):
+            raise ConnectionResetError(errno.ECONNRESET, "gone")
+
+    with pytest.raises(ConnectionResetError):
+        download()
+    with pytest.raises(FileNotFoundError):
+        copy_file(tmp_path / "absent", tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_written_together_or_not_at_all(tmp_path, monkeypatch):
+    files = {tmp_path / name: name.encode() for name in ("one", "two", "three")}
+    for path in files:
+        path.write_bytes(b"old")
+    real, calls = os.fsync, []
+
+    def third_fails(number):
+        calls.append(number)
+        return real(number) if len(calls) < 3 else fail_with(errno.ENOSPC)()
+
+    monkeypatch.setattr(os, "fsync", third_fails)
+    with pytest.raises(StorageError, match="three cannot be written: No space left on device"):
+        write_together(files)
+    assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == [b"old"] * 3
+    monkeypatch.setattr(os, "fsync", real)
+    write_together(files)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_new_folder_is_as_it_was_after_an_error(tmp_path, error):
+    def fill(folder):
+        with new_folder(folder):
+            write_text(folder / "below" / "file", "x")
+            write_text(folder / "file", "x")
+            raise error
+
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "new" / "folder"):
+        with pytest.raises(error):
+            fill(folder)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]

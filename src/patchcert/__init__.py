@@ -15,19 +15,29 @@ if TYPE_CHECKING:
         placement_margins,
     )
     from patchcert.certificates.ablation import RandomAblation
+    from patchcert.certificates.band_votes import BandVotes, BlockVotes
+    from patchcert.certificates.local_votes import LocalVotes
+    from patchcert.certificates.masking import DoubleMasking, MaskedDetection
     from patchcert.data import load_dataset
     from patchcert.errors import PatchcertError
     from patchcert.models import ModelSpec, Normalize
     from patchcert.threats import Patch, SparsePixels, shapes
+    from patchcert.threats.masks import MaskSet, masks_covering
     from patchcert.zoo import load
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BandVotes",
+    "BlockVotes",
     "Certificates",
     "Classifier",
+    "DoubleMasking",
     "Interval",
     "IntervalBounds",
+    "LocalVotes",
+    "MaskSet",
+    "MaskedDetection",
     "ModelSpec",
     "Normalize",
     "Patch",
@@ -39,16 +49,23 @@ __all__ = [
     "certify",
     "load",
     "load_dataset",
+    "masks_covering",
     "placement_margins",
     "shapes",
     "zoo",
 ]
 
 _HOMES = {
+    "BandVotes": "patchcert.certificates.band_votes",
+    "BlockVotes": "patchcert.certificates.band_votes",
     "Certificates": "patchcert.certificates",
     "Classifier": "patchcert.certificates",
+    "DoubleMasking": "patchcert.certificates.masking",
     "Interval": "patchcert.bounds",
     "IntervalBounds": "patchcert.certificates",
+    "LocalVotes": "patchcert.certificates.local_votes",
+    "MaskSet": "patchcert.threats.masks",
+    "MaskedDetection": "patchcert.certificates.masking",
     "ModelSpec": "patchcert.models",
     "Normalize": "patchcert.models",
     "Patch": "patchcert.threats",
@@ -60,6 +77,7 @@ _HOMES = {
     "certify": "patchcert.certificates",
     "load": "patchcert.zoo",
     "load_dataset": "patchcert.data",
+    "masks_covering": "patchcert.threats.masks",
     "placement_margins": "patchcert.certificates",
     "shapes": "patchcert.threats",
     "zoo": "patchcert.zoo",

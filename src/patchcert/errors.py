@@ -36,3 +36,7 @@ class SpecError(PatchcertError):
 
 class RunError(PatchcertError):
     """A run folder that is missing, incomplete or belongs to something else."""
+
+
+class StorageError(PatchcertError):
+    """A file that cannot be written: the disk is full, or the folder is not the user's."""

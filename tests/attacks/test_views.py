@@ -1,215 +1,81 @@
-"""Whatever an attack looks at, only the judge says that an image is broken."""
+"""Values lie where the patch lies, and the network on windows gives what the network on whole images gives."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
-from patchcert.attacks import AttackedModel, AttackJob, FastCopy, PatchAttack, SparseAttack
-from patchcert.attacks.views import ImageView, put, stamp_cells, without_batch_norms
-from patchcert.certificates import IntervalBounds
-from patchcert.certificates.ablation import RandomAblation
-from patchcert.errors import InvalidInput, ModelError
-from patchcert.threats import Patch, SparsePixels, shapes
+from patchcert.attacks import PatchAttack, views
+from patchcert.attacks.views import ImageView, ImageViews, Slide, WindowViews, patch_views, put, stamp_cells
+from patchcert.models import Normalize
+from patchcert.threats import Patch, shapes
+
+HEIGHT, WIDTH, CHANNELS = 11, 9, 2
 
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-class Residual(nn.Module):
-    """Two convolutions with batch norms, one of which is read twice, and one before a norm of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1, self.relu1 = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()
-        self.conv2, self.bn2, self.relu2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()
-        self.bn3, self.fc = nn.BatchNorm2d(4), nn.Linear(4, 5)
-
-    def forward(self, images: Tensor) -> Tensor:
-        first = self.relu1(self.bn1(self.conv1(images)))
-        second = self.conv2(first)
-        joined = self.relu2(self.bn2(second) + second)
-        return self.fc(self.bn3(joined).mean(dim=(2, 3)))
-
-
-def residual() -> Residual:
-    model, generator = Residual(), seeded(0)
+def prepared(*layers, seed=0) -> nn.Sequential:
+    model = nn.Sequential(*layers).double().eval()
+    generator = seeded(seed)
     with torch.no_grad():
-        for name, value in model.state_dict().items():
-            if value.is_floating_point():
-                drawn = torch.randn(value.shape, generator=generator) * 0.4
-                value.copy_(drawn.abs() + 0.5 if "running_var" in name else drawn)
-    return model.eval()
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
+    return model
 
 
-def images(count: int = 6) -> Tensor:
-    return torch.rand(count, 3, 12, 12, generator=seeded(1))
+def ended(*layers, seed=0, size=(HEIGHT, WIDTH)) -> nn.Sequential:
+    """The layers, flattened and with two linear layers after them."""
+    front = nn.Sequential(*layers, nn.Flatten()).double().eval()
+    features = front(torch.zeros(1, CHANNELS, *size, dtype=torch.float64)).shape[1]
+    return prepared(*layers, nn.Flatten(), nn.Linear(features, 7), nn.ReLU(), nn.Linear(7, 4), seed=seed)
 
 
-def gradient(model: nn.Module, point: Tensor) -> Tensor:
-    point = point.clone().requires_grad_()
-    return torch.autograd.grad(model(point)[:, 0].sum(), point)[0]
+def images_of(count=3, seed=0, size=(HEIGHT, WIDTH)) -> torch.Tensor:
+    return torch.rand(count, CHANNELS, *size, generator=seeded(seed), dtype=torch.float64)
 
 
-def test_a_fast_copy_has_the_logits_and_gradients_of_its_network():
-    model, copy = residual(), FastCopy(residual())
-    assert not copy.reduced
-    torch.testing.assert_close(copy(images()), model(images()), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradient(copy, images()), gradient(model, images()), rtol=1e-4, atol=1e-5)
+def batch_norm(channels, seed=0) -> nn.BatchNorm2d:
+    layer = nn.BatchNorm2d(channels)
+    layer.running_mean = torch.randn(channels, generator=seeded(seed))
+    layer.running_var = torch.rand(channels, generator=seeded(seed)) + 0.5
+    return layer
 
 
-def test_only_norms_that_alone_follow_a_convolution_are_folded():
-    names = dict(without_batch_norms(residual()).named_modules())
-    assert "bn1" not in names
-    assert {"bn2", "bn3"} <= set(names)
-    model = residual()
-    before = model.conv1.weight.clone()
-    FastCopy(model)
-    assert torch.equal(model.conv1.weight, before)
-
-
-def test_a_reduced_fast_copy_rounds_but_takes_and_gives_float32():
-    model, copy = residual(), FastCopy(residual(), reduced=True)
-    logits = copy(images())
-    assert logits.dtype == torch.float32
-    assert not torch.equal(logits, model(images()))
-    torch.testing.assert_close(logits, model(images()), rtol=0.05, atol=0.05)
-    assert gradient(copy, images()).dtype == torch.float32
-
-
-class Brightness(nn.Module):
-    """Wrong from a mean brightness of 0.5 on; a biased one already from a smaller one."""
-
-    def __init__(self, bias: float = 0.0) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.tensor(bias))
-
-    def forward(self, images: Tensor) -> Tensor:
-        mean = images.flatten(1).mean(dim=1)
-        return torch.stack([torch.full_like(mean, 0.5), mean + self.bias], dim=1)
-
-
-def dark_job(patch: Patch) -> AttackJob:
-    return AttackJob(torch.zeros(5, 1, 8, 8), torch.zeros(5, dtype=torch.long), patch, seeded(0))
-
-
-def test_a_success_by_the_surrogate_alone_does_not_end_the_ascent():
-    patch, model, hasty = Patch(7), Brightness().eval(), Brightness(0.2).eval()
-    attack = PatchAttack(steps=40, restarts=1, step_size=0.05, check_every=5, batch_size=8)
-    believed = attack.propose(AttackedModel.of(hasty), dark_job(patch))
-    assert (model(believed.images).argmax(dim=1) == 0).all()
-    confirmed = attack.propose(AttackedModel(hasty, model), dark_job(patch))
-    assert (model(confirmed.images).argmax(dim=1) == 1).all()
-    assert (confirmed.steps > believed.steps).all()
-    assert (confirmed.steps < 40).all()
-
-
-def test_what_is_never_confirmed_is_attacked_to_the_end():
-    patch, model, liar = Patch(4), Brightness().eval(), Brightness(0.5).eval()
-    attack = PatchAttack(steps=12, restarts=3, check_every=5, batch_size=8)
-    found = attack.propose(AttackedModel(liar, model), dark_job(patch))
-    assert (found.steps == 36).all()
-    assert (model(found.images).argmax(dim=1) == 0).all()
-
-
-def test_an_exhaustive_attack_goes_on_to_the_largest_margin():
-    attack = PatchAttack(steps=40, restarts=1, check_every=5, batch_size=8).exhaustive()
-    found = attack.propose(AttackedModel(Brightness().eval(), Brightness().eval()), dark_job(Patch(7)))
-    assert (found.steps == 40).all()
-    assert found.images.flatten(1).mean(dim=1).min() > 0.7
-
-
-@pytest.mark.parametrize("at_once", [1, 4, 6, 100, None])
-def test_a_judge_sees_no_more_images_at_once_than_it_may(at_once):
-    sizes, model = [], residual()
-    model.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
-    labels = torch.zeros(6, dtype=torch.long)
-    verdict = AttackedModel(model, model, at_once).evaluate(images(), labels)
-    assert max(sizes) == min(at_once or 6, 6)
-    assert sum(sizes) == 6
-    assert torch.equal(verdict.predictions, residual()(images()).argmax(dim=1))
-
-
-class Stubborn:
-    """Says 1 only from a brightness on that its surrogate knows nothing of, and abstains above another."""
-
-    def __init__(self, model: nn.Module, bound: float = 0.7) -> None:
-        self.model, self.bound = model, bound
-
-    def predict(self, images: Tensor) -> Tensor:
-        mean = images.flatten(1).mean(dim=1)
-        return torch.where(mean > 0.95, -1, (mean > self.bound).long())
-
-    def certify(self, images, labels, threat):
-        raise AssertionError("an attack asks for no proof")
-
-
-class WithSurrogate(Stubborn):
-    """Offers another module to differentiate than the one it is made of."""
-
-    def surrogate(self) -> nn.Module:
-        return Brightness().eval()
-
-
-@pytest.mark.parametrize("classifier", [Stubborn(Brightness().eval()), WithSurrogate(nn.Flatten())])
-@pytest.mark.parametrize("search", ["random", "sweep"])
-def test_a_classifier_is_judged_by_its_predictions(classifier, search):
-    attack = PatchAttack(steps=40, restarts=1, check_every=5, batch_size=8, search=search)
-    job = dark_job(Patch(7))
-    result = attack.run(classifier, job.images, job.labels, job.threat)
-    assert result.succeeded.all()
-    assert torch.equal(result.predictions, classifier.predict(result.adversarial))
-    assert (result.adversarial.flatten(1).mean(dim=1) > 0.7).all()
-    assert (result.margins > 0).all()
-    withstood = attack.run(classifier, job.images, job.labels, Patch(6))
-    assert not withstood.succeeded.any()
-    assert (withstood.margins <= 0).all()
-
-
-def test_an_abstention_is_no_right_answer():
-    job = dark_job(Patch(8))
-    result = PatchAttack(steps=60, restarts=1, early_stop=False).run(
-        Stubborn(Brightness().eval(), 0.99), job.images, job.labels, job.threat
-    )
-    assert result.succeeded.all()
-    assert (result.predictions == -1).all()
-
-
-def test_a_sparse_attack_on_a_classifier_is_judged_by_its_predictions():
-    job = dark_job(Patch(1))
-    attack, classifier = SparseAttack(steps=10, restarts=2), Stubborn(Brightness().eval())
-    assert attack.run(classifier, job.images, job.labels, SparsePixels(46)).succeeded.all()
-    assert not attack.run(classifier, job.images, job.labels, SparsePixels(44)).succeeded.any()
-
-
-def test_a_module_with_predictions_of_its_own_is_judged_by_its_logits():
-    class Both(Brightness):
-        def predict(self, images: Tensor) -> Tensor:
-            raise AssertionError("the logits decide")
-
-    job = dark_job(Patch(7))
-    assert (
-        PatchAttack(steps=40, restarts=1)
-        .run(Both().eval(), job.images, job.labels, job.threat)
-        .succeeded.all()
-    )
-
-
-def test_classifiers_that_cannot_be_followed_are_refused():
-    job = dark_job(Patch(1))
-    with pytest.raises(
-        InvalidInput, match="Stubborn has no differentiable module that an attack could follow"
-    ):
-        PatchAttack().run(Stubborn("weights"), job.images, job.labels, job.threat)
-
-    class Scores(Stubborn):
-        def predict(self, images: Tensor) -> Tensor:
-            return images.flatten(1)
-
-    with pytest.raises(
-        ModelError, match=r"Scores.predict must give one class per image \(5,\), got torch.float32"
-    ):
-        PatchAttack().run(Scores(Brightness().eval()), job.images, job.labels, job.threat)
+NETWORKS = {
+    "linear": lambda: [],
+    "normalised linear": lambda: [Normalize((0.5, 0.3), (0.2, 0.4))],
+    "convolution": lambda: [nn.Conv2d(2, 3, 3, padding=1), nn.ReLU()],
+    "strided": lambda: [
+        Normalize((0.5, 0.3), (0.2, 0.4)),
+        nn.Conv2d(2, 3, 4, 2, 1),
+        nn.ReLU(),
+        nn.Conv2d(3, 4, 3, 2, 1),
+        nn.ReLU(),
+    ],
+    "rectified": lambda: [nn.ReLU(), nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.ReLU()],
+    "unpadded": lambda: [nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, (3, 2), (2, 1)), nn.ReLU()],
+    "batch norm": lambda: [
+        nn.Conv2d(2, 3, 3, padding=2),
+        batch_norm(3),
+        nn.ReLU(),
+        batch_norm(3, 1),
+        nn.Conv2d(3, 2, 3, padding=1),
+        nn.ReLU(),
+    ],
+    "dilated and grouped": lambda: [nn.Conv2d(2, 4, 3, 1, 2, 2, 2), nn.ReLU(), nn.Dropout()],
+    "wide": lambda: [
+        nn.Conv2d(2, 40, 3, padding=1),
+        batch_norm(40),
+        nn.ReLU(),
+        nn.Conv2d(40, 3, 3, 2, 1),
+        batch_norm(3),
+        nn.ReLU(),
+    ],
+}
 
 
 def test_values_are_put_where_the_patch_lies_and_nowhere_else():
@@ -229,27 +95,155 @@ def test_values_are_put_where_the_patch_lies_and_nowhere_else():
     )
 
 
-def test_a_classifier_with_a_proof_is_attacked_as_its_model_is():
-    model, job = Brightness().eval(), dark_job(Patch(7))
-    attack = PatchAttack(steps=40, restarts=1, check_every=5, batch_size=8)
-    by_logits = attack.run(model, job.images, job.labels, job.threat, seeded(0))
-    by_predictions = attack.run(IntervalBounds(model), job.images, job.labels, job.threat, seeded(0))
-    assert by_predictions.succeeded.all()
-    assert torch.equal(by_predictions.adversarial, by_logits.adversarial)
-    assert torch.equal(by_predictions.predictions, by_logits.predictions)
+def everywhere(patch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every placement on each of three images."""
+    corners = patch.placements(HEIGHT, WIDTH).corners
+    return torch.arange(3).repeat_interleave(len(corners)), corners.repeat(3, 1)
 
 
-def test_a_classifier_that_votes_is_judged_by_its_votes():
-    class Votes(nn.Module):
-        """Says 1 where the retained pixels, coded by their value and its complement, are bright on average."""
+@pytest.mark.parametrize("stamp", ["1", "3", "2x5", "diamond:4", "parallelogram:9"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_windows_give_the_logits_and_gradients_of_whole_images_at_every_placement(name, stamp):
+    model, images, patch = ended(*NETWORKS[name]()), images_of(), Patch(shapes.parse(stamp))
+    owner, corners = everywhere(patch)
+    views = patch_views(model, images, patch)
+    assert isinstance(views, WindowViews)
+    values = torch.rand(len(owner), CHANNELS * patch.pixels, generator=seeded(1), dtype=torch.float64)
+    results = []
+    for view in (views.at(owner, corners), ImageViews(model, images, patch).at(owner, corners)):
+        point = values.clone().requires_grad_()
+        logits = view.logits(point)
+        results.append((logits, torch.autograd.grad(logits.square().sum(), point)[0]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-9)
 
-        def forward(self, ablated: Tensor) -> Tensor:
-            bright, dark = ablated.sum(dim=(2, 3)).unbind(dim=1)
-            return torch.stack([dark, bright], dim=1)
 
-    job = dark_job(Patch(7))
-    classifier = RandomAblation(Votes().eval(), retained=9, selection_samples=60, estimation_samples=60)
-    assert (classifier.predict(job.images) == 0).all()
-    result = PatchAttack(steps=20, restarts=1).run(classifier, job.images, job.labels, job.threat, seeded(0))
-    assert result.succeeded.all()
-    assert (classifier.predict(result.adversarial) != 0).all()
+@given(st.sampled_from(sorted(NETWORKS)), st.integers(0, 10_000))
+def test_some_of_the_climbers_keep_their_logits(name, seed):
+    model, images, patch = ended(*NETWORKS[name](), seed=seed), images_of(seed=seed), Patch((2, 3))
+    owner, corners = everywhere(patch)
+    view = WindowViews(patch_views(model, images, patch).plan, images, patch).at(owner, corners)
+    values = torch.rand(view.cells.shape, generator=seeded(seed), dtype=torch.float64)
+    index = torch.randperm(len(owner), generator=seeded(seed))[:17]
+    torch.testing.assert_close(view.keep(index).logits(values[index]), view.logits(values)[index])
+    assert torch.equal(view.keep(index).cells, view.cells[index])
+
+
+def test_wide_layers_slide_instead_of_becoming_large_matrices():
+    views = patch_views(ended(*NETWORKS["wide"]()), images_of(), Patch(3))
+    assert [any(isinstance(part, Slide) for part in stage.parts) for stage in views.plan.stages] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_clean_results_that_are_too_large_to_keep_are_computed_batch_by_batch(monkeypatch):
+    model, images, patch = ended(*NETWORKS["strided"]()), images_of(), Patch(3)
+    owner = torch.tensor([2, 0, 2, 1])
+    corners = torch.tensor([[0, 0], [3, 6], [8, 6], [5, 1]])
+    kept = patch_views(model, images, patch)
+    monkeypatch.setattr(views, "_CACHE", 0)
+    anew = patch_views(model, images, patch)
+    assert kept.kept is not None
+    assert anew.kept is None
+    values = torch.rand(4, CHANNELS * 9, generator=seeded(0), dtype=torch.float64)
+    torch.testing.assert_close(anew.at(owner, corners).logits(values), kept.at(owner, corners).logits(values))
+
+
+class Skip(nn.Module):
+    def forward(self, images):
+        return images + torch.relu(images)
+
+
+class Branches(nn.Module):
+    def forward(self, images):
+        return images * 2 if float(images.detach().sum()) > 0 else images
+
+
+class Counts(nn.Module):
+    """Another function at every call, which a traced graph does not show."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, images):
+        self.calls += 1
+        return images * self.calls
+
+
+class Liar(nn.Module):
+    """While it is traced, the identity."""
+
+    def forward(self, images):
+        return images if isinstance(images, torch.fx.Proxy) else 1 - images
+
+
+def hooked():
+    layer = nn.Conv2d(2, 3, 3, padding=1)
+    layer.register_forward_hook(lambda module, inputs, output: output * 2)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(2)],
+        lambda: [nn.Conv2d(2, 3, 3), nn.Conv2d(3, 3, 3), nn.ReLU()],
+        lambda: [nn.Conv2d(2, 3, 3, padding=1)],
+        lambda: [nn.Conv2d(2, 3, 3), nn.Tanh()],
+        lambda: [Skip()],
+        lambda: [Branches()],
+        lambda: [Counts()],
+        lambda: [Liar()],
+        lambda: [hooked(), nn.ReLU()],
+    ],
+)
+def test_other_networks_go_by_whole_images_and_are_attacked_all_the_same(layers):
+    model, images = ended(*layers()), images_of()
+    assert isinstance(patch_views(model, images, Patch(2)), ImageViews)
+    labels = model(images).argmax(dim=1)
+    assert PatchAttack(2, restarts=2).run(model, images, labels, Patch(2)).steps.max() <= 4
+
+
+def test_an_attack_by_windows_finds_what_one_by_whole_images_finds(monkeypatch):
+    model, images, patch = ended(*NETWORKS["strided"](), seed=3), images_of(12), Patch(2)
+    labels = model(images).argmax(dim=1)
+    attack = PatchAttack(8, 0.1, 4, early_stop=False, batch_size=20)
+    swift = attack.run(model, images, labels, patch, seeded(0))
+    monkeypatch.setattr("patchcert.attacks.patch.patch_views", ImageViews)
+    plain = attack.run(model, images, labels, patch, seeded(0))
+    torch.testing.assert_close(swift.adversarial, plain.adversarial)
+    torch.testing.assert_close(swift.margins, plain.margins)
+    assert torch.equal(swift.placement, plain.placement)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_windows_on_a_gpu_give_what_whole_images_give(name):
+    model, images, patch = ended(*NETWORKS[name]()).float().cuda(), images_of().float().cuda(), Patch(3)
+    labels = model(images).argmax(dim=1)
+    owner, corners = (each.cuda() for each in everywhere(patch))
+    views = patch_views(model, images, patch)
+    assert isinstance(views, WindowViews)
+    values = torch.rand(len(owner), CHANNELS * 9, generator=seeded(1)).cuda()
+    mine = views.at(owner, corners).logits(values)
+    theirs = ImageViews(model.double(), images.double(), patch).at(owner, corners).logits(values.double())
+    torch.testing.assert_close(mine.double(), theirs, rtol=1e-3, atol=1e-3)
+    model.float()
+    result = PatchAttack(5, restarts=3).run(model, images, labels, patch)
+    assert patch.contains(images, result.adversarial).all()
+
+
+@pytest.mark.parametrize("name", ["normalised linear", "strided", "batch norm"])
+def test_windows_keep_the_type_of_the_images(name):
+    model, images, patch = ended(*NETWORKS[name]()).float(), images_of().float(), Patch(3)
+    owner, corners = everywhere(patch)
+    views = patch_views(model, images, patch)
+    assert isinstance(views, WindowViews)
+    values = torch.rand(len(owner), CHANNELS * 9, generator=seeded(1))
+    found = views.at(owner, corners).logits(values)
+    expected = ImageViews(model, images, patch).at(owner, corners).logits(values)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

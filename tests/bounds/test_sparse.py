@@ -342,3 +342,80 @@ def test_every_scale_before_the_first_layer_is_paid_for():
     found = pc.certify(model, torch.zeros(1, 1, 1, 1), torch.tensor([0]), pc.SparsePixels(1))
     assert Fraction(float(found.margins[0, 1])) <= Fraction(float(bar)) - exact
     assert not found.certified
+
+
+def linear_model(seed, channels, pixels):
+    return linear_layers(seed, channels, pixels).eval()
+
+
+def least_margins(model, image, label, pixels, epsilon=1.0, by_value=False):
+    """The least margins over all choices of pixels or channel values and extreme fillings; margins are linear."""
+    margins = nn.Sequential(model, nn.Linear(3, 3, bias=False)).double()
+    with torch.no_grad():
+        margins[1].weight.copy_(torch.eye(3)[label] - torch.eye(3))
+    return reached(margins, image, pixels, epsilon, by_value)[0]
+
+
+@given(seeds(), st.integers(1, 3), st.integers(0, 2), st.sampled_from([1.0, 0.3]))
+def test_margins_of_a_single_linear_layer_are_what_the_best_pixels_reach(seed, pixels, label, epsilon):
+    """Bounds of the logits would let two logits move against each other by pixels that differ."""
+    model, image = linear_model(seed, 2, 4), torch.rand(2, 2, 2, generator=seeded(seed)).double()
+    margins = sparse_margins(trace(model), image[None], torch.tensor([label]), pixels, epsilon=epsilon)
+    torch.testing.assert_close(margins[0], least_margins(model, image, label, pixels, epsilon))
+
+
+def test_merging_is_tighter_than_bounds_of_logits():
+    """Two equal rows of weights: no pixel changes their difference, though each logit alone moves."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        model[1].weight.fill_(3.0), model[1].bias.copy_(torch.tensor([1.0, 0.0]))
+    found = sparse_margins(trace(model), torch.rand(1, 1, 2, 2).double(), torch.tensor([0]), 4)
+    torch.testing.assert_close(found, torch.tensor([[0.0, 1.0]]).double())
+
+
+@given(seeds(), st.integers(1, 2), st.sampled_from(["per-pixel", "per-value"]))
+def test_margins_of_a_single_linear_layer_hold_under_the_other_bounds(seed, count, bound):
+    model, image = linear_model(seed, 2, 4), torch.rand(2, 2, 2, generator=seeded(seed)).double()
+    margins = sparse_margins(trace(model), image[None], torch.tensor([1]), count, bound)
+    assert (margins[0] <= least_margins(model, image, 1, count, by_value=bound == "per-value") + 1e-9).all()
+
+
+@given(seeds(), st.integers(1, 12), st.sampled_from(["tight", "per-pixel", "per-value"]))
+def test_rounded_margins_of_a_single_linear_layer_are_below_the_exact_ones(seed, pixels, bound):
+    model, generator = linear_model(seed, 2, 16).float(), seeded(seed)
+    images, labels = torch.rand(5, 2, 4, 4, generator=generator), torch.tensor([0, 1, 2, 1, 0])
+    exact = sparse_margins(trace(copy.deepcopy(model).double()), images.double(), labels, pixels, bound)
+    rounded = sparse_margins(
+        trace(model), images, labels, pixels, bound, rounding=Rounding.outward(torch.float32)
+    )
+    others = F.one_hot(labels, 3) == 0
+    assert (rounded.double() < exact)[others].all()
+    assert float((exact - rounded).detach().max()) < 1e-2
+
+
+def test_the_margins_of_a_batch_are_those_of_its_images():
+    model, images = linear_model(0, 2, 16), torch.rand(4, 2, 4, 4, generator=seeded(1)).double()
+    labels = torch.tensor([2, 0, 2, 1])
+    together = sparse_margins(trace(model), images, labels, 3)
+    for image, label, margins in zip(images, labels, together, strict=True):
+        torch.testing.assert_close(sparse_margins(trace(model), image[None], label[None], 3)[0], margins)
+    together.sum().backward()
+    assert model[2].weight.grad.abs().sum() > 0
+
+
+def test_certificates_of_a_single_linear_layer_are_exact():
+    """Images are certified if and only if no choice of a pixel changes the prediction."""
+    model, images = linear_model(3, 1, 6).float(), torch.rand(40, 1, 2, 3, generator=seeded(4))
+    with torch.no_grad():
+        model[2].bias.mul_(5)
+    labels = model(images).argmax(dim=1)
+    found = pc.certify(model, images, labels, pc.SparsePixels(1))
+    least = torch.stack(
+        [
+            least_margins(copy.deepcopy(model).double(), image.double(), int(label), 1)
+            for image, label in zip(images, labels, strict=True)
+        ]
+    )
+    robust = ((least > 0) | (F.one_hot(labels, 3) == 1)).all(dim=1)
+    assert torch.equal(found.certified, robust)
+    assert 0 < int(robust.sum()) < 40

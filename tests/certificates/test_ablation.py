@@ -179,7 +179,7 @@ def test_all_votes_come_from_batches_of_one_shape():
     model = CornerModel()
     ablation = RandomAblation(model, retained=4, selection_samples=30, estimation_samples=100, batch_size=64)
     ballots = ablation.ballots(torch.rand(3, 1, 4, 4, generator=seeded(8)))
-    assert model.shapes == [(64, 2, 4, 4)] * 9
+    assert model.shapes == [(64, 2, 4, 4)] * 11
     assert ballots.selection.sum(dim=1).tolist() == [30] * 3
     assert ballots.estimation.sum(dim=1).tolist() == [100] * 3
 

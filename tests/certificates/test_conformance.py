@@ -8,7 +8,9 @@ from torch import nn
 
 from patchcert.certificates import IntervalBounds
 from patchcert.certificates.ablation import RandomAblation
+from patchcert.certificates.masking import DoubleMasking, MaskedDetection
 from patchcert.testing import check_certifier
+from patchcert.threats import Patch
 
 VARIANTS = (
     partial(IntervalBounds, memory_budget=1),
@@ -52,6 +54,29 @@ def ablation_of(model):
 
 def test_random_ablation_conforms():
     check_certifier(ablation_of, logits_decide=False)
+
+
+def masked(kind, **settings):
+    """Masks for 3x3 patches cover all that the suite tries on images of 4x5."""
+    return partial(kind, threat=Patch(3), **{"masks": 2, "batch_size": 32, **settings})
+
+
+def test_double_masking_conforms():
+    variants = (masked(DoubleMasking, batch_size=7), masked(DoubleMasking, with_map=True))
+    check_certifier(masked(DoubleMasking), variants=variants, logits_decide=False)
+    check_certifier(masked(DoubleMasking, with_map=True), logits_decide=False)
+
+
+def test_detection_by_masks_conforms():
+    variants = (masked(MaskedDetection, batch_size=7),)
+    check_certifier(masked(MaskedDetection), variants=variants, logits_decide=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_double_masking_conforms_on_cuda():
+    check_certifier(masked(DoubleMasking), logits_decide=False, device="cuda")
+    check_certifier(masked(DoubleMasking, precision="bfloat16"), logits_decide=False, device="cuda")
 
 
 @pytest.mark.gpu

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import patchcert as pc
 from patchcert.certificates import IntervalBounds
 from patchcert.cli.app import run
 from patchcert.data import load_dataset
+from patchcert.errors import RunError
 from patchcert.evidence import Evidence, EvidenceFolder, measuring
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
@@ -268,3 +271,102 @@ def test_an_unfinished_run_is_refused(capsys, run_folder):
     run_folder.weights.unlink()
     assert certify(run_folder.path) == 2
     assert "has not finished training" in capsys.readouterr().err
+
+
+def test_a_proof_by_masks_goes_through_the_same_command(capsys, model_file, tmp_path):
+    out = tmp_path / "evidence.npz"
+    common = (model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 8)
+    assert certify(*common, "--method", "masking", "--masks", 3, "--setting", "fill=0.2", "--out", out) == 0
+    summary = answer(capsys)
+    images = load_dataset("mnist-mini").test.take(8)
+    masking = pc.DoubleMasking(load(model_file)[0], pc.Patch(2), masks=3, fill=0.2)
+    expected = masking.certify(images.floats(), images.labels, pc.Patch(2))
+    assert summary["certified"] == int(expected.certified.sum())
+    assert summary["correct"] == int((expected.predictions == images.labels).sum())
+    assert summary["classifier"] == masking.describe()
+    stored = Evidence.read(out)
+    assert stored.columns["lead"].tolist() == expected.lead.tolist()
+    assert stored.columns["first_mask"].tolist() == expected.weakest_masks[:, 0].tolist()
+    assert certify(*common, "--method", "detection", "--masks", "3,2", "--setting", "mirrored=true") == 0
+    assert answer(capsys)["guarantee"]["promise"] == "detection"
+
+
+def test_evidence_by_masks_that_contradicts_itself_is_refused(capsys, model_file, tmp_path):
+    out = tmp_path / "evidence.npz"
+    assert (
+        certify(
+            model_file,
+            "--data",
+            "mnist-mini",
+            "--patch",
+            2,
+            "--limit",
+            8,
+            "--method",
+            "masking",
+            "--masks",
+            3,
+            "--out",
+            out,
+        )
+        == 0
+    )
+    stored = Evidence.read(out)
+    forged = {**stored.columns, "certified": stored.columns["label"] == stored.columns["prediction"]}
+    forged["lead"] = np.full(8, -0.5, np.float32)
+    with pytest.raises(RunError, match="certified with a lead of -0.5"):
+        Evidence(forged, stored.meta).check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--masks", 0), "masks is 0"),
+        (("--masks", 1), "hides the whole image"),
+        (("--masks", "six"), "not a number"),
+        (("--setting", "fill=0.1,0.2"), "fill has 2 values"),
+        (("--setting", "mirrored=maybe"), "neither true nor false"),
+        (("--setting", "patches=2", "--masks", 20), "forward pass per image"),
+        (("--sparse", 4), "masks hide patches"),
+        (("--patch", 29), "does not fit"),
+    ],
+)
+def test_mistakes_with_masks_are_one_message_and_leave_nothing(
+    capsys, model_file, tmp_path, arguments, message
+):
+    threat = () if "--sparse" in arguments or "--patch" in arguments else ("--patch", 2)
+    out = tmp_path / "evidence.npz"
+    common = ("--data", "mnist-mini", "--limit", 3, "--method", "masking", "--out", out)
+    assert certify(model_file, *threat, *common, *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.npz*"))
+
+
+@pytest.mark.slow
+def test_processes_share_the_images_and_come_to_the_same_verdicts(model_file, tmp_path):
+    common = [
+        *(
+            "-m",
+            "patchcert",
+            "certify",
+            str(model_file),
+            "--data",
+            "mnist-mini",
+            "--patch",
+            "2",
+            "--limit",
+            "99",
+        ),
+        *("--method", "masking", "--masks", "4", "--device", "cpu", "--out"),
+    ]
+    starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    shared = subprocess.run(
+        [*starter, *common, str(tmp_path / "two.npz")], capture_output=True, text=True, check=False
+    )
+    assert shared.returncode == 0, shared.stderr
+    assert json.loads(shared.stdout)["images"] == 99
+    subprocess.run([sys.executable, *common, str(tmp_path / "one.npz")], capture_output=True, check=True)
+    two, one = Evidence.read(tmp_path / "two.npz"), Evidence.read(tmp_path / "one.npz")
+    assert two.columns.keys() == one.columns.keys()
+    assert all(np.array_equal(two.columns[name], one.columns[name]) for name in one.columns)
+    assert sorted(file.name for file in tmp_path.glob("*.npz*")) == ["one.npz", "two.npz"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from patchcert.data.fetch import fetch
-from patchcert.data.loading import load_source
+from patchcert.data.files import load_source
 from patchcert.errors import DataError
 
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+import patchcert as pc
 from patchcert.errors import ModelError
 from patchcert.models import ModelSpec, build, load, save
 
@@ -86,3 +87,83 @@ def test_a_voting_network_survives_being_saved(tmp_path):
     again, _ = load(tmp_path / "model.safetensors")
     encoded = torch.rand(2, 2, 8, 8)
     assert torch.equal(model(encoded), again(encoded))
+
+
+RESIDUAL = [
+    (ModelSpec("resnet18", **CIFAR), 11_173_962),
+    (ModelSpec("resnet18", **CIFAR, filters=32), 2_797_610),
+    (ModelSpec("wideresnet", **CIFAR), 10_961_370),
+    (ModelSpec("wideresnet", **CIFAR, depth=28, filters=160), 36_479_194),
+]
+
+
+@pytest.mark.parametrize(("spec", "count"), RESIDUAL)
+def test_residual_networks_have_the_published_sizes(spec, count):
+    with torch.device("meta"):
+        assert parameters(spec) == count
+
+
+TINY = [{"name": "resnet18", "filters": 2}, {"name": "wideresnet", "filters": 3, "depth": 10}]
+
+
+@pytest.mark.parametrize("size", TINY, ids=lambda size: size["name"])
+@pytest.mark.parametrize("side", [8, 28, 32])
+def test_residual_networks_have_bounds_and_survive_being_saved(size, side, tmp_path):
+    spec = ModelSpec(**size, channels=2, height=side, width=side, classes=3, mean=(0.4, 0.5), std=(0.2, 0.3))
+    model = build(spec, torch.Generator().manual_seed(0))
+    images, labels = torch.rand(2, 2, side, side), torch.tensor([0, 1])
+    with torch.no_grad():
+        model.train()(images)
+        model.eval()
+    save(model, spec, tmp_path / "model.safetensors")
+    again, described = load(tmp_path / "model.safetensors")
+    assert described == spec
+    assert torch.equal(model(images), again(images))
+    if side == 8:
+        found = pc.certify(model, images, labels, pc.Patch(1))
+        assert torch.equal(found.predictions, model(images).argmax(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("resnet18", {"hidden": 3}, "'resnet18' has no hidden, but it is 3"),
+        ("resnet18", {"depth": 34}, "'resnet18' has no depth, but it is 34"),
+        ("cnn2", {"filters": 3}, "'cnn2' has no filters, but it is 3"),
+        ("resnet18_ablation", {"filters": 3}, "'resnet18_ablation' has no filters"),
+        ("wideresnet", {"widths": (3, 4)}, "'wideresnet' has no widths"),
+        ("wideresnet", {"depth": 18}, "the depth of a wideresnet is 18; expected 4 layers and 6"),
+        ("wideresnet", {"depth": 4}, "the depth of a wideresnet is 4"),
+    ],
+)
+def test_keys_that_an_architecture_does_not_have_are_refused(name, keys, message):
+    with pytest.raises(ModelError, match=message):
+        build(ModelSpec(name, **CIFAR, **keys))
+
+
+@pytest.mark.parametrize(("field", "depth"), [(3, 2), (5, 2), (9, 8), (17, 8)])
+def test_scores_of_a_bagnet_see_as_many_pixels_as_asked(field, depth):
+    from patchcert.bounds import trace
+    from patchcert.certificates.local_votes import receptive_field, sight
+
+    spec = ModelSpec(
+        "bagnet", 1, 20, 20, 4, filters=2, depth=depth, receptive_field=field, mean=(0.5,), std=(0.2,)
+    )
+    model = build(spec)
+    assert receptive_field(sight(trace(model), 20, 20), 20, 20) == (field, field)
+    assert model(torch.zeros(2, 1, 20, 20)).shape == (2, 4, 20, 20)
+
+
+@pytest.mark.parametrize("field", [1, 4, 9])
+def test_receptive_fields_that_a_bagnet_cannot_have_are_refused(field):
+    with pytest.raises(ModelError, match=f"is {field}; expected an odd number from 3 to 7"):
+        build(ModelSpec("bagnet", 1, 20, 20, 4, depth=2, receptive_field=field))
+
+
+def test_networks_of_parts_refuse_whole_images_and_normalisation():
+    model = build(ModelSpec("resnet18_parts", 3, 8, 8, 4, filters=2))
+    assert model(torch.zeros(2, 4, 8, 8)).shape == (2, 4)
+    with pytest.raises(ModelError, match="takes parts of images, encoded in 4 channels, got 3 channels"):
+        model(torch.zeros(2, 3, 8, 8))
+    with pytest.raises(ModelError, match="without normalisation"):
+        build(ModelSpec("resnet18_parts", 1, 8, 8, 4, mean=(0.5,), std=(0.2,)))

@@ -135,5 +135,5 @@ def test_impossible_descriptions_are_refused(change, message):
 
 
 def test_unknown_and_missing_keys_are_named():
-    with pytest.raises(ModelError, match=r"unknown keys \['depth'\] and lacks \['height', 'width'\]"):
-        ModelSpec.from_dict({"name": "mlp", "channels": 1, "depth": 3})
+    with pytest.raises(ModelError, match=r"unknown keys \['layers'\] and lacks \['height', 'width'\]"):
+        ModelSpec.from_dict({"name": "mlp", "channels": 1, "layers": 3})

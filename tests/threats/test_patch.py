@@ -253,3 +253,28 @@ def test_projection_tells_huge_values_apart():
     clean = torch.full((1, 1, 1, 3), 0.5, dtype=torch.float64)
     changed = torch.tensor([2e16, 0.5, 9e16], dtype=torch.float64).reshape(1, 1, 1, 3)
     assert Patch(1).project(clean, changed).flatten().tolist() == [0.5, 0.5, 1.0]
+
+
+@pytest.fixture
+def _on_meta():
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("_on_meta")
+@pytest.mark.parametrize("stamp", ["5x5", "line:4:vertical", "diamond:13", "parallelogram:16", "square:4"])
+@pytest.mark.parametrize("placements", ["everywhere", "corners", [(0, 0), (1, 2)]])
+def test_a_patch_has_values_whatever_the_default_device(stamp, placements):
+    patch = Patch(shapes.parse(stamp), placements)
+    corners = patch.placements(16, 16).corners
+    assert patch.stamp.device == corners.device == torch.device("cpu")
+    assert int(patch.stamp.sum()) == patch.pixels
+    assert Patch.from_dict(patch.to_dict()) == patch
+
+
+@pytest.mark.parametrize(("stamp", "placements"), [("meta", "cpu"), ("cpu", "meta")])
+def test_masks_without_values_are_refused(stamp, placements):
+    masks = [torch.ones(2, 2, dtype=torch.bool, device=device) for device in (stamp, placements)]
+    with pytest.raises(InvalidThreat, match="is on the device 'meta', where it has no values"):
+        Patch(*masks)

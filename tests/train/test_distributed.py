@@ -178,6 +178,29 @@ def test_two_processes_train_as_one(changes, forks, tmp_path):
         assert other.get("certified_accuracy") == one.get("certified_accuracy")
 
 
+def test_two_processes_share_a_run_with_batch_norms(forks, tmp_path):
+    network = ("model.name=wideresnet", "model.depth=10", "model.filters=2")
+    strategy = (
+        "strategy.kind=masked",
+        "strategy.size=9x9",
+        "strategy.worst_of=2",
+        "optimiser.average_decay=0.9",
+    )
+    schedule = ("schedule.epsilon.natural_epochs=0", "schedule.epsilon.ramp_epochs=0")
+    changes = [change for change in (*TINY, *SHORT) if change.split(".")[0] not in ("strategy", "model")]
+    changes = [*changes, *network, *strategy, *schedule]
+    port = free_port()
+    pair = [forks.train(tmp_path / "pair", changes, **rendezvous(rank, port)) for rank in (0, 1)]
+    results = [process.finish() for process in pair]
+    assert [code for code, _, _ in results] == [0, 0], results
+    weights, state = (load_file(tmp_path / "pair" / f"{name}.safetensors") for name in ("weights", "state"))
+    for name, value in weights.items():
+        assert torch.equal(value, state[f"average.{name}"])
+        assert value.isfinite().all()
+    assert int(weights["bn.num_batches_tracked"]) == 4 * 6
+    assert rows_of(tmp_path / "pair")[-1]["loss"] < 3
+
+
 SHARED_ACCURACIES = """
 import json
 import torch

@@ -108,3 +108,31 @@ def test_a_smooth_ramp_starts_slowly_and_meets_the_line_half_way():
 def test_impossible_schedules_are_refused_by_name(make, message):
     with pytest.raises(InvalidInput, match=message):
         make()
+
+
+def test_one_cycle_rises_evenly_to_its_height_and_falls_evenly():
+    schedule = Schedule(3, EpsilonSchedule(0, 0), LearningRateSchedule(0.6, one_cycle=0.3))
+    rates = [schedule.rate(epoch, batch, 3) for epoch in range(3) for batch in range(3)]
+    assert rates == pytest.approx([0.2, 0.4, 0.6, *(0.6 * left / 7 for left in range(6, 0, -1))])
+    longer = schedule.scaled(2.0)
+    assert longer.learning_rate == schedule.learning_rate
+    assert longer.rate(5, 2, 3) == pytest.approx(0.6 / 19 / 0.7)
+
+
+@given(st.integers(1, 50), st.integers(1, 50), st.floats(0.01, 0.99))
+def test_every_batch_of_one_cycle_has_a_rate_above_0_and_at_most_the_highest(epochs, batches, top):
+    schedule = Schedule(epochs, learning_rate=LearningRateSchedule(2.0, one_cycle=top))
+    rates = [schedule.rate(epoch, batch, batches) for epoch in range(epochs) for batch in range(batches)]
+    assert all(0 < rate <= 2 for rate in rates)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.5, float("nan")])
+def test_a_height_outside_of_the_cycle_is_refused(share):
+    with pytest.raises(InvalidInput, match="one_cycle is .*; expected a share above 0 and below 1"):
+        LearningRateSchedule(one_cycle=share)
+
+
+@pytest.mark.parametrize("decay", [{"decay_factor": 0.1}, {"decay_every": 3}, {"decay_from": 0}])
+def test_one_cycle_does_not_go_with_decays(decay):
+    with pytest.raises(InvalidInput, match="one_cycle is set, but so are decays"):
+        LearningRateSchedule(0.1, one_cycle=0.3, **decay)

@@ -30,6 +30,7 @@ from patchcert.train.strategies import (
     AllPlacements,
     AnyStrategy,
     GuidedPlacements,
+    Masked,
     Natural,
     PooledPlacements,
     RandomPlacements,
@@ -120,6 +121,21 @@ def test_a_minimal_file_gets_the_stated_defaults(tmp_path):
             "size is '32'; expected height x width",
             'write data.size = "32x32"',
         ),
+        (
+            'kind = "all"',
+            'kind = "masked"\nsize = 6',
+            "strategy.size is 6; expected text in quotes",
+            "",
+        ),
+        (
+            "[threat]",
+            "[schedule.learning_rate]\none_cycle = 0.3\ndecay_from = 2\n[threat]",
+            "one_cycle is set, but so are decays",
+            "leave decay_factor",
+        ),
+        ("[threat]", "[optimiser]\nnesterov = true\n[threat]", "there is no momentum", "momentum = 0.9"),
+        ("[threat]", "[optimiser]\nlabel_smoothing = 1.0\n[threat]", "label_smoothing is 1.0; expected", ""),
+        ("[threat]", "[optimiser]\naverage_decay = 1.0\n[threat]", "average_decay is 1.0; expected", ""),
         ("[data]", "model = 3\n[data]", "", ""),
     ],
 )
@@ -196,6 +212,16 @@ trainings = st.one_of(
         width=st.none() | st.integers(1, 9),
         inverse_temperature=st.floats(-1e3, 1e3),
     ),
+    st.builds(
+        Masked,
+        size=st.sampled_from(["6x6", "3x12"]),
+        clean_share=st.floats(0, 0.5),
+        single_share=st.floats(0, 0.5),
+        worst_of=st.integers(1, 9),
+        worst_from=st.floats(0, 1),
+        fill=st.lists(st.floats(0, 1), min_size=1, max_size=3).map(tuple),
+        bfloat16=st.booleans(),
+    ),
     st.builds(PooledPlacements, blocks=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)),
 )
 threats = st.one_of(
@@ -211,16 +237,27 @@ schedules = st.builds(
     ),
     learning_rate=st.builds(
         LearningRateSchedule, st.floats(1e-9, 1.0), st.floats(0.01, 1.0), st.integers(1, 30)
-    ),
+    )
+    | st.builds(LearningRateSchedule, st.floats(1e-9, 1.0), one_cycle=st.floats(0.01, 0.99)),
 )
 specs = st.builds(
     Spec,
     data=st.builds(DataSettings, name=st.text(max_size=9), validation=st.integers(0, 9), flip=st.booleans()),
-    model=st.builds(ModelSettings, name=st.text(max_size=9), hidden=st.none() | st.integers(1, 99)),
+    model=st.builds(
+        ModelSettings,
+        name=st.text(max_size=9),
+        hidden=st.none() | st.integers(1, 99),
+        filters=st.none() | st.integers(1, 99),
+    ),
     threat=threats,
     strategy=trainings,
     schedule=schedules,
-    optimiser=st.builds(OptimiserSettings, clip_norm=st.none() | st.floats(0.1, 9)),
+    optimiser=st.builds(
+        OptimiserSettings,
+        clip_norm=st.none() | st.floats(0.1, 9),
+        decay_biases=st.booleans(),
+        average_decay=st.none() | st.floats(0, 0.9999),
+    ),
     seed=st.integers(0, 2**31),
     run=st.builds(RunSettings, cuda_graph=st.sampled_from(["auto", "on", "off"])),
 )
@@ -286,14 +323,26 @@ def page():
 
 
 @pytest.fixture(scope="module")
-def example(page):
-    return re.search(r"```toml\n(.*?)```", page, re.DOTALL).group(1)
+def examples(page):
+    return re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def example(examples):
+    return examples[0]
 
 
 def test_the_guides_example_is_the_papers_training(example, tmp_path):
     file = tmp_path / "spec.toml"
     file.write_text(example, encoding="utf-8")
     assert read_spec(str(file)) == read_spec("paper-mnist")
+
+
+def test_the_guides_training_for_masks_is_that_of_the_preset_but_narrower(examples, tmp_path):
+    file = tmp_path / "spec.toml"
+    file.write_text(examples[1], encoding="utf-8")
+    changes = ("data.validation=5000", "model.filters=32", "optimiser.tf32=false")
+    assert read_spec(file) == read_spec("masked-cifar10-5x5", changes)
 
 
 @pytest.mark.parametrize("part", PARTS)

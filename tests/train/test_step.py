@@ -1,5 +1,6 @@
 """A step follows the gradient of its loss, and on a GPU a recorded step does what the plain one does."""
 
+import copy
 import math
 from dataclasses import dataclass, field
 
@@ -11,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchcert.bounds import trace
 from patchcert.data import Split
-from patchcert.models import ModelSpec
+from patchcert.models import ModelSpec, build
 from patchcert.threats import Patch, SparsePixels
+from patchcert.train.distributed import World
 from patchcert.train.loop import EpochSummary, Position, train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
@@ -20,6 +22,7 @@ from patchcert.train.step import CapturedStep, Plan, Trainee, TrainingStep
 from patchcert.train.strategies import (
     AllPlacements,
     GuidedPlacements,
+    Masked,
     Natural,
     PooledPlacements,
     RandomPlacements,
@@ -36,6 +39,7 @@ STRATEGIES = {
     "pooled": (PooledPlacements(blocks=(2, 2)), Patch(3)),
     "pooled by members": (PooledPlacements(blocks=(2, 2)), Patch((1, 2))),
     "sparse": (SparseChanges(), SparsePixels(2)),
+    "masked": (Masked(size="4x3", clean_share=0.1, single_share=0.2, worst_of=3, worst_from=0.6), Patch(3)),
 }
 VARIED = DataSettings(flip=True, crop_padding=2)
 SCHEDULE = Schedule(5, EpsilonSchedule(1, 2), LearningRateSchedule(1e-3))
@@ -159,7 +163,9 @@ def trained(kind, cuda_graph):
 def test_a_recorded_run_equals_a_plain_one(kind):
     plain, plain_rows = trained(kind, "off")
     recorded, recorded_rows = trained(kind, "on")
-    leeway = 5e-3 if kind in {"guided", "pooled"} else 1e-3  # a last digit can turn which placement counts
+    leeway = (
+        5e-3 if kind in {"guided", "pooled", "masked"} else 1e-3
+    )  # a last digit can turn which placement counts
     for mine, theirs in zip(recorded, plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=leeway)
     for mine, theirs in zip(recorded_rows, plain_rows, strict=True):
@@ -192,11 +198,99 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_a_step_never_waits_for_the_device(kind, is_full):
     trainee, plan = prepare(kind)
-    step = TrainingStep(trainee, plan, is_full=is_full)
-    step(torch.arange(16))
-    with Watch() as watch:
+    for done in (0.0, 1.0):
+        step = TrainingStep(trainee, plan, trainee.objective.at(done), is_full=is_full)
         step(torch.arange(16))
-    assert watch.seen == set()
+        with Watch() as watch:
+            step(torch.arange(16))
+        assert watch.seen == set()
+
+
+NORMED = ModelSpec("resnet18", 3, SIDE, SIDE, CLASSES, filters=2)
+
+
+def prepare_normed(world):
+    _, plan = prepare("natural", data=DataSettings())
+    model = build(NORMED, Generator().manual_seed(0))
+    objective = Natural().bind(Subject(model, NORMED, Patch(3)))
+    trainee = Trainee(model, objective, OptimiserSettings(momentum=0.9, average_decay=0.9))
+    trainee.learning_rate.fill_(0.1)
+    return trainee, Plan(plan.spec, plan.data, world)
+
+
+class OwnPart(Exception):
+    pass
+
+
+@pytest.mark.parametrize("count", [5, 4])
+def test_two_processes_agree_on_weights_and_statistics_of_batch_norms(count, monkeypatch):
+    parts, rows = {}, torch.arange(count)
+
+    def keep(world, tensors):
+        parts[world.rank] = [tensor.clone() for tensor in tensors]
+        raise OwnPart
+
+    monkeypatch.setattr(World, "sum_in_place", keep)
+    for rank in (0, 1):
+        with pytest.raises(OwnPart):
+            TrainingStep(*prepare_normed(World(rank, 2)))(rows)
+
+    def add_up(world, tensors):
+        for tensor, *own in zip(tensors, parts[0], parts[1], strict=True):
+            tensor.copy_(own[0] + own[1])
+
+    monkeypatch.setattr(World, "sum_in_place", add_up)
+    trainees = []
+    for rank in (0, 1):
+        trainee, plan = prepare_normed(World(rank, 2))
+        TrainingStep(trainee, plan)(rows)
+        trainees.append(trainee)
+    for one, other in zip(*(each.model.state_dict().values() for each in trainees), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(*(each.average.state_dict().values() for each in trainees), strict=True):
+        assert torch.equal(one, other)
+
+    alone = [build(NORMED, Generator().manual_seed(0)).train() for _ in range(2)]
+    images = plan.data.floats()[:count]
+    sizes = [len(rows[World(rank, 2).rows(count)]) for rank in (0, 1)]
+    for model, part in zip(alone, images.split(sizes), strict=True):
+        model(part)
+    for name, value in trainees[0].model.named_buffers():
+        first, second = (dict(model.named_buffers())[name] for model in alone)
+        wanted = (first * sizes[0] + second * sizes[1]) / count
+        torch.testing.assert_close(value, wanted.to(value.dtype))
+
+
+def test_a_process_without_images_takes_the_statistics_of_the_others(monkeypatch):
+    seen = []
+    monkeypatch.setattr(World, "sum_in_place", lambda world, tensors: seen.append(list(tensors)))
+    trainee, plan = prepare_normed(World(0, 2))
+    TrainingStep(trainee, plan)(torch.arange(1))
+    assert all((tensor == 0).all() for tensor in seen[0])
+
+
+def test_weight_decay_can_leave_biases_and_batch_norms_alone():
+    model = build(NORMED, Generator().manual_seed(0))
+    objective = Natural().bind(Subject(model, NORMED, Patch(3)))
+    for decays, shrunk in ((True, set(dict(model.named_parameters()))), (False, None)):
+        settings = OptimiserSettings(momentum=0.0, weight_decay=0.5, decay_biases=decays)
+        trainee = Trainee(copy.deepcopy(model), objective, settings)
+        trainee.learning_rate.fill_(1.0)
+        for parameter in trainee.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        trainee.optimiser.step()
+        for (name, before), after in zip(model.named_parameters(), trainee.model.parameters(), strict=True):
+            shrinks = name in shrunk if shrunk else before.dim() > 1
+            assert torch.equal(after, before / 2 if shrinks else before), name
+        assert len(trainee.parameters) == len(list(model.parameters()))
+
+
+def test_smoothed_labels_are_those_of_pytorch():
+    trainee, plan = prepare("natural", data=DataSettings(), label_smoothing=0.3)
+    logits = trainee.model(plan.data.floats()[:21])
+    wanted = F.cross_entropy(logits, plan.data.labels[:21], label_smoothing=0.3)
+    TrainingStep(trainee, plan)(torch.arange(21))
+    assert trainee.sums[0].item() / 21 == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_shorter_batches_are_carried_out_plainly():

@@ -10,7 +10,7 @@ from patchcert.data import load_dataset
 from patchcert.errors import DataError, RunError, SpecError
 from patchcert.models import build
 from patchcert.train.run_folder import Run
-from patchcert.train.spec import DataSettings, read_spec
+from patchcert.train.spec import DataSettings, ModelSettings, read_spec
 from patchcert.train.strategy import Subject
 from patchcert.train.training import Interrupted, StopRequest, Workplace, summarise, train_run
 
@@ -237,6 +237,61 @@ def test_a_threat_that_does_not_fit_the_strategy_is_refused():
         replace(tiny(), strategy=read_spec("paper-mnist-sparse").strategy)
 
 
+MASKED = (
+    "data.name=mnist-mini",
+    "model.name=wideresnet",
+    "model.depth=10",
+    "model.filters=4",
+    "strategy.bfloat16=false",
+    "strategy.worst_of=2",
+)
+
+
+@pytest.mark.parametrize("after", [1, 5, 7])
+def test_interrupted_training_behind_masks_resumes_to_the_same_weights(after, tmp_path, monkeypatch):
+    short = ("data.limit=40", "optimiser.batch_size=16", "schedule.epochs=3")
+    spec = read_spec("masked-mnist-5x5", [*MASKED, *short])
+    whole = train_run(spec, tmp_path / "whole", CPU)
+    with pytest.raises(Interrupted):
+        train_run(spec, tmp_path / "broken", CPU, listener=Stopper(after, monkeypatch))
+    monkeypatch.undo()
+    resumed = train_run(spec, tmp_path / "broken", CPU, resume=True)
+    assert [row["loss"] for row in resumed.metrics()] == [row["loss"] for row in whole.metrics()]
+    theirs = weights(resumed)
+    for name, value in weights(whole).items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_training_behind_masks_learns(tmp_path):
+    changes = (
+        "data.limit=1500",
+        "data.crop_padding=0",
+        "optimiser.batch_size=20",
+        "optimiser.average_decay=0.95",
+        "schedule.epochs=3",
+        "schedule.learning_rate.initial=0.1",
+    )
+    run = train_run(read_spec("masked-mnist-5x5", [*MASKED, *changes]), tmp_path / "run", CPU)
+    losses = [row["loss"] for row in run.metrics()]
+    assert losses[-1] < losses[0]
+    test = load_dataset("mnist-mini").test.take(400)
+    images, model = test.floats(), run.model()
+    images[:, :, 3:9, 3:9] = images[:, :, 15:21, 10:16] = 0.5
+    with torch.no_grad():
+        assert (model(images).argmax(1) == test.labels).float().mean() > 0.7
+
+
+def test_natural_training_with_batch_norms_is_checked_as_it_is_deployed(tmp_path):
+    spec = tiny("strategy.kind=natural", "run.check_images=20", "threat.stamp=27x27")
+    settings = ModelSettings("wideresnet", depth=10, filters=2)
+    run = train_run(replace(spec, model=settings), tmp_path / "run", CPU)
+    model, images = run.model(), load_dataset("mnist-mini").train.take(20)
+    assert int(model.bn.num_batches_tracked) == 12
+    assert float(model.bn.running_mean.abs().sum()) > 0
+    correct = (model(images.floats()).argmax(1) == images.labels).double().mean()
+    assert run.metrics()[-1]["clean_accuracy"] == pytest.approx(float(correct))
+
+
 ABLATED = (
     "data.name=mnist-mini",
     "data.limit=40",
@@ -265,10 +320,25 @@ def test_interrupted_training_on_ablated_images_resumes_to_the_same_weights(afte
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (("data.limit=33", "optimiser.batch_size=16"), "the last batch of an epoch has 1 for 1 process"),
+        (("strategy.size=4x4",), "masks of 4x4 cannot hide a patch of 5x5"),
+        (("threat.kind=sparse", "threat.pixels=3"), "'masked' cannot train against"),
+        (("schedule.epsilon.natural_epochs=1",), "'masked' has no epsilon"),
+        (("select=best-validation", "data.validation=50"), "nothing is certified while 'masked' trains"),
+    ],
+)
+def test_settings_that_cannot_train_behind_masks_are_refused(changes, message, tmp_path):
+    with pytest.raises(SpecError, match=message):
+        train_run(read_spec("masked-mnist-5x5", [*MASKED, *changes]), tmp_path / "run", CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         (("strategy.retained=0",), "retained is 0; expected at least 1"),
         (("strategy.masks=none",), "strategy.masks is 'none'; expected one of 'image', 'batch'"),
         (("optimiser.momentum=1.0",), "momentum is 1.0; expected at least 0 and below 1"),
-        (("select=best-validation", "data.validation=5"), "votes are not counted during training"),
+        (("select=best-validation", "data.validation=5"), "nothing is certified while 'ablated' trains"),
         (("threat.kind=patch", "threat.stamp=5x5"), "'ablated' cannot train against"),
         (("strategy.retained=785",), "785 pixels cannot be retained in images of 28x28"),
         (("schedule.epsilon.ramp_epochs=3",), "has no epsilon, but the schedule has natural or ramp epochs"),

@@ -24,6 +24,7 @@ SMALL = (
     "run.check_every=4",
     "run.check_images=5",
 )
+NORMED = ("model.name=wideresnet", "model.depth=10", "model.filters=2", "data.limit=48")
 SPARSE = ("threat.kind=sparse", "threat.pixels=2")
 MLP, CNN = ("model.hidden=16",), ("model.name=cnn2", "data.limit=16")
 LOSSES = {
@@ -50,6 +51,19 @@ LOSSES = {
             "schedule.epsilon.natural_epochs=0",
             "schedule.epsilon.ramp_epochs=0",
         ): (2.3111, 2.2775, 2.2235, 2.1413),
+        ("strategy.kind=natural", *NORMED): (2.3301, 2.3204, 2.3084, 2.2994),
+        (
+            "strategy.kind=masked",
+            "strategy.clean_share=0.1",
+            "strategy.worst_of=2",
+            "schedule.epsilon.natural_epochs=0",
+            "schedule.epsilon.ramp_epochs=0",
+            "optimiser.momentum=0.9",
+            "schedule.learning_rate.initial=0.05",
+            "optimiser.nesterov=true",
+            "optimiser.label_smoothing=0.1",
+            *NORMED,
+        ): (2.3312, 2.2961, 2.2757, 2.2424),
     }
 }
 

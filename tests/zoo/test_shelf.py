@@ -1,12 +1,16 @@
 """A zoo gives models whose files are those of their cards, and refuses all others."""
 
+import errno
 import json
+import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 import patchcert as pc
-from patchcert.errors import ModelError
+from patchcert.errors import ModelError, StorageError
+from patchcert.files import sha256
 from patchcert.train.run_folder import Run
 from patchcert.zoo import Zoo, shelf
 
@@ -85,3 +89,21 @@ def test_the_zoo_does_not_grow_beyond_its_size(zoo, trained, monkeypatch):
     monkeypatch.setattr(shelf, "LARGEST", zoo.size() - 1)
     with pytest.raises(ModelError, match=f"with {NAME} the zoo in .* would grow to"):
         zoo.put(card, weights)
+
+
+def test_a_model_is_replaced_with_its_card_or_not_at_all(zoo, another, monkeypatch):
+    run, before = another(0.5), zoo.card(NAME)
+    real, calls = os.fsync, []
+
+    def full_at_the_card(number):
+        calls.append(number)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", full_at_the_card)
+    with pytest.raises(StorageError, match=f"{NAME}.json cannot be written: No space left on device"):
+        zoo.put(replace(before, weights_sha256=sha256(run.weights)), run.weights)
+    assert zoo.card(NAME) == before
+    assert len(list(zoo.load(NAME).parameters())) == 4
+    assert len(list(zoo.folder.iterdir())) == 2

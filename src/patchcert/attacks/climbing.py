@@ -9,8 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchcert.attacks.base import Attack, AttackJob
-from patchcert.attacks.views import AttackedModel, PerImage, View, put, require_finite, sure_lead, wrong_lead
+from patchcert.attacks.base import (
+    Attack,
+    AttackedModel,
+    AttackJob,
+    PerImage,
+    require_finite,
+    sure_lead,
+    wrong_lead,
+)
+from patchcert.attacks.views import View, put
 from patchcert.errors import InvalidInput
 from patchcert.tensors import Images, Labels
 

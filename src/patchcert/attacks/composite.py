@@ -7,11 +7,10 @@ from typing import ClassVar, Self, final
 
 import torch
 
-from patchcert.attacks.base import Attack, AttackJob, Findings
+from patchcert.attacks.base import Attack, AttackedModel, AttackJob, Findings, PerImage
 from patchcert.attacks.climbing import Loss
 from patchcert.attacks.patch import PatchAttack
 from patchcert.attacks.sparse import SparseAttack
-from patchcert.attacks.views import AttackedModel, PerImage
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
 from patchcert.threats import Patch, SparsePixels, Threat

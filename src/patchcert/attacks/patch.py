@@ -7,7 +7,7 @@ from typing import Annotated, Literal, final, get_args
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks.base import AttackJob, AttackResult, Findings, judged, seeded
+from patchcert.attacks.base import AttackedModel, AttackJob, AttackResult, Findings, judged, seeded, sure_lead
 from patchcert.attacks.climbing import (
     LOSSES,
     Climbers,
@@ -17,8 +17,7 @@ from patchcert.attacks.climbing import (
     check_choice,
     segments_of,
 )
-from patchcert.attacks.views import AttackedModel, ImageViews, put, stamp_cells, sure_lead
-from patchcert.attacks.window_views import WindowViews, patch_views
+from patchcert.attacks.views import ImageViews, WindowViews, patch_views, put, stamp_cells
 from patchcert.bounds import precise_arithmetic
 from patchcert.certificates import placement_margins as interval_placement_margins
 from patchcert.errors import InvalidInput

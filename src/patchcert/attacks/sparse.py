@@ -7,9 +7,9 @@ from typing import Annotated, final
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks.base import AttackJob, Findings
+from patchcert.attacks.base import AttackedModel, AttackJob, Findings
 from patchcert.attacks.climbing import LOSSES, Climbers, GradientAttack, Loss, Record
-from patchcert.attacks.views import AttackedModel, ImageView, put
+from patchcert.attacks.views import ImageView, put
 from patchcert.errors import InvalidInput
 from patchcert.tensors import Images, Labels
 from patchcert.threats import SparsePixels

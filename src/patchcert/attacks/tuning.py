@@ -7,8 +7,7 @@ from typing import final
 
 from torch import Generator, nn
 
-from patchcert.attacks.base import Attack, AttackJob, require_contained, seeded
-from patchcert.attacks.views import AttackedModel
+from patchcert.attacks.base import Attack, AttackedModel, AttackJob, require_contained, seeded
 from patchcert.bounds import precise_arithmetic
 from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.defenses.watermarking import Fill, SaliencyKind

@@ -1,189 +1,47 @@
-"""How an attack looks at a model: whose gradient it follows, whose answer counts, which values it may change."""
+"""How an ascent looks at a model: which values it may change, and what the model makes of them.
 
-import copy
+Any model is looked at as whole images. Chains of convolutions, linear layers and ReLUs are followed on the windows that
+a patch can reach: the rest of every layer is as on the clean image. Between two ReLUs a layer is linear, so that what
+lies outside the window is a constant of the ascent: `constant = clean output - product of the clean window`. A step of
+the ascent then costs a few products of small matrices, whatever the size of the image.
+"""
+
+import logging
+import math
 from abc import ABC, abstractmethod
-from collections import Counter
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Protocol, final
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, final
 
 import torch
-from torch import Tensor, fx, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch import Tensor, nn
 
-from patchcert.certificates.checks import check_inputs, check_labels, logits_as_given
-from patchcert.errors import InvalidInput, ModelError
-from patchcert.tensors import Images, Labels, Logits
+from patchcert.bounds import trace
+from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Window, convolve
+from patchcert.bounds.network import Step
+from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape, is_relu
+from patchcert.errors import PatchcertError
+from patchcert.tensors import Images
 from patchcert.threats import Patch
+from patchcert.windows.layout import CommonWindows, Layout, common_steps, is_worth_a_matrix, window_matrix
 
-# Sums of 10,000 terms in another order differ by about sqrt(10,000) units of rounding. No verdict rests on it: the
-# model is asked again about every image that is handed out.
-_ROUNDING = 100.0
+logger = logging.getLogger(__name__)
 
-PerImage = Annotated[Tensor, "n"]
-"""One number, or one flag, for every image."""
+_CLEAN_AT_ONCE = 1024
+_PROBES = 16
+# Sums in another order differ by far less than this, relative to the logits, in float32 and with TF32 too; a network
+# that computes something else differs by more. The judge is asked about every success, so no result rests on it.
+_TOLERANCE = 1e-2
+_CACHE = 2**31
+"""Bytes of clean results that are kept for all images."""
 
-_MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
+_OFF = 1e30
+"""Less than minus this, a ReLU gives zero: so cells outside the map stay what zero padding takes them for."""
 
-
-class Predictor(Protocol):
-    """Anything that says a class for every image, such as a classifier with a proof."""
-
-    def predict(self, images: Images) -> Labels: ...
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Verdict:
-    """What the judge of a target says of images."""
-
-    predictions: Labels
-    margins: PerImage
-    """By how much the best wrong class leads the label."""
-    sure_margins: PerImage
-    """The same less what rounding may have given it, see `sure_lead`."""
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class AttackedModel:
-    """A model under attack: ascents follow the logits of `surrogate`, and only the answers of `judge` count.
-
-    A plain model is both. So is a surrogate of a defense, which has the defended model's logits and a more useful
-    gradient. A classifier that only predicts is the judge of a differentiable surrogate, and a large network the
-    judge of its `FastCopy`; `judged_at_once` limits how many images the judge is shown at once.
-    """
-
-    surrogate: nn.Module
-    judge: nn.Module | Predictor
-    judged_at_once: int | None = None
-
-    @classmethod
-    def of(cls, model: nn.Module | Predictor) -> "AttackedModel":
-        """A module is judged by its logits, anything else with a `predict` method by its predictions.
-
-        The latter gives a differentiable module as `surrogate()`, or has one as `model`.
-        """
-        if isinstance(model, nn.Module):
-            return cls(model, model)
-        if not callable(getattr(model, "predict", None)):
-            raise InvalidInput(
-                f"the model must be a torch.nn.Module, got {type(model).__name__}",
-                hint="give a module that returns logits, or a classifier with predict(images)",
-            )
-        make = getattr(model, "surrogate", None)
-        surrogate = make() if callable(make) else getattr(model, "model", None)
-        if not isinstance(surrogate, nn.Module):
-            raise InvalidInput(
-                f"{type(model).__name__} has no differentiable module that an attack could follow",
-                hint="give it a method surrogate() that returns a torch.nn.Module with logits",
-            )
-        return cls(surrogate, model)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the logits of `surrogate` are those that decide."""
-        return self.judge is self.surrogate
-
-    @torch.no_grad()
-    def evaluate(self, images: Images, labels: Labels, batch_size: int | None = None) -> Verdict:
-        """The judge's verdict on every image; logits that are not finite are an error.
-
-        The margins of a judge that only predicts are those of its surrogate, made positive exactly where the
-        prediction is wrong.
-        """
-        at_once = batch_size or self.judged_at_once or max(len(images), 1)
-        predictions = labels.new_zeros(len(images))
-        margins, sure_margins = images.new_zeros(len(images)), images.new_zeros(len(images))
-        finite = torch.ones((), dtype=torch.bool, device=images.device)
-        for start in range(0, len(images), at_once):
-            part = slice(start, start + at_once)
-            logits, predictions[part] = self._answer(images[part], labels[part])
-            finite &= logits.isfinite().all()
-            margins[part] = wrong_lead(logits, labels[part]).to(margins.dtype)
-            sure_margins[part] = sure_lead(logits, labels[part]).to(margins.dtype)
-        require_finite(finite)
-        if not isinstance(self.judge, nn.Module):
-            wrong = predictions != labels
-            margins, sure_margins = _agreeing(margins, wrong), _agreeing(sure_margins, wrong)
-        return Verdict(predictions, margins, sure_margins)
-
-    def _answer(self, images: Images, labels: Labels) -> tuple[Logits, Labels]:
-        """Logits, and the classes that the judge predicts."""
-        if isinstance(self.judge, nn.Module):
-            logits = self.judge(images)
-            check_logits(logits, labels)
-            return logits, logits.argmax(dim=1)
-        predictions, logits = self.judge.predict(images), self.surrogate(images)
-        check_logits(logits, labels)
-        if predictions.shape != labels.shape or predictions.is_floating_point():
-            raise ModelError(
-                f"{type(self.judge).__name__}.predict must give one class per image ({len(labels)},), "
-                f"got {predictions.dtype} {tuple(predictions.shape)}",
-                hint="return a long tensor of class indices",
-            )
-        return logits, predictions
-
-    def check(self, images: Images, labels: Labels) -> None:
-        """Refuse images, labels and models that do not fit together, before time is spent on them."""
-        check_inputs(self.surrogate, images, labels)
-        for name, module in self.surrogate.named_modules():
-            if module.training and isinstance(module, _MODAL):
-                raise ModelError(
-                    f"layer {name!r} ({type(module).__name__}) is in training mode, so its answers vary",
-                    hint="call model.eval() first",
-                )
-        if len(images):
-            with torch.no_grad():
-                logits = logits_as_given(self.surrogate, images[:1])
-            check_logits(logits, labels[:1])
-            check_labels(labels, logits.shape[1])
-
-
-def wrong_lead(logits: Logits, labels: Labels) -> PerImage:
-    """The largest logit of another class less the label's: positive exactly where the label has lost."""
-    label = labels[:, None]
-    others = logits.scatter(1, label, -torch.inf).amax(dim=1)
-    return others - logits.gather(1, label)[:, 0]
-
-
-def sure_lead(logits: Logits, labels: Labels) -> PerImage:
-    """The wrong class's lead less what rounding may have given it.
-
-    The same image in a batch of another size has slightly different logits. A success beyond that survives the
-    framework's own check.
-    """
-    scale = 1 + logits.abs().amax(dim=1)
-    return wrong_lead(logits, labels) - _ROUNDING * torch.finfo(logits.dtype).eps * scale
-
-
-def _agreeing(margins: PerImage, wrong: PerImage) -> PerImage:
-    """The margins, cut so that they are positive exactly where a prediction is wrong."""
-    least = torch.finfo(margins.dtype).tiny
-    return torch.where(wrong, margins.clamp(min=least), margins.clamp(max=0))
-
-
-def require_finite(is_finite: Tensor) -> None:
-    """Refuse NaN and infinite logits; this is where the device is waited for."""
-    if not bool(is_finite):
-        raise ModelError(
-            "the model gave NaN or infinite logits, which neither break nor withstand an attack",
-            hint="check the weights and the normalisation of the model",
-        )
-
-
-def check_logits(logits: Tensor, labels: Tensor) -> None:
-    """Refuse anything but a table of at least two classes with one row per image."""
-    if not isinstance(logits, Tensor):
-        raise ModelError(
-            f"a model must give one tensor of logits, got {type(logits).__name__}",
-            hint="return the logits alone from the forward pass",
-        )
-    if logits.ndim != 2 or len(logits) != len(labels) or logits.shape[1] < 2:
-        raise ModelError(
-            f"a model must give logits of shape ({len(labels)}, classes) with two classes or more, "
-            f"got {tuple(logits.shape)}",
-            hint="end the model with a linear layer of as many outputs as there are classes",
-        )
+Values = Annotated[Tensor, "m _"]
+"""What each ascent has on its window, place by place and channel by channel, or as features."""
+Bases = Annotated[Tensor, "m"]
+"""At which of the common bases the window of each ascent begins."""
 
 
 class View(ABC):
@@ -264,49 +122,305 @@ def stamp_cells(
 
 
 @final
-class FastCopy(nn.Module):
-    """Nearly the same logits sooner: batch norms folded in, channels last, on a GPU products in bfloat16.
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """Each value times a factor of its own."""
 
-    Takes and returns float32, and gradients pass. Its logits differ from the network's by rounding, so it serves as
-    a surrogate that the network itself judges.
+    factors: Annotated[Tensor, "values"]
+
+    def __call__(self, values: Values) -> Values:
+        return values * self.factors
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Product:
+    """The same matrix for all."""
+
+    matrix: Annotated[Tensor, "inputs outputs"]
+
+    def __call__(self, values: Values) -> Values:
+        return values @ self.matrix
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Slide:
+    """A convolution on windows (height, width, channels) too large for a matrix."""
+
+    weight: Tensor
+    geometry: Geometry
+    groups: int
+    shape: tuple[int, int, int]
+
+    def __call__(self, values: Values) -> Values:
+        maps = values.unflatten(1, self.shape).permute(0, 3, 1, 2)
+        moved = convolve(maps, self.weight, self.geometry, self.groups, precise=False)
+        return moved.permute(0, 2, 3, 1).flatten(1)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """The values put at each ascent's own places among `size`; zeros elsewhere."""
+
+    index: Annotated[Tensor, "m inputs"]
+    size: int
+
+    def __call__(self, values: Values) -> Values:
+        return values.new_zeros(len(values), self.size).scatter_add(1, self.index, values)
+
+
+Part = Scale | Product | Slide | Spread
+"""A linear map of the values of all ascents."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class MapWindows:
+    """Where windows lie on a map of the network. As a part it stands for the spread to the whole map, flattened."""
+
+    window: Window
+    area: FeatureMap
+    places: Annotated[Tensor, "bases cells"]
+    """Of the windows from every base, in the map; -1 outside."""
+
+    def spread(self, base: Bases) -> Spread:
+        """From windows to the whole map; outside it, windows must hold zeros."""
+        places = self.places[base].clamp(min=0).long()
+        channels = torch.arange(self.area.channels, device=base.device) * (self.area.height * self.area.width)
+        return Spread((places[..., None] + channels).flatten(1), self.area.size)
+
+    def gather(
+        self, clean: Annotated[Tensor, "n places c"], rows: Annotated[Tensor, "m"], base: Bases
+    ) -> Values:
+        """The clean value of each ascent's image on its window, far below zero outside the map."""
+        places = self.places[base]
+        chosen = clean[rows[:, None], places.clamp(min=0).long()]
+        return chosen.masked_fill((places < 0)[..., None], -_OFF).flatten(1)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """From one ReLU, or the image, to the next, or the logits.
+
+    The result is the network's value `index`, which is on windows, or has no places.
     """
 
-    def __init__(self, model: nn.Module, reduced: bool | None = None) -> None:
-        super().__init__()
-        self.model = without_batch_norms(model).to(memory_format=torch.channels_last)  # pyright: ignore
-        self.reduced = next(model.parameters()).is_cuda if reduced is None else reduced
-        self.train(model.training)
+    parts: tuple[Part | MapWindows, ...]
+    index: int
+    result: MapWindows | None
 
-    def forward(self, images: Images) -> Logits:
-        """Logits in float32."""
-        images = images.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.reduced):
-            logits = self.model(images)
-        return logits.float()
+    def placed(self, base: Bases, start: Spread | None) -> tuple[Part, ...]:
+        """The parts for ascents whose windows begin at these bases, after a spread at the start where there is one."""
+        parts: list[Part] = [] if start is None else [start]
+        for part in self.parts:
+            parts.append(part.spread(base) if isinstance(part, MapWindows) else part)
+        return tuple(parts)
 
-
-class _LeafTracer(fx.Tracer):
-    """Descends to the modules that contain no others."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return not any(m.children())
+    def by_places(self, value: Annotated[Tensor, "n ..."]) -> Tensor:
+        return value.flatten(1) if self.result is None else value.flatten(2).transpose(1, 2).contiguous()
 
 
-def without_batch_norms(model: nn.Module) -> nn.Module:
-    """A copy of a network in eval mode with each batch norm folded into the convolution before it."""
-    root = copy.deepcopy(model).requires_grad_(False)
-    traced = fx.GraphModule(root, _LeafTracer().trace(root))
-    modules = dict(traced.named_modules())
-    calls = Counter(node.target for node in traced.graph.nodes if node.op == "call_module")
-    for node in list(traced.graph.nodes):
-        if node.op != "call_module" or not isinstance(norm := modules[node.target], nn.BatchNorm2d):
-            continue
-        before = node.args[0]
-        convolution = modules.get(before.target) if before.op == "call_module" else None
-        if isinstance(convolution, nn.Conv2d) and calls[before.target] == 1 and len(before.users) == 1:
-            traced.set_submodule(before.target, fuse_conv_bn_eval(convolution, norm))
-            node.replace_all_uses_with(before)
-            traced.graph.erase_node(node)
-    traced.delete_all_unused_submodules()
-    traced.recompile()
-    return traced.requires_grad_(False)
+@final
+@dataclass(frozen=True, eq=False)
+class WindowPlan:
+    """The stages of a network for one patch and image size; all but the last end in a ReLU."""
+
+    common: CommonWindows
+    stages: tuple[Stage, ...]
+    numbers: int
+    """Of the clean results of one image."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: nn.Module, images: Images, patch: Patch) -> "WindowPlan":
+        """Raises NotCovered where windows cannot follow the network."""
+        network = trace(model)
+        values = network.values(images[:1])
+        layout = Layout.of(network, values)
+        step = common_steps(layout.windows(Window(0, 0, patch.height, patch.width)))
+        extent = (patch.height + step[0] - 1, patch.width + step[1] - 1)
+        common = CommonWindows.of(layout, step, extent, images.device)
+        stages = tuple(_stages(common, images.dtype))
+        return cls(common, stages, sum(values[stage.index][0].numel() for stage in stages))
+
+    @torch.no_grad()
+    def clean(self, images: Images) -> list[Tensor]:
+        """The clean results of all stages, (n, places, channels) where they have places."""
+        parts = []
+        for part in images.split(_CLEAN_AT_ONCE):
+            values = self.common.layout.network.values(part)
+            parts.append([stage.by_places(values[stage.index]) for stage in self.stages])
+        return parts[0] if len(parts) == 1 else [torch.cat(same) for same in zip(*parts, strict=True)]
+
+
+def _stages(common: CommonWindows, dtype: torch.dtype) -> list[Stage]:
+    stages, parts, steps = list[Stage](), list[Part | MapWindows](), common.layout.network.steps
+    for position, step in enumerate(steps):
+        source = _map_windows(common, position)
+        if step.inputs != (position,):
+            raise NotCovered(f"layer '{step.name}' is not in a chain")
+        if is_relu(step.operation):
+            stages.append(Stage(tuple(parts), position, source))
+            parts = []
+        # Beyond the map zeros are seen, which only a ReLU makes of what windows hold there.
+        elif source and _looks_around(step) and not all(isinstance(part, Scale) for part in parts):
+            raise NotCovered(f"there is no ReLU between layer '{step.name}' and the one before it")
+        else:
+            parts += _parts(step, source, common.windows[position + 1], dtype)
+    return [*stages, Stage(tuple(parts), len(steps), None)]
+
+
+def _map_windows(common: CommonWindows, index: int) -> MapWindows | None:
+    window, area = common.windows[index], common.layout.maps[index]
+    return MapWindows(window, area, common.cells(window, area)) if window and area else None
+
+
+def _looks_around(step: Step) -> bool:
+    return isinstance(step.operation, Convolution | Linear)
+
+
+def _parts(
+    step: Step, source: MapWindows | None, target: Window | None, dtype: torch.dtype
+) -> list[Part | MapWindows]:
+    """What a step does to windows on its input, or to features."""
+    operation = step.operation
+    if isinstance(operation, Linear):
+        product = Product(operation.weight().detach().T.contiguous())
+        return [source, product] if source else [product]
+    if isinstance(operation, Convolution) and source and target:
+        return [_slide(operation, source, target)]
+    if isinstance(operation, ChannelScale):
+        return [Scale(operation.scale().detach().to(dtype).repeat(source.places.shape[1] if source else 1))]
+    if isinstance(operation, Reshape):
+        return []
+    raise NotCovered(f"layer '{step.name}' is a {type(operation).__name__}")
+
+
+def _slide(operation: Convolution, source: MapWindows, target: Window) -> Part:
+    local, weight = source.window.local(operation.geometry, target), operation.weight().detach()
+    shape = (source.window.height, source.window.width, source.area.channels)
+    if is_worth_a_matrix(math.prod(shape), weight[0].numel()):
+        return Product(window_matrix(local, weight, operation.groups, shape))
+    return Slide(weight, local, operation.groups, shape)
+
+
+def patch_views(model: nn.Module, images: Images, patch: Patch) -> "ImageViews | WindowViews":
+    """Windows where they follow the network, else whole images."""
+    whole = ImageViews(model, images, patch)
+    try:
+        views = WindowViews(WindowPlan.of(model, images, patch), images, patch)
+        views.check_against(whole)
+    except (NotCovered, PatchcertError) as reason:
+        logger.debug("the attack looks at whole images: %s", reason)
+        return whole
+    return views
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Linear parts with what all ascents add after them, and whether a ReLU follows."""
+
+    parts: tuple[Part, ...]
+    constant: Values
+    rectified: bool
+
+    def __call__(self, values: Values) -> Values:
+        values = linear(self.parts, values, self.constant)
+        return values.relu() if self.rectified else values
+
+    def keep(self, index: Annotated[Tensor, "i"]) -> "Layer":
+        """The layer for some of the ascents; only a spread differs between them."""
+        parts = (replace(p, index=p.index[index]) if isinstance(p, Spread) else p for p in self.parts)
+        return replace(self, parts=tuple(parts), constant=self.constant[index])
+
+
+def linear(parts: Sequence[Part], values: Values, constant: Values | None) -> Values:
+    """The values through all parts, plus the constant."""
+    for part in parts[:-1]:
+        values = part(values)
+    for part in parts[-1:]:
+        if isinstance(part, Product) and constant is not None:
+            return torch.addmm(constant, values, part.matrix)
+        values = part(values)
+    return values if constant is None else values + constant
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class WindowView(View):
+    """The layers of the network on each ascent's windows."""
+
+    is_exact: ClassVar[bool] = False
+
+    cells: Annotated[Tensor, "m v"]
+    layers: tuple[Layer, ...]
+
+    def logits(self, values: Annotated[Tensor, "m v"]) -> Annotated[Tensor, "m k"]:
+        for layer in self.layers:
+            values = layer(values)
+        return values
+
+    def keep(self, index: Annotated[Tensor, "i"]) -> "WindowView":
+        return WindowView(self.cells[index], tuple(layer.keep(index) for layer in self.layers))
+
+
+@final
+class WindowViews:
+    """Windows of some images; what the network makes of the clean images is computed once if it is small."""
+
+    def __init__(self, plan: WindowPlan, images: Images, patch: Patch) -> None:
+        self.plan, self.images, self.patch = plan, images, patch
+        size = len(images) * plan.numbers * images.element_size()
+        self.kept = plan.clean(images) if size <= _CACHE else None
+
+    @torch.no_grad()
+    def at(self, owner: Annotated[Tensor, "m"], corners: Annotated[Tensor, "m 2"]) -> WindowView:
+        """The view of ascents on these images with patches at the corners."""
+        cells = stamp_cells(self.patch, corners, self.images.shape[1:])
+        clean = self.images.flatten(1)[owner[:, None], cells]
+        maps, rows = self._clean(owner)
+        base, start = self.plan.common.base(*corners.unbind(dim=1)), self._start(corners)
+        layers = []
+        for stage, value in zip(self.plan.stages, maps, strict=True):
+            parts = stage.placed(base, start)
+            before = value[rows] if stage.result is None else stage.result.gather(value, rows, base)
+            rectified = stage is not self.plan.stages[-1]
+            layers.append(Layer(parts, before - linear(parts, clean, None), rectified))
+            clean, start = before.relu(), None
+        return WindowView(cells, tuple(layers))
+
+    @torch.no_grad()
+    def check_against(self, whole: ImageViews) -> None:
+        """Refuse a network whose windows do not give what the model gives, at a few random members."""
+        generator = torch.Generator().manual_seed(0)
+        corners = self.patch.placements(*self.images.shape[2:]).corners.to(self.images.device)
+        owner = torch.arange(min(_PROBES, len(self.images)), device=self.images.device)
+        drawn = corners[torch.randint(len(corners), (len(owner),), generator=generator).to(corners.device)]
+        view, exact = self.at(owner, drawn), whole.at(owner, drawn)
+        values = torch.rand(view.cells.shape, generator=generator).to(self.images)
+        mine, theirs = view.logits(values), exact.logits(values)
+        if mine.shape != theirs.shape or not bool(
+            ((mine - theirs).abs() <= _TOLERANCE * (1 + theirs.abs())).all()
+        ):
+            raise NotCovered("the traced network does not give what the model gives")
+
+    def _start(self, corners: Annotated[Tensor, "m 2"]) -> Spread:
+        """From the values to the window on the image, laid out (height, width, channels)."""
+        window, channels = self.plan.common.windows[0], self.images.shape[1]
+        assert window is not None
+        offset = corners % torch.tensor(self.plan.common.step, device=corners.device)
+        rows, columns = stamp_offsets(self.patch, corners.device)
+        pixels = (offset[:, :1] + rows) * window.width + offset[:, 1:] + columns
+        index = pixels[:, None] * channels + torch.arange(channels, device=pixels.device)[:, None]
+        return Spread(index.flatten(1), window.height * window.width * channels)
+
+    def _clean(self, owner: Annotated[Tensor, "m"]) -> tuple[list[Tensor], Annotated[Tensor, "m"]]:
+        """The clean maps before every ReLU, and which of their rows belong to the owners."""
+        if self.kept is not None:
+            return self.kept, owner
+        chosen, rows = owner.unique(return_inverse=True)
+        return self.plan.clean(self.images[chosen]), rows

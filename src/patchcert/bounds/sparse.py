@@ -4,17 +4,19 @@ Three bounds of the same shape (specification: weights W[neuron, channel, pixel]
 `tight` uses how far each pixel can move up and down from its present value and is exact for a single neuron;
 `per-pixel` forgets the present value and lets a pixel move by epsilon both ways; `per-value` counts single
 channel values instead of pixels: on images with several channels it covers k channel values, not k pixels.
+
+A first layer that is also the last is merged with the specification, so that `tight` is exact for single margins.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from patchcert.bounds.geometry import under_kernel
-from patchcert.bounds.network import Network, Step
+from patchcert.bounds.network import Network, Step, merged_margins, zero_at_label
 from patchcert.bounds.operations import ChannelScale, Convolution, Interval, Linear, Reshape
 from patchcert.bounds.rounding import NEAREST, Rounding, lifted
 from patchcert.errors import InvalidInput, UnsupportedLayer
@@ -52,6 +54,12 @@ class FirstLayer:
             "a sparse bound needs a Linear or Conv2d layer first, after normalisation at most"
         )
 
+    def merged(self, label: Annotated[Tensor, ""]) -> "FirstLayer":
+        """A layer that gives the margins of a label: row label minus row class of the weights, and no bias."""
+        weight = self.operation.weight()
+        difference = weight[label] - weight
+        return replace(self, operation=Linear(lambda: difference, None))
+
     def pixel_weight(self, channels: int, rounding: Rounding) -> Annotated[Tensor, "neurons c positions"]:
         """Weights per unit of raw pixel value; never too small by an underflow where bounds must be sound."""
         weight = self.operation.weight()
@@ -88,8 +96,17 @@ def sparse_margins(
             f"a sparse bound needs a first layer that sees {tuple(whole[1:])}, not {tuple(seen.shape[1:])}",
             hint="take the image as it is into a Conv2d, or flattened into a Linear layer",
         )
-    box = sparse_first_layer(layer, clean, images, pixels, bound, epsilon, rounding)
-    return network.margins(box, labels, layer.position + 1, rounding)
+    head = network.head
+    if head is None or layer.operation is not head:
+        box = sparse_first_layer(layer, clean, images, pixels, bound, epsilon, rounding)
+        return network.margins(box, labels, layer.position + 1, rounding)
+    margins = merged_margins(head, seen, labels, rounding)
+    for label in labels.unique():
+        rows = labels == label
+        unchanged, some = Interval.point(margins[rows]), images[rows]
+        box = sparse_first_layer(layer.merged(label), unchanged, some, pixels, bound, epsilon, rounding)
+        margins = margins.index_put((rows,), box.lower)
+    return zero_at_label(margins, labels)
 
 
 def sparse_first_layer(
@@ -120,7 +137,8 @@ def sparse_first_layer(
         return Interval(clean.lower - down, clean.upper + up)
     # All terms are of one sign, so that roundings cost a relative error. A term meets 2 in the room of its pixel (1 - x
     # and epsilon), 4 in each scale (in float64 sum, root, division and product; else rounding to the type and product),
-    # at most 2 channels + 1 in its own product, and `pixels` in the sum: 13 of the 16 are to spare.
+    # 1 in the difference of merged weights, at most 2 channels + 1 in its own product, and `pixels` in the sum: 12 are
+    # to spare.
     roundings = 2 * images.shape[1] + pixels + 4 * len(layer.scales) + 16
     # 1 / (1 - gamma) <= 1 + 2 gamma as gamma < 1/8; as much again pays for rounding the factor and the product.
     widen = 1 + 4 * rounding.gamma(roundings)

@@ -17,7 +17,15 @@ from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, PlacementMargins
 from patchcert.threats import Patch
 
-_HOMES = {"IntervalBounds": "intervals", "RandomAblation": "ablation"}
+_HOMES = {
+    "BandVotes": "band_votes",
+    "BlockVotes": "band_votes",
+    "DoubleMasking": "masking",
+    "IntervalBounds": "intervals",
+    "LocalVotes": "local_votes",
+    "MaskedDetection": "masking",
+    "RandomAblation": "ablation",
+}
 
 
 def method_named(name: str) -> type[Classifier] | None:

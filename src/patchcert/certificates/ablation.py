@@ -2,11 +2,10 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Annotated, Any, Literal, final, get_args
+from typing import Annotated, Any, final
 
 import numpy as np
 import torch
@@ -14,15 +13,13 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Generator, Tensor, nn
 
-from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
+from patchcert.certificates.batches import FixedBatches, Precision, check_precision
 from patchcert.certificates.checks import (
     check_call,
     check_fit,
     check_images,
-    check_independence,
     check_inputs,
     check_labels,
-    check_logits,
 )
 from patchcert.certificates.classifier import (
     ABSTAINED,
@@ -34,12 +31,11 @@ from patchcert.certificates.classifier import (
     Guarantee,
     first_row,
 )
-from patchcert.errors import InvalidInput, ModelError
+from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels
 from patchcert.threats import threat_from_dict
 
-Precision = Literal["float32", "tf32", "bfloat16"]
 _KEYS = 2**31 - 1
 
 
@@ -169,10 +165,7 @@ class RandomAblation(Classifier):
                 f"between 0 and 1, got {whole} and {self.error_rate}",
                 hint="MNIST uses retained=45, CIFAR-10 retained=75; 1,000 and 10,000 samples at 0.05",
             )
-        if self.precision not in get_args(Precision):
-            raise InvalidInput(
-                f"precision is {self.precision!r}; expected one of {', '.join(get_args(Precision))}"
-            )
+        check_precision(self.precision)
 
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         """The majority's class, or ABSTAINED where the two leading classes cannot be told apart."""
@@ -255,14 +248,14 @@ class RandomAblation(Classifier):
         """
         check_call(progress)
         self._check(images)
-        self._check_batches(images)
+        base = self._base(images)
         device, each = images.device, self.selection_samples + self.estimation_samples
         total, generator = len(images) * each, self._generator(images)
         counts = torch.zeros(0, dtype=torch.int64, device=device)
         for start in range(0, total, self.batch_size):
             position = torch.arange(start, start + self.batch_size, device=device)
             owner = (position // each).clamp(max=len(images) - 1)
-            logits = self._logits(images.index_select(0, owner), generator)
+            logits = base.logits(self._copies(images.index_select(0, owner), generator))
             if start == 0:
                 counts = counts.new_zeros(len(images) * 2 * logits.shape[1])
             count = (position % each >= self.selection_samples).long()
@@ -283,42 +276,20 @@ class RandomAblation(Classifier):
                 f"{self.retained} pixels cannot be retained in images of {images.shape[2]}x{images.shape[3]}",
                 hint="retain fewer pixels",
             )
-        if self.model.training:
-            raise InvalidInput(
-                "the base model is in training mode, where votes may depend on each other",
-                hint="call model.eval()",
-            )
-        check_independence(self.model)
 
-    def _check_batches(self, images: Tensor) -> None:
-        """The base model says the same of copies in whatever company they are, on a sample."""
-        half = self.batch_size // 2
+    def _base(self, images: Images) -> FixedBatches:
+        """The base model as it votes, after a look at whether votes in a batch depend on each other."""
         sample = images[torch.arange(self.batch_size, device=images.device) % len(images)]
-        masks = draw_retained(
-            self.batch_size, images.shape[2], images.shape[3], self.retained, Generator().manual_seed(0)
-        )
-        encoded = encode_ablated(sample, masks.to(images))
-        logits = self._base(encoded)
-        check_logits(logits, encoded)
-        if half == 0:
-            return
-        among_blanks = self._base(torch.cat([encoded[:half], torch.zeros_like(encoded[half:])]))
+        encoded = self._copies(sample, Generator(images.device).manual_seed(0))
+        base = FixedBatches(self.model, encoded, self.batch_size, self.precision)
         # Rows of equal batches pass through the same kernels: what differs is the order of some sums, in at most the
         # eight bits of bfloat16, 2^-8 of the largest logit.
-        if bool((logits - among_blanks)[:half].abs().max() > 2**-7 * logits.abs().max()):
-            raise ModelError(
-                "the base model says something else of the same images when others are in their batch",
-                hint="what it says of an image must not depend on the batch",
-            )
+        base.check_company(encoded, 2**-7)
+        return base
 
-    def _logits(self, images: Tensor, generator: Generator) -> Tensor:
+    def _copies(self, images: Images, generator: Generator) -> Annotated[Tensor, "n _ h w"]:
         masks = draw_retained(len(images), images.shape[2], images.shape[3], self.retained, generator)
-        return self._base(encode_ablated(images, masks.to(images)))
-
-    def _base(self, encoded: Tensor) -> Tensor:
-        """The logits of the base model, a batch of the same shape in every call."""
-        with _arithmetic(self.precision, encoded.device):
-            return self.model(encoded)
+        return encode_ablated(images, masks.to(images))
 
 
 @final
@@ -345,17 +316,3 @@ class _MeanVote(nn.Module):
         )
         copies = [self.model(encode_ablated(images, mask[None].to(images))) for mask in masks]
         return torch.stack([copy.softmax(dim=1) for copy in copies]).mean(dim=0).log()
-
-
-@contextmanager
-def _arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
-    """The precision whatever is set outside; TF32 exists on CUDA alone."""
-    with precise_arithmetic():
-        if precision == "tf32":
-            with fast_arithmetic():
-                yield
-        elif precision == "bfloat16":
-            with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
-                yield
-        else:
-            yield

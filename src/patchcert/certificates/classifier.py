@@ -50,7 +50,10 @@ class Guarantee:
 @final
 @dataclass(frozen=True, slots=True)
 class Ballots:
-    """How often each class was voted for: once to select a class, and in a fresh count."""
+    """How often each class was voted for: once to select a class, and in a fresh count.
+
+    Votes that leave nothing to chance are counted once, and stand in both places.
+    """
 
     selection: Annotated[Tensor, "n k"]
     estimation: Annotated[Tensor, "n k"]
@@ -71,6 +74,8 @@ class Certificates:
     placement; `margins` are proven lower bounds of logit[label] - logit[class] over the threat, 0 at the label, and
     `worst_placement` is the (top, left) where the least of them lies, (-1, -1) for threats without placements;
     `radius` is how many pixels may change, -1 where nothing is proven, and `ballots` are the votes behind it.
+    With masks, `lead` is the share by which the label leads on every copy that the proof needs (at most, where it
+    fails), and `weakest_masks` are the numbers of the two masks of the copy with the least lead that was looked at.
     """
 
     certified: Annotated[Tensor, "n"]
@@ -82,6 +87,8 @@ class Certificates:
     worst_placement: Annotated[Tensor, "n 2"] | None = None
     radius: Annotated[Tensor, "n"] | None = None
     ballots: Ballots | None = None
+    lead: Annotated[Tensor, "n"] | None = None
+    weakest_masks: Annotated[Tensor, "n 2"] | None = None
 
     def __repr__(self) -> str:
         right = int((self.predictions == self.labels).sum())
@@ -144,6 +151,8 @@ class Classifier(ABC):
     """A deployed classifier and the kind of proof it admits; settings in its constructor, data in the calls."""
 
     model: nn.Module
+    promise: ClassVar[Promise] = "recovery"
+    """What its certificates promise; where it is detection, an abstention is an alert, and breaks nothing."""
     predicts_as_its_model: ClassVar[bool] = False
     """Whether `predict` is the class of the model's largest logit, so that attacks on the model are attacks on it."""
 

@@ -4,8 +4,10 @@ Only the module of the command that is called is imported, so that `patchcert --
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -13,6 +15,7 @@ import typer
 from patchcert import __version__
 from patchcert.cli.output import print_error, say
 from patchcert.errors import InvalidInput, PatchcertError
+from patchcert.files import STORAGE_ERRORS
 
 IMPORT = "--import"
 USAGE_ERROR = 2
@@ -22,7 +25,9 @@ INTERRUPTED = 130
 COMMANDS = {
     "demo": "Train, certify and attack a small model; no network needed.",
     "train": "Train a model that can be certified, from a SPEC.toml.",
+    "choose": "Compare settings on held-out training images.",
     "certify": "Prove a model's predictions against a threat.",
+    "predict": "Say what the classifier of a kind of proof predicts.",
     "attack": "Look for patches that change a model's predictions.",
     "reproduce": "Recompute a table of the paper.",
     "audit": "Check that evidence, cards and documents can be believed.",
@@ -50,9 +55,9 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         result = INTERRUPTED
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in STORAGE_ERRORS:
             raise
-        print_error(f"{error.filename} cannot be used: {error.strerror}", "name another file or folder.")
+        _explain(error)
         return USAGE_ERROR
     except Exception as error:
         if not _is_usage_error(error):
@@ -62,6 +67,20 @@ def run(arguments: Sequence[str]) -> int:
     if result == INTERRUPTED:
         say("interrupted")
     return result if isinstance(result, int) else 0
+
+
+def _explain(error: OSError) -> None:
+    """An error of the system in words. Without a file it is of stdout or stderr, which take nothing any more."""
+    if error.filename is not None:
+        print_error(f"{error.filename} cannot be used: {error.strerror}", "name another file or folder.")
+        return
+    with suppress(OSError):
+        print_error(f"the output cannot be written: {error.strerror}", STORAGE_ERRORS[error.errno or 0])
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # so that the exit code stands
 
 
 def create_app(arguments: Sequence[str] = ()) -> typer.Typer:

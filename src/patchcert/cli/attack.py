@@ -68,7 +68,8 @@ def attack(
         str | None, typer.Option(help="Where restarts go: random (default), sweep or certificate.")
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="Attack the classifier of a kind of proof: ablation; else the model.")
+        str | None,
+        typer.Option(help="Attack the classifier of a kind of proof, like masking; else the model."),
     ] = None,
     defense: Annotated[str, typer.Option(help="none, lgs (smoothing) or dw (watermarking).")] = "none",
     setting: Annotated[
@@ -284,7 +285,7 @@ def totals(summaries: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _say_of_proofs(target: str, evidence: "Evidence") -> None:
     """What the attack means for the proofs of the images."""
-    broken = evidence.columns["index"][evidence.columns["succeeded"]].tolist()
+    broken = evidence.columns["index"][evidence.broken].tolist()
     if broken:
         print_error(
             f"FALSE PROOF: {len(broken)} of {evidence.total} certified images of {target} were broken: {broken[:20]}",
@@ -304,7 +305,7 @@ def _subject(attacked: AttackedTarget, asked: AttackOptions) -> "tuple[Subject, 
     target, tuning = attacked.target, {}
     model: Any = target.model.to(asked.device)
     if asked.method is not None:
-        model = choose_classifier(target, asked.method, asked.settings, {})
+        model = choose_classifier(target, attacked.threat, asked.method, asked.settings)
     elif asked.defense != "none":
         model, tuning = _defended(model, attacked, asked)
     subject = Subject(model, sha256(target.weights), attacked.dataset, attacked.selection, asked.device)
@@ -324,7 +325,7 @@ def _certified_positions(attacked: AttackedTarget, subject: "Subject", asked: At
             return positions[known]
     classifier = subject.classifier
     if not isinstance(classifier, Classifier):
-        classifier = choose_classifier(attacked.target, None, (), {})
+        classifier = choose_classifier(attacked.target, attacked.threat)
     images = subject.images(positions)
     with progress_bar("certifying", "images") as report:
         found = classifier.certify(images.floats(), images.labels, attacked.threat, report)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FOUND = 1
 README, PAGE = "README.md", "docs/results.md"
-MEASUREMENTS = ("docs/performance/*.json", "docs/measurements/*.json")
+MEASUREMENTS = ("docs/performance/*.json", "docs/measurements/*.json", "trials/results/**/*")
 ENTRIES, PAPER = "src/patchcert/zoo/entries", "src/patchcert/papers/chiang2020"
 
 
@@ -111,8 +111,9 @@ class Checkout:
 
     @property
     def measurements(self) -> tuple[Path, ...]:
-        """Measurements that no rows of images stand behind, which the manifest lists too."""
-        return tuple(sorted(file for pattern in MEASUREMENTS for file in self.root.glob(pattern)))
+        """Measurements of speed, or only written down, and trials on held-out images: the manifest lists them too."""
+        found = (file for pattern in MEASUREMENTS for file in self.root.glob(pattern))
+        return tuple(sorted(file for file in found if file.is_file()))
 
     @cached_property
     def sources(self) -> "Sources":
@@ -124,8 +125,8 @@ class Checkout:
     def write(self) -> None:
         """Bring the manifest, the cards, the page of results and the figures in documents up to date."""
         from patchcert.evidence.manifest import Manifest
+        from patchcert.files import write_text
         from patchcert.papers.chiang2020.quoting import updated
-        from patchcert.train.run_folder import write_text
         from patchcert.zoo import Zoo
         from patchcert.zoo.audit import recount
 

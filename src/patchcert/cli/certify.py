@@ -51,10 +51,15 @@ def certify(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N images.")] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="Kind of proof: interval or ablation; by default what the run was trained for."),
+        typer.Option(
+            help="Kind of proof: interval, masking, detection or ablation; by default what the run was trained for."
+        ),
     ] = None,
     setting: Annotated[
         list[str] | None, typer.Option(help="Setting of the method, like retained=45; repeatable.")
+    ] = None,
+    masks: Annotated[
+        str | None, typer.Option(help="Masking and detection: masks per axis, K or ROWS,COLUMNS: 6.")
     ] = None,
     device: DeviceOption = "auto",
     dtype: Annotated[
@@ -69,28 +74,36 @@ def certify(
 
     Without a threat the one that the model was trained on is taken. The summary is JSON on stdout. A proof of
     zoo:NAME is compared with its card, image by image; where they differ, the exit code is 1. Interrupted, the same
-    command resumes where it stopped, if evidence is kept.
+    command resumes where it stopped, if evidence is kept. `torchrun -m patchcert certify ...` shares the images among
+    processes.
     """
     from patchcert.evidence import Certification, EvidenceFolder, Subject
     from patchcert.files import sha256
     from patchcert.report.statistics import summarise
+    from patchcert.train.distributed import joined_world, local_device
 
     opened = open_target(target)
     threat = parse_threat(patch, shape, sparse, bound, placements, opened.threat)
-    budget, place = _parse_budget(memory_budget), parse_device(device)
+    budget, place = _parse_budget(memory_budget), local_device(parse_device(device))
     check_evidence_file(out)
     opened.model.to(place)
     settings = {"dtype": None if dtype is None else parse_dtype(dtype), "memory_budget": budget}
-    classifier = choose_classifier(opened, method, setting or (), settings)
+    given = [*(setting or ()), *([] if masks is None else [f"masks={masks}"])]
+    classifier = choose_classifier(opened, threat, method, given, settings)
     dataset = open_data(opened, data, data_dir)
     selection = select_images(opened, dataset, split, limit)
     subject = Subject(classifier, sha256(opened.weights), dataset, selection, place)
-    certification = Certification(subject, threat, out, shlex.join(["patchcert", *sys.argv[1:]]))
-    if out is None and opened.run is not None:
-        certification = certification.into(EvidenceFolder(opened.run.evidence_folder))
-    count = len(subject.positions())
-    say(f"certifying {count} {split} images of {dataset.name} against {threat} on {place}")
-    evidence = _prove(certification, count)
+    command = shlex.join(["patchcert", *sys.argv[1:]])
+    with joined_world(place) as world:
+        certification = Certification(subject, threat, out, command, world)
+        if out is None and opened.run is not None:
+            certification = certification.into(EvidenceFolder(opened.run.evidence_folder))
+        if not world.is_main:
+            certification.run()
+            return
+        count = len(subject.positions())
+        say(f"certifying {count} {split} images of {dataset.name} against {threat} on {place}")
+        evidence = _prove(certification, count)
     card = _compare(opened, evidence)
     print_json({**summarise(evidence), **card})
     if card.get("card", {}).get("differences"):

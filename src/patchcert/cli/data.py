@@ -19,8 +19,7 @@ Name = Annotated[str, typer.Argument(help="Name of the data set; `patchcert data
 def list_data(data_dir: DataSearchOption = None) -> None:
     """Say which data sets there are and which of them are on this machine."""
     from patchcert.data import SOURCES
-    from patchcert.data.files import data_folders, locate
-    from patchcert.data.loading import MNIST_MINI
+    from patchcert.data.files import MNIST_MINI, data_folders, locate
 
     rows: list[dict[str, Any]] = [{"name": MNIST_MINI, "available": True, "where": "in the package"}]
     for source in SOURCES.values():
@@ -57,8 +56,7 @@ def fetch(
 @app.command()
 def verify(name: Name, data_dir: DataSearchOption = None) -> None:
     """Compare every file of a data set with its known SHA-256 sum, and read all of it."""
-    from patchcert.data.files import locate, read
-    from patchcert.data.loading import assemble
+    from patchcert.data.files import assemble, locate, read
     from patchcert.data.sources import find_source
 
     source = find_source(_published(name))
@@ -111,8 +109,8 @@ def _of_all_files(report: Report) -> Callable[[str, int, int], None]:
 
 
 def _published(name: str) -> str:
+    from patchcert.data.files import MNIST_MINI
     from patchcert.data.folder import FOLDER
-    from patchcert.data.loading import MNIST_MINI
 
     if name == MNIST_MINI:
         raise DataError(f"{name} ships with the package: there is nothing to fetch or verify")

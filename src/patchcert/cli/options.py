@@ -6,7 +6,7 @@ import re
 import types
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin
 
 import typer
 
@@ -31,7 +31,9 @@ DataFolderOption = Annotated[Path | None, typer.Option(help="Folder of the data.
 DataSearchOption = Annotated[
     Path | None, typer.Option(help="Folder of the data; else $PATCHCERT_DATA, else the cache.")
 ]
-SplitOption = Annotated[str, typer.Option(help="test or train.")]
+SplitOption = Annotated[
+    str, typer.Option(help="test, train, or validation: what the run held out of training.")
+]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")]
 EvidenceOption = Annotated[
     Path | None,
@@ -177,7 +179,13 @@ def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 
     kinds = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if value == "none" and type(None) in kinds:
         return None
+    if kind is bool:
+        if value not in ("true", "false"):
+            raise InvalidInput(f"--setting {setting} is neither true nor false", hint="write one of them.")
+        return value == "true"
     try:
+        if "," in value and any(get_origin(each) is tuple for each in kinds):
+            return tuple(float(part) if "." in part else int(part) for part in value.split(","))
         if int in kinds or float in kinds:
             return int(value) if int in kinds else float(value)
         if re.fullmatch(r"[\d.,\s]+", value):

@@ -166,12 +166,12 @@ def _show(
 
 def _write_document(views: "Sequence[TableView]", path: Path, folder: Path) -> None:
     from patchcert.evidence.results import Results
+    from patchcert.files import write_text
     from patchcert.papers.chiang2020.audit import results_page
 
     if any(view.quick for view in views):
         raise InvalidInput("a quick look is no result, so --write does not write it down")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(results_page(views, Results(folder)), encoding="utf-8")
+    write_text(path, results_page(views, Results(folder)))
     say(f"wrote {path}")
 
 

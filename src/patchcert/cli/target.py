@@ -124,6 +124,7 @@ def select_images(
     """Images of a split, refused unless there are any and they fit the model."""
     from patchcert.evidence import Selection
 
+    split = _held_out(target) if split == "validation" else split
     whole = dataset.split(split)
     if len(whole) == 0:
         raise DataError(f"{dataset.name} has no {split} images", hint="choose the other split with --split.")
@@ -131,6 +132,17 @@ def select_images(
         _check_fit(target.spec, target.weights, dataset, whole)
         _warn_of_classes(target, target.spec.classes, dataset)
     return Selection(dataset.name, split, limit, drawn, seed)
+
+
+def _held_out(target: Target) -> str:
+    """The split that a run has held out of its training."""
+    count = 0 if target.run is None else target.run.spec.data.validation
+    if not count:
+        raise DataError(
+            f"{target.weights} is not of a run that held out training images",
+            hint="train with --set data.validation=5000, or choose --split test.",
+        )
+    return f"validation:{count}"
 
 
 def _check_fit(spec: "ModelSpec", weights: Path, dataset: "Dataset", images: "Split") -> None:
@@ -143,38 +155,56 @@ def _check_fit(spec: "ModelSpec", weights: Path, dataset: "Dataset", images: "Sp
         )
 
 
-METHODS = {"interval": "IntervalBounds", "ablation": "RandomAblation"}
+METHODS = {
+    "interval": "IntervalBounds",
+    "masking": "DoubleMasking",
+    "detection": "MaskedDetection",
+    "ablation": "RandomAblation",
+    "bands": "BandVotes",
+    "blocks": "BlockVotes",
+    "local-votes": "LocalVotes",
+}
+_OTHERWISE_GIVEN = ("model", "threat", "with_map")
 
 
 def choose_classifier(
-    target: Target, method: str | None, settings: "Sequence[str]", of_intervals: "Mapping[str, Any]"
+    target: Target,
+    threat: "AnyThreat",
+    method: str | None = None,
+    settings: "Sequence[str]" = (),
+    of_intervals: "Mapping[str, Any] | None" = None,
 ) -> "Classifier":
-    """The target's model with the kind of proof asked for; by default the kind that it was trained for."""
+    """The target's model with the kind of proof asked for; by default the kind that it was trained for.
+
+    Masks are made for the threat.
+    """
     from patchcert.certificates import IntervalBounds, method_named
 
-    learned = _learned_votes(target)
-    chosen = method or ("ablation" if learned else "interval")
+    learned, learned_settings = _learned_method(target)
+    chosen = method or learned
     if chosen not in METHODS:
         raise InvalidInput(f"--method {chosen} is unknown", hint=f"choose one of {', '.join(METHODS)}.")
     kind = method_named(METHODS[chosen])
     assert kind is not None
+    of_intervals = of_intervals or {}
     given = {name: value for name, value in of_intervals.items() if value is not None}
     if kind is not IntervalBounds and given:
         option = next(iter(given)).replace("_", "-")
         raise InvalidInput(
             f"--{option} is a setting of interval bounds, not of {chosen}", hint="leave it out."
         )
-    words = parse_settings(chosen, kind, settings, without=("model", *of_intervals))
+    words = parse_settings(chosen, kind, settings, without=(*_OTHERWISE_GIVEN, *of_intervals))
     made = cast("Callable[..., Classifier]", kind)
-    return made(target.model, **{**(learned if chosen == "ablation" else {}), **given, **words})
+    masked = {"threat": threat} if chosen in ("masking", "detection") else {}
+    trained = learned_settings if chosen == learned else {}
+    return made(target.model, **masked, **{**trained, **given, **words})
 
 
-def _learned_votes(target: Target) -> dict[str, int]:
-    """How many pixels the votes see that a run has learnt to cast; empty where it has not."""
-    from patchcert.train.strategies import Ablated
-
+def _learned_method(target: Target) -> "tuple[str, Mapping[str, Any]]":
+    """The kind of proof that a run was trained for, and its settings; interval bounds where it was for none."""
     strategy = None if target.run is None else target.run.spec.strategy
-    return {"retained": strategy.retained} if isinstance(strategy, Ablated) else {}
+    learned = None if strategy is None or target.threat is None else strategy.learned_method(target.threat)
+    return learned or ("interval", {})
 
 
 def _warn_of_classes(target: Target, count: int, dataset: "Dataset") -> None:

@@ -14,7 +14,7 @@ from typing import IO
 from patchcert.data.files import RECORD, data_folders, locate, read, read_archive, recorded_sums
 from patchcert.data.sources import Source
 from patchcert.errors import DataError
-from patchcert.files import atomic_write, sha256
+from patchcert.files import STORAGE_ERRORS, atomic_write, naming, sha256, write_text, write_together
 
 Progress = Callable[[str, int, int], None]
 """Called with a file's name, the bytes that have come and the bytes there are (0 while unknown)."""
@@ -72,15 +72,14 @@ def _fetch_file(wanted: _Download, progress: Progress | None) -> None:
 
 def _fetch_archive(source: Source, wanted: _Download, folder: Path, progress: Progress | None) -> None:
     """Only the files that are read are kept, with their sums; the archive is not."""
-    wanted.target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=wanted.target.parent, prefix=".fetch-") as scratch:
-        archive = Path(scratch) / wanted.name
-        with archive.open("wb") as stream:
-            _download(wanted, stream, progress)
-        checked = read_archive(source, archive)
-    for name, file in checked.items():
-        with atomic_write(folder / name) as stream:
-            stream.write(file.content)
+    with naming(wanted.target):
+        wanted.target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=wanted.target.parent, prefix=".fetch-") as scratch:
+            archive = Path(scratch) / wanted.name
+            with archive.open("wb") as stream:
+                _download(wanted, stream, progress)
+            checked = read_archive(source, archive)
+    write_together({folder / name: file.content for name, file in checked.items()})
     _record(folder, {name: file.sha256 for name, file in checked.items()})
 
 
@@ -94,6 +93,8 @@ def _download(wanted: _Download, stream: IO[bytes], progress: Progress | None) -
         try:
             actual = _copy(url, wanted.name, stream, progress)
         except (OSError, http.client.HTTPException, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+                raise
             failures.append(f"{url} ({_reason(error)})")
             continue
         if wanted.sha256 in (None, actual):
@@ -130,5 +131,4 @@ def _reason(error: Exception) -> str:
 def _record(folder: Path, sums: dict[str, str]) -> None:
     known = {**recorded_sums(folder), **sums}
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(known.items()))
-    with atomic_write(folder / RECORD) as stream:
-        stream.write(lines.encode())
+    write_text(folder / RECORD, lines)

@@ -98,7 +98,10 @@ class Dataset:
         return self.train[:kept], self.train[kept:]
 
     def split(self, name: str) -> Split:
-        """`train` or `test` by name."""
+        """`train`, `test`, or `validation:N`, the last N training images, by name."""
+        kind, _, count = name.partition(":")
+        if kind == "validation" and count.isdecimal():
+            return self.split_validation(int(count))[1]
         if name not in ("train", "test"):
             raise DataError(f"there is no split named {name!r}; expected 'train' or 'test'")
         return self.train if name == "train" else self.test

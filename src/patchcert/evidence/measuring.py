@@ -21,9 +21,11 @@ from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
 from patchcert.certificates import AnyThreat, Certificates, Classifier
 from patchcert.data import Dataset, Split
 from patchcert.defenses import Defended
+from patchcert.errors import InvalidInput
 from patchcert.evidence.record import VERSION, Evidence, EvidenceFolder, Question, Selection
 from patchcert.files import atomic_write
 from patchcert.progress import Progress
+from patchcert.train.distributed import ALONE, World
 from patchcert.train.environment import describe_machine, source_sha256
 
 FIRST_BLOCK, LARGEST_BLOCK = 64, 4096
@@ -80,12 +82,16 @@ class Certification:
     Finished blocks wait in a file beside it, so that an interrupted certification resumes where it stopped. Blocks of
     other weights, data, settings, machines, or of other code of this package, are not used; and none are kept of
     models with layers or rules from elsewhere, since no sum tells whether that code has changed.
+
+    In a world of several processes each certifies whole blocks of its own, and only the main one writes the evidence:
+    verdicts do not depend on the number of processes.
     """
 
     subject: Subject
     threat: AnyThreat
     file: Path | None = None
     command: str = ""
+    world: World = ALONE
 
     def into(self, folder: EvidenceFolder) -> "Certification":
         """The same, written to the file of its question in a folder."""
@@ -105,21 +111,39 @@ class Certification:
     def run(self, progress: Progress | None = None) -> Evidence:
         """The evidence, with the seconds of earlier, interrupted calls counted in."""
         positions = self.subject.positions()
-        images = self.subject.images(positions)
+        images = self._own_images()
         kept = self._partial.read(images.labels)
         found, seconds = self._prove(images, kept, progress)
+        found = _gathered(found, self._rows(len(positions)), len(positions), self.world)
         guarantee = asdict(found.guarantee)
         facts = {"guarantee": guarantee, "command": self.command, "seconds": round(seconds, 3)}
         evidence = self.subject.evidence(self.question, certificate_columns(found, positions), facts)
-        if self.file is not None:
+        if self.file is not None and self.world.is_main:
             evidence = evidence.write(self.file)
         self._partial.discard()
         return evidence
 
+    def _own_images(self) -> Split:
+        """The images that this process certifies."""
+        positions = self.subject.positions()
+        return self.subject.images(positions[self._rows(len(positions))])
+
+    def _rows(self, total: int) -> slice:
+        """Which of all images are this process's: whole blocks, so that their boundaries are the same for any world."""
+        size = self.classifier.images_per_block(self.subject.device) or 1
+        blocks = -(-total // size)
+        if blocks < self.world.size:
+            raise InvalidInput(
+                f"{total} images are {blocks} blocks of {size}, fewer than the {self.world.size} processes",
+                hint="start fewer processes, or certify more images",
+            )
+        own = self.world.rows(blocks)
+        return slice(own.start * size, min(own.stop * size, total))
+
     @property
     def kept(self) -> int:
         """How many images an interrupted certification has left proven or refuted."""
-        kept = self._partial.read(self.subject.images(self.subject.positions()).labels)
+        kept = self._partial.read(self._own_images().labels)
         return 0 if kept is None else len(kept.certificates)
 
     @property
@@ -154,9 +178,26 @@ class Certification:
             return _Partial(None, "")
         claim = self.subject.evidence(self.question, {}, {}).meta
         identity = {**claim, "architecture": architecture(model), "code": source_sha256()}
+        part = "" if self.world.size == 1 else f"-{self.world.rank}-of-{self.world.size}"
         return _Partial(
-            self.file.with_name(f"{self.file.name}.partial"), json.dumps(identity, sort_keys=True)
+            self.file.with_name(f"{self.file.name}.partial{part}"), json.dumps(identity, sort_keys=True)
         )
+
+
+def _gathered(part: Certificates, rows: slice, total: int, world: World) -> Certificates:
+    """The certificates of all processes; numbers are carried in types that sums with zero do not change."""
+    if world.size == 1:
+        return part
+    columns = part.to_tensors()
+    wide = {name: column.new_zeros(total, *column.shape[1:]) for name, column in columns.items()}
+    for name, column in columns.items():
+        wide[name][rows] = column
+    sums = {
+        name: value.to(torch.int32) if value.dtype == torch.bool else value for name, value in wide.items()
+    }
+    world.sum_in_place(list(sums.values()))
+    joined = {name: value.to(columns[name].dtype) for name, value in sums.items()}
+    return Certificates.from_tensors(joined, part.guarantee.confidence, part.guarantee.promise)
 
 
 def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDArray[Any]]:
@@ -180,6 +221,11 @@ def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDA
         votes = found.ballots.estimation.cpu().numpy()
         columns["selected"] = found.ballots.selected.cpu().numpy().astype(small)
         columns["votes"] = votes.astype(np.min_scalar_type(int(votes.max())))
+    if found.lead is not None:
+        columns["lead"] = found.lead.cpu().numpy()
+    if found.weakest_masks is not None:
+        first, second = found.weakest_masks.cpu().numpy().astype(np.int16).T
+        columns |= {"first_mask": first, "second_mask": second}
     return columns
 
 

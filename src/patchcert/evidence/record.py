@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from patchcert.certificates import AnyThreat, method_named
+from patchcert.certificates import ABSTAINED, AnyThreat, method_named
 from patchcert.data import count_test_images
 from patchcert.errors import PatchcertError, RunError
 from patchcert.files import atomic_write
@@ -28,7 +28,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "certify": ("index", "label", "prediction", "certified"),
     "attack": ("index", "label", "prediction", "prediction_after", "succeeded", "top", "left", "steps"),
 }
-"""What every file of a kind has. Certificates may add margin, worst_top and worst_left, or radius, selected and votes;
+"""What every file of a kind has. Certificates may add margin, worst_top and worst_left, or radius, selected and votes,
+or lead, first_mask and second_mask;
 attacks a margin, and the images that they kept: `adversarial`, whose rows are named by `adversarial_row`."""
 _NOT_ASKED = ("batch_size", "verdicts_only")
 
@@ -225,6 +226,14 @@ class Evidence:
         return int(np.count_nonzero(~self.columns["succeeded"]))
 
     @property
+    def broken(self) -> NDArray[np.bool_]:
+        """Which images an attack has broken; an alert breaks nothing where proofs promise detection."""
+        method = method_named(self.meta["classifier"].get("name", ""))
+        is_alert = self.columns["prediction_after"] == ABSTAINED
+        forgiven = is_alert & (method is not None and method.promise == "detection")
+        return self.columns["succeeded"] & ~forgiven
+
+    @property
     def is_undefended(self) -> bool:
         """Whether an attack was on the model that certificates are about, with no defense in between."""
         return "defense" not in self.meta["classifier"]
@@ -343,7 +352,7 @@ def refuted(proven: Evidence, attacked: Evidence) -> NDArray[np.integer]:
     if proven.subject != attacked.subject:
         return np.empty(0, np.int64)
     certified = proven.columns["index"][proven.columns["certified"]]
-    broken = attacked.columns["index"][attacked.columns["succeeded"]]
+    broken = attacked.columns["index"][attacked.broken]
     return np.intersect1d(certified, broken)
 
 

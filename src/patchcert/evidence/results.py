@@ -12,9 +12,9 @@ import numpy as np
 from patchcert.errors import RunError
 from patchcert.evidence.manifest import SUMMARY, ListedRun, Manifest, Superseded
 from patchcert.evidence.record import Evidence, EvidenceFolder, Question, refuted
-from patchcert.files import copy_file, sha256
+from patchcert.files import copy_file, sha256, write_text
 from patchcert.train.environment import commit_of, source_sha256
-from patchcert.train.run_folder import ENVIRONMENT, EVIDENCE, METRICS, SPEC, Run, write_text
+from patchcert.train.run_folder import ENVIRONMENT, EVIDENCE, METRICS, SPEC, Run
 from patchcert.train.schedules import Schedule
 from patchcert.train.spec import RunSettings, Spec, read_spec
 

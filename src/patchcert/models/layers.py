@@ -11,6 +11,7 @@ from patchcert.bounds.operations import ChannelScale, Operation
 from patchcert.errors import ModelError, UnsupportedLayer
 
 _VOTE_HINT = "its votes certify it: patchcert.RandomAblation"
+_PART_HINT = "its votes certify it: patchcert.BandVotes or patchcert.BlockVotes"
 
 
 class Normalize(nn.Module):
@@ -95,15 +96,36 @@ class AblatedImages(nn.Module):
 
     def forward(self, encoded: Tensor) -> Tensor:
         """The encoded images, unchanged."""
-        if encoded.shape[1] != self.channels:
-            raise ModelError(
-                f"the network takes ablated images, encoded in {self.channels} channels, "
-                f"got {encoded.shape[1]} channels",
-                hint=_VOTE_HINT,
-            )
+        _check_encoding(encoded, self.channels, "ablated images", _VOTE_HINT)
         return encoded
+
+
+class PartImages(nn.Module):
+    """Lets parts of images through, whose last channel says what is seen, and refuses images as they are."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = channels + 1
+
+    def forward(self, encoded: Tensor) -> Tensor:
+        """The encoded parts, unchanged."""
+        _check_encoding(encoded, self.channels, "parts of images", _PART_HINT)
+        return encoded
+
+
+def _check_encoding(encoded: Tensor, channels: int, what: str, hint: str) -> None:
+    if encoded.shape[1] != channels:
+        raise ModelError(
+            f"the network takes {what}, encoded in {channels} channels, got {encoded.shape[1]} channels",
+            hint=hint,
+        )
 
 
 @layer_rule(AblatedImages)
 def _ablated_images(layer: AblatedImages) -> NoReturn:
     raise UnsupportedLayer("its network votes on ablated images, so it has no bounds", hint=_VOTE_HINT)
+
+
+@layer_rule(PartImages)
+def _part_images(layer: PartImages) -> NoReturn:
+    raise UnsupportedLayer("its network votes on parts of images, so it has no bounds", hint=_PART_HINT)

@@ -19,8 +19,9 @@ class ModelSpec:
     """An architecture by name, and the images and classes it is for.
 
     `hidden` replaces the width of the fully connected layers. `widths` replaces the channels or units of every
-    layer but the last, in their order; trimmed models have them. `mean` and `std` hold one value per channel, in
-    pixel units of [0, 1]; empty, they mean no normalisation.
+    layer but the last, in their order; trimmed models have them. `filters` are the channels of a residual network's
+    first stage, and `depth` is how many layers it has. `receptive_field` is how many pixels in a row a local score
+    sees. `mean` and `std` hold one value per channel, in pixel units of [0, 1]; empty, they mean no normalisation.
     """
 
     name: str
@@ -32,10 +33,15 @@ class ModelSpec:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     widths: tuple[int, ...] = ()
+    filters: int | None = None
+    depth: int | None = None
+    receptive_field: int | None = None
 
     def __post_init__(self) -> None:
-        for field in ("channels", "height", "width", "classes", "hidden"):
-            _check_count(field, getattr(self, field), optional=field == "hidden")
+        for field in ("channels", "height", "width", "classes"):
+            _check_count(field, getattr(self, field), optional=False)
+        for field in ("hidden", "filters", "depth", "receptive_field"):
+            _check_count(field, getattr(self, field), optional=True)
         object.__setattr__(self, "widths", tuple(self.widths))
         _check_widths(self.widths, self.hidden)
         object.__setattr__(self, "mean", tuple(float(value) for value in self.mean))

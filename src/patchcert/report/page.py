@@ -14,7 +14,7 @@ import patchcert
 from patchcert.certificates import AnyThreat
 from patchcert.errors import InvalidInput
 from patchcert.evidence import Evidence
-from patchcert.files import atomic_write
+from patchcert.files import write_text
 from patchcert.report.charts import Chart, sizes_chart, training_curves
 from patchcert.report.pictures import PROVEN, UNPROVEN, colour_limit, data_address, heat_map, sprite
 from patchcert.report.statistics import Proportion
@@ -50,8 +50,7 @@ def write_report(runs: Sequence[RunSummary], path: Path) -> Path:
             ramp=_gradient(),
         )
     )
-    with atomic_write(path) as stream:
-        stream.write(text.encode())
+    write_text(path, text)
     return path
 
 

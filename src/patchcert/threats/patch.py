@@ -21,6 +21,7 @@ from patchcert.threats.placements import (
     stamp_masks,
 )
 from patchcert.threats.shapes import Rows, Stamp, StampLike, from_rows, read_stamp, sums_under, to_rows, trim
+from patchcert.threats.sparse import SparsePixels
 from patchcert.threats.threat import (
     Plain,
     check_images,
@@ -134,7 +135,7 @@ class Patch:
         """
         check_pair(clean, changed)
         different = (clean != changed).any(dim=1).int()
-        covered = self._at_placements(different)
+        covered = self.sums(different)
         everything = different.flatten(1).sum(dim=1, keepdim=True)
         return (covered == everything).any(dim=1) & is_valid(clean, changed)
 
@@ -152,7 +153,7 @@ class Patch:
         """
         check_pair(clean, changed)
         changed = without_nan(clean, changed)
-        kept = self._at_placements(gains(clean, changed).sum(dim=1))
+        kept = self.sums(gains(clean, changed).sum(dim=1))
         placements = self.placements(clean.shape[2], clean.shape[3])
         corners = placements.corners.to(clean.device)[kept.argmax(dim=1)]
         nearest = torch.where(self._masks(clean, corners)[:, None], changed.clamp(0, 1), clean)
@@ -177,6 +178,12 @@ class Patch:
         read = from_rows(list(map(str, stamp))) if isinstance(stamp, list) else shapes.parse(str(stamp))
         return cls(read, plain.get("placements", "everywhere"))
 
+    def sums(self, values: Annotated[Tensor, "n h w"]) -> Annotated[Tensor, "n p"]:
+        """The sums of the values under the stamp at every allowed placement."""
+        placements = self.placements(values.shape[1], values.shape[2])
+        sums = sums_under(self.stamp, values).flatten(1)
+        return sums if placements.complete else sums[:, placements.flat.to(values.device)]
+
     @cached_property
     def _placements(self) -> dict[tuple[int, int], Placements]:
         return {}
@@ -197,8 +204,13 @@ class Patch:
         box = (self.height, self.width)
         return stamp_masks(stamp, box, corners.to(images.device), (images.shape[2], images.shape[3]))
 
-    def _at_placements(self, values: Annotated[Tensor, "n h w"]) -> Annotated[Tensor, "n p"]:
-        """The sums of the values under the stamp at every allowed placement."""
-        placements = self.placements(values.shape[1], values.shape[2])
-        sums = sums_under(self.stamp, values).flatten(1)
-        return sums if placements.complete else sums[:, placements.flat.to(values.device)]
+
+_KINDS: dict[str, type[Patch] | type[SparsePixels]] = {"patch": Patch, "sparse": SparsePixels}
+
+
+def threat_from_dict(plain: Mapping[str, Plain]) -> Patch | SparsePixels:
+    """The threat, of whatever kind, whose `to_dict` is the given table."""
+    kind = plain.get("kind")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise InvalidThreat(f"unknown kind of threat {kind!r}", hint=f"choose one of {', '.join(_KINDS)}")
+    return _KINDS[kind].from_dict(plain)

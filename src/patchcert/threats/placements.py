@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 from patchcert.errors import InvalidThreat
 from patchcert.tensors import Corners
 from patchcert.threats.shapes import Rows, Stamp, from_rows, to_rows
-from patchcert.threats.threat import Plain, as_boolean, as_whole, describe_value
+from patchcert.threats.threat import Plain, as_boolean, as_whole, check_values, describe_value
 
 PlacementsLike = str | Sequence[tuple[int, int]] | Sequence[Sequence[bool]] | np.ndarray | Tensor
 
@@ -105,7 +105,7 @@ class Named:
         tops, lefts = range(rows), range(columns)
         if self.name == "corners":
             tops, lefts = sorted({0, rows - 1}), sorted({0, columns - 1})
-        return torch.cartesian_prod(torch.tensor(tops), torch.tensor(lefts))
+        return torch.cartesian_prod(torch.tensor(tops, device="cpu"), torch.tensor(lefts, device="cpu"))
 
     def to_plain(self) -> Plain:
         """The rule in plain types, as `read_rule` understands it."""
@@ -126,7 +126,7 @@ class Listed:
         for top, left in self.positions:
             if not (0 <= top < rows and 0 <= left < columns):
                 raise _outside(top, left, rows, columns, image)
-        return torch.tensor(self.positions)
+        return torch.tensor(self.positions, device="cpu")
 
     def to_plain(self) -> Plain:
         return [[top, left] for top, left in self.positions]
@@ -184,6 +184,7 @@ def read_rule(value: PlacementsLike | Plain) -> PlacementRule:
         if set(value) != {"map"} or not isinstance(rows, list):
             raise InvalidThreat(f"placements given as a table need the one key 'map', got {sorted(value)}")
         return _mapped(from_rows([str(row) for row in rows], "the placement map"))
+    check_values(value, "the placement map")
     allowed = as_boolean(value, "the placement map") if len(_rows_of(value)) else None
     return _mapped(allowed) if allowed is not None else _listed(value)
 

@@ -37,7 +37,7 @@ def rectangle(height: int, width: int) -> Stamp:
             f"a patch needs a height and width of at least 1, got {height}x{width}",
             hint="give positive sizes",
         )
-    return torch.ones(height, width, dtype=torch.bool)
+    return torch.ones(height, width, dtype=torch.bool, device="cpu")
 
 
 def line(length: int, vertical: bool = False) -> Stamp:
@@ -59,7 +59,7 @@ def diamond(pixels: int) -> Stamp:
         return from_rows((".#.", "#.#", ".#."))
     side = _root(pixels, "diamond")
     widths = [*range(1, side), *range(side, 0, -1)]
-    stamp = torch.zeros(len(widths), side, dtype=torch.bool)
+    stamp = torch.zeros(len(widths), side, dtype=torch.bool, device="cpu")
     for row, width in enumerate(widths):
         offset = (side - width) // 2
         stamp[row, offset : offset + width] = True
@@ -72,7 +72,8 @@ def parallelogram(pixels: int, mirrored: bool = False, transposed: bool = False)
     `mirrored` shears it to the left, `transposed` by columns instead of rows.
     """
     side = _root(pixels, "parallelogram")
-    rows, columns = torch.arange(side)[:, None], torch.arange(2 * side - 1)[None, :]
+    rows = torch.arange(side, device="cpu")[:, None]
+    columns = torch.arange(2 * side - 1, device="cpu")[None, :]
     stamp = (columns >= rows) & (columns < rows + side)
     stamp = stamp.flip(1) if mirrored else stamp
     return stamp.T.contiguous() if transposed else stamp
@@ -207,7 +208,7 @@ def from_rows(rows: Sequence[str], what: str = "the patch's stamp") -> Stamp:
         raise InvalidThreat(f"{what} may hold only '#' and '.', found {''.join(strange)!r}")
     if len({len(row) for row in rows}) != 1 or not rows[0]:
         raise InvalidThreat(f"{what} needs rows of one length, got lengths {[len(row) for row in rows]}")
-    return torch.tensor([[letter == "#" for letter in row] for row in rows])
+    return torch.tensor([[letter == "#" for letter in row] for row in rows], device="cpu")
 
 
 def sums_under(stamp: Stamp, values: Annotated[Tensor, "n h w"]) -> Annotated[Tensor, "n _ _"]:
@@ -260,7 +261,7 @@ def _root(pixels: int, name: str) -> int:
 
 
 def _ball(radius: int) -> Stamp:
-    distance = torch.arange(-radius, radius + 1).abs()
+    distance = torch.arange(-radius, radius + 1, device="cpu").abs()
     return distance[:, None] + distance[None, :] <= radius
 
 

@@ -83,15 +83,24 @@ def gains(clean: Images, changed: Images) -> Images:
     return torch.where(kept == clean, 0.0, (kept - clean) * (2 * changed - clean - kept))
 
 
+def check_values(value: object, what: str) -> None:
+    """Raises where the value is a tensor that has a shape alone."""
+    if isinstance(value, Tensor) and value.is_meta:
+        raise InvalidThreat(
+            f"{what} is on the device 'meta', where it has no values", hint="make it on the CPU"
+        )
+
+
 def as_boolean(value: object, what: str) -> Annotated[Tensor, "_ _"] | None:
     """The value as a two-dimensional boolean tensor, or None if it holds anything but truth values."""
     if not isinstance(value, Tensor | np.ndarray | list | tuple):
         return None
+    check_values(value, what)
     try:
         array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
     except ValueError as error:
         raise InvalidThreat(f"{what} has rows of unequal length: {describe_value(value)}") from error
-    return torch.tensor(array.copy()) if array.dtype == np.bool_ and array.ndim == 2 else None
+    return torch.tensor(array.copy(), device="cpu") if array.dtype == np.bool_ and array.ndim == 2 else None
 
 
 def as_whole(value: object) -> int | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from patchcert.errors import RunError
 from patchcert.files import atomic_write
 from patchcert.train.loop import Position
-from patchcert.train.step import Trainee
+from patchcert.train.step import Trainee, laid_out_like
 
 _KEY = "patchcert.state"
 
@@ -71,6 +71,8 @@ def _tensors(trainee: Trainee) -> dict[str, Tensor]:
     helper = trainee.objective.helper
     if helper is not None:
         tensors |= {f"helper.{name}": value for name, value in helper.state_dict().items()}
+    if trainee.average is not None:
+        tensors |= {f"average.{name}": value for name, value in trainee.average.state_dict().items()}
     for number, parameter in enumerate(trainee.parameters):
         for key, value in trainee.optimiser.state.get(parameter, {}).items():
             tensors[f"optimiser.{number}.{key}"] = value
@@ -98,7 +100,8 @@ def _restore_optimiser(trainee: Trainee, tensors: dict[str, Tensor], path: Path)
             raise _misfit(path, f"parameter {number} has shape {tuple(unlike.shape)}")
         if saved:
             trainee.optimiser.state[parameter] = {
-                key: value.to(trainee.device) for key, value in saved.items()
+                key: laid_out_like(parameter, value) if value.dim() else value.to(trainee.device)
+                for key, value in saved.items()
             }
 
 

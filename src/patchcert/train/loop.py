@@ -9,7 +9,7 @@ from typing import Protocol
 from patchcert.errors import InvalidInput, RunError
 from patchcert.train.schedules import Phase
 from patchcert.train.step import CapturedStep, Plan, Rows, Trainee, TrainingStep
-from patchcert.train.strategy import derived_seed, natural_objective
+from patchcert.train.strategy import Objective, derived_seed, natural_objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,14 @@ class Observer(Protocol):
 def train(trainee: Trainee, plan: Plan, observer: Observer, start: Position | None = None) -> None:
     """Carry out the plan from a position on; the trainee must be as it was at that position."""
     position, epsilon = start or Position(), plan.spec.schedule.epsilon
-    step, phase = None, None
+    step, stage = None, None
     for epoch in range(position.epoch, plan.spec.schedule.epochs):
         if epoch > position.epoch:
             position = Position(epoch)
-        if step is None or phase != epsilon.phase(epoch):
-            phase = epsilon.phase(epoch)
-            step = _make_step(trainee, plan, phase)
+        phase, objective = epsilon.phase(epoch), trainee.objective.at(epoch / plan.spec.schedule.epochs)
+        if step is None or stage != (phase, id(objective)):
+            stage = (phase, id(objective))
+            step = _make_step(trainee, plan, objective, phase)
         summary = _train_epoch(trainee, plan, step, observer, position)
         observer.after_epoch(summary)
         observer.after_batch(Position(epoch + 1))
@@ -68,22 +69,24 @@ def _train_epoch(
     if start.batch == 0:
         trainee.generator.manual_seed(derived_seed(plan.spec.seed, "draws", epoch))
         trainee.sums.zero_()
-    trainee.learning_rate.fill_(schedule.rate(epoch))
     parts = plan.order(epoch).to(trainee.device).split(plan.spec.optimiser.batch_size)
     for batch in range(start.batch, plan.batches):
         trainee.epsilon.fill_(schedule.epsilon.for_batch(epoch, batch, plan.batches))
+        trainee.learning_rate.fill_(schedule.rate(epoch, batch, plan.batches))
+        trainee.average_share.fill_(plan.average_share(epoch, batch))
         step(parts[batch])
         if batch + 1 < plan.batches:
             observer.after_batch(Position(epoch, batch + 1, time.perf_counter() - began))
     loss, robust, images = trainee.sums.tolist()
     _check_finite(loss, epoch)
-    rate, epsilon = schedule.rate(epoch), schedule.epsilon.end(epoch)
+    rate, epsilon = schedule.rate(epoch, plan.batches - 1, plan.batches), schedule.epsilon.end(epoch)
     return EpochSummary(epoch, epsilon, rate, loss / images, robust / images, time.perf_counter() - began)
 
 
-def _make_step(trainee: Trainee, plan: Plan, phase: Phase) -> Callable[[Rows], None]:
-    clean = natural_objective(trainee.objective.network) if phase == "natural" else None
-    step = TrainingStep(trainee, plan, clean, is_full=phase == "full")
+def _make_step(trainee: Trainee, plan: Plan, objective: Objective, phase: Phase) -> Callable[[Rows], None]:
+    if phase == "natural":
+        objective = natural_objective(objective.network)
+    step = TrainingStep(trainee, plan, objective, is_full=phase == "full")
     wanted, obstacle = plan.spec.run.cuda_graph, _obstacle_to_capture(trainee, plan)
     if wanted == "on" and obstacle:
         raise InvalidInput(f"cuda_graph is 'on', but {obstacle}", hint="set run.cuda_graph = 'auto'")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from patchcert.errors import RunError
-from patchcert.files import atomic_write
+from patchcert.files import naming, new_folder, write_text
 from patchcert.models import ModelSpec, load, round_to_half, save, trim
 from patchcert.progress import Progress
 from patchcert.tensors import Images
@@ -46,7 +46,6 @@ class Run:
     @classmethod
     def create(cls, path: Path, spec: Spec) -> "Run":
         """A new run in an empty or new folder."""
-        path.mkdir(parents=True, exist_ok=True)
         write_text(path / SPEC, write_spec(spec))
         return cls(path, spec)
 
@@ -86,8 +85,9 @@ class Run:
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add the row of an epoch."""
-        with (self.path / METRICS).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(dict(row)) + "\n")
+        file = self.path / METRICS
+        before = file.read_text(encoding="utf-8") if file.is_file() else ""
+        write_text(file, f"{before}{json.dumps(dict(row))}\n")
 
     def truncate_metrics(self, epoch: int) -> None:
         """Forget the rows of this epoch and all later ones."""
@@ -150,8 +150,10 @@ def exclusive(folder: Path) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as stream:
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    with lock as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -178,11 +180,12 @@ def trim_run(run: Run, folder: Path, images: Images, half: bool, progress: Progr
     check_new(folder)
     trimmed, narrow = trim(run.model(images.device), run.model_spec(), images, progress)
     trimmed = round_to_half(trimmed) if half else trimmed
-    made = Run.create(folder, run.spec)
-    for name in (ENVIRONMENT, METRICS):
-        if (run.path / name).is_file():
-            write_text(folder / name, (run.path / name).read_text(encoding="utf-8"))
-    save(trimmed, narrow, folder / WEIGHTS, half)
+    with new_folder(folder):
+        made = Run.create(folder, run.spec)
+        for name in (ENVIRONMENT, METRICS):
+            if (run.path / name).is_file():
+                write_text(folder / name, (run.path / name).read_text(encoding="utf-8"))
+        save(trimmed, narrow, folder / WEIGHTS, half)
     return made
 
 
@@ -202,12 +205,6 @@ def check_new(folder: Path) -> None:
     place = folder.resolve()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise RunError(f"{folder} is not empty", hint="name a new folder")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a text file whole."""
-    with atomic_write(path) as stream:
-        stream.write(text.encode())
 
 
 def _row(line: str) -> dict[str, Any] | None:

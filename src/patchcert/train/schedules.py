@@ -80,13 +80,16 @@ class EpsilonSchedule:
 class LearningRateSchedule:
     """The initial rate, multiplied by `decay_factor` after every `decay_every` epochs from a given one.
 
-    That is `decay_from` or, where it is not given, the one in which the schedule of epsilon has ended.
+    That is `decay_from` or, where it is not given, the one in which the schedule of epsilon has ended. With `one_cycle`
+    nothing decays: batch by batch the rate rises evenly from 0, reaches `initial` when this share of all batches is
+    done, and falls evenly to 0.
     """
 
     initial: float = 5e-4
     decay_factor: float = 0.5
     decay_every: int = 10
     decay_from: int | None = None
+    one_cycle: float | None = None
 
     def __post_init__(self) -> None:
         if not self.initial > 0:
@@ -95,9 +98,26 @@ class LearningRateSchedule:
             raise InvalidInput(f"decay_factor is {self.decay_factor}; expected above 0 and at most 1")
         at_least(1, "decay_every", self.decay_every)
         at_least(0, "decay_from", self.decay_from or 0)
+        if self.one_cycle is None:
+            return
+        if not 0 < self.one_cycle < 1:
+            raise InvalidInput(f"one_cycle is {self.one_cycle}; expected a share above 0 and below 1")
+        if replace(self, one_cycle=None) != LearningRateSchedule(self.initial):
+            raise InvalidInput(
+                "one_cycle is set, but so are decays of the learning rate",
+                hint="leave decay_factor, decay_every and decay_from out",
+            )
+
+    def at(self, done: float) -> float:
+        """The rate of one cycle when this share of all batches is done."""
+        top = self.one_cycle
+        assert top is not None
+        return self.initial * min(done / top, (1 - done) / (1 - top))
 
     def scaled(self, factor: float) -> "LearningRateSchedule":
         """The same rates with the decays closer together, in proportion."""
+        if self.one_cycle is not None:
+            return self
         start = None if self.decay_from is None else scale(self.decay_from, factor)
         return replace(self, decay_every=scale(self.decay_every, factor), decay_from=start)
 
@@ -124,9 +144,15 @@ class Schedule:
         given = self.learning_rate.decay_from
         return self.epsilon.full_from + 1 if given is None else given
 
-    def rate(self, epoch: int) -> float:
-        """The learning rate of a whole epoch; the first decay comes `decay_every` epochs after `decay_from`."""
+    def rate(self, epoch: int, batch: int = 0, batches: int = 1) -> float:
+        """The learning rate of one batch of an epoch, which is that of all its batches unless there is one cycle.
+
+        The first decay comes `decay_every` epochs after `decay_from`. One cycle has its ends before the first batch and
+        after the last one, so that no batch has a rate of 0.
+        """
         rates = self.learning_rate
+        if rates.one_cycle is not None:
+            return rates.at((epoch * batches + batch + 1) / (self.epochs * batches + 1))
         return rates.initial * rates.decay_factor ** (max(epoch - self.decay_from, 0) // rates.decay_every)
 
     def scaled(self, factor: float) -> "Schedule":

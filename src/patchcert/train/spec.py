@@ -100,9 +100,15 @@ class ModelSettings:
     name: str = "mlp"
     hidden: int | None = None
     normalise: bool = True
+    filters: int | None = None
+    depth: int | None = None
+    receptive_field: int | None = None
 
     def __post_init__(self) -> None:
         at_least(1, "hidden", self.hidden)
+        at_least(1, "filters", self.filters)
+        at_least(1, "depth", self.depth)
+        at_least(1, "receptive_field", self.receptive_field)
 
     def for_data(self, dataset: Dataset) -> ModelSpec:
         """The architecture for the data's images and classes."""
@@ -117,12 +123,19 @@ class ModelSettings:
             hidden=self.hidden,
             mean=mean,
             std=std,
+            filters=self.filters,
+            depth=self.depth,
+            receptive_field=self.receptive_field,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class OptimiserSettings:
     """Adam, or gradient descent where a momentum is given, its batches, and what is added to the loss.
+
+    Without `decay_biases` weight decay leaves biases and batch norms alone. `label_smoothing` is the share of the
+    target that all classes have in common. With `average_decay` the run ends with the mean of the weights after every
+    step, in which those of s steps ago count `average_decay` to the power of s.
 
     For speed, `tf32` lets a GPU round the products of training steps to fewer digits, and `windows` is the precision
     on a GPU of what a patch changes in the layers of a network; certificates use neither.
@@ -135,9 +148,19 @@ class OptimiserSettings:
     natural_weight: float = 0.0
     tf32: bool = False
     windows: Literal["bfloat16"] | None = None
+    nesterov: bool = False
+    decay_biases: bool = True
+    label_smoothing: float = 0.0
+    average_decay: float | None = None
 
     def __post_init__(self) -> None:
         at_least(1, "batch_size", self.batch_size)
+        if self.nesterov and not self.momentum:
+            raise SpecError("nesterov is true, but there is no momentum", hint="set optimiser.momentum = 0.9")
+        if not 0 <= self.label_smoothing < 1:
+            raise SpecError(f"label_smoothing is {self.label_smoothing}; expected at least 0 and below 1")
+        if not 0 <= (self.average_decay or 0.0) < 1:
+            raise SpecError(f"average_decay is {self.average_decay}; expected at least 0 and below 1")
         if not 0 <= (self.momentum or 0.0) < 1:
             raise SpecError(f"momentum is {self.momentum}; expected at least 0 and below 1")
         if not 0 <= self.natural_weight <= 1:
@@ -196,7 +219,7 @@ class Spec:
             )
         if self.select == "best-validation" and not strategy.has_bounds:
             raise SpecError(
-                "select is 'best-validation', but votes are not counted during training",
+                f"select is 'best-validation', but nothing is certified while {strategy.kind!r} trains",
                 hint="set select = 'last'",
             )
 

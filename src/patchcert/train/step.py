@@ -3,14 +3,15 @@
 On a GPU the step is recorded once as a CUDA graph and replayed, so that small networks do not wait for launches.
 """
 
+import copy
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
@@ -18,7 +19,7 @@ from patchcert.data import Split
 from patchcert.data.split import random_crop, random_flip
 from patchcert.train.distributed import ALONE, World
 from patchcert.train.spec import OptimiserSettings, Spec
-from patchcert.train.strategy import Batch, Objective, derived_seed, is_robust, margin_loss
+from patchcert.train.strategy import Batch, Objective, batch_norms, derived_seed, is_robust, margin_loss
 
 WARM_UP_STEPS = 3
 Rows = Annotated[Tensor, "b"]
@@ -40,6 +41,11 @@ class Plan:
         """Batches in an epoch; the last may be shorter."""
         return math.ceil(len(self.data) / self.spec.optimiser.batch_size)
 
+    def average_share(self, epoch: int, batch: int) -> float:
+        """What the weights after this batch count in the mean of all so far: 1 / (1 + d + d^2 + ...), d the decay."""
+        decay = self.spec.optimiser.average_decay or 0.0
+        return (1 - decay) / (1 - decay ** (epoch * self.batches + batch + 1))
+
     def order(self, epoch: int) -> Rows:
         """The rows of the data in the order of the epoch, which depends on seed and epoch alone."""
         generator = Generator().manual_seed(derived_seed(self.spec.seed, "order", epoch))
@@ -49,8 +55,9 @@ class Plan:
 class Trainee:
     """A model in training with all that changes from step to step, on one device.
 
-    Epsilon, the learning rate and the running sums are tensors on the device, so that a recorded step reads
-    their present values and nothing is read back before an epoch ends.
+    Epsilon, the learning rate, the share of the present weights in their average and the running sums are tensors on
+    the device, so that a recorded step reads their present values and nothing is read back before an epoch ends.
+    `average` has the averaged weights and statistics, where they are asked for.
     """
 
     def __init__(self, model: nn.Module, objective: Objective, settings: OptimiserSettings) -> None:
@@ -61,6 +68,9 @@ class Trainee:
         self.epsilon = torch.zeros((), device=self.device)
         self.learning_rate = torch.zeros((), device=self.device)
         self.sums = torch.zeros(3, device=self.device, dtype=torch.float64)
+        self.average = None if settings.average_decay is None else _still_copy(model)
+        self.average_share = torch.ones((), device=self.device)
+        self.statistics = [each for layer in batch_norms(model).values() for each in layer.buffers()]
         self.optimiser = self._optimiser(settings)
 
     @property
@@ -68,16 +78,54 @@ class Trainee:
         """All weights that learn, the classifier's first."""
         return [each for group in self.optimiser.param_groups for each in group["params"]]
 
+    @contextmanager
+    def deployed(self) -> Iterator[nn.Module]:
+        """The model that the training would end with now, in eval mode; what is trained is as before afterwards."""
+        model, was_training = self.model if self.average is None else self.average, self.model.training
+        try:
+            yield model.eval()
+        finally:
+            self.model.train(was_training)
+
+    def follow(self) -> None:
+        """Move the average by its share towards the present weights and statistics."""
+        if self.average is None:
+            return
+        present, kept = self.model.state_dict(), self.average.state_dict()
+        with torch.no_grad():
+            for name, value in present.items():
+                if value.is_floating_point():
+                    kept[name].lerp_(value, self.average_share)
+                else:
+                    kept[name].copy_(value)
+
     def _optimiser(self, settings: OptimiserSettings) -> torch.optim.Optimizer:
         """Gradient descent where there is a momentum, else Adam; both can be recorded with their step."""
         groups: list[dict[str, Any]] = [{"params": list(self.model.parameters())}]
+        if not settings.decay_biases:
+            tensors = groups[0]["params"]
+            groups = [
+                {"params": [each for each in tensors if each.dim() > 1]},
+                {"params": [each for each in tensors if each.dim() <= 1], "weight_decay": 0.0},
+            ]
         if self.objective.helper is not None:
             groups.append({"params": list(self.objective.helper.parameters()), "weight_decay": 0.0})
         on_cuda = self.device.type == "cuda"
         rate, decay = self.learning_rate, settings.weight_decay
         if settings.momentum is not None:
-            return torch.optim.SGD(groups, rate, settings.momentum, weight_decay=decay, fused=True)
+            return torch.optim.SGD(
+                groups,
+                rate,
+                settings.momentum,
+                weight_decay=decay,
+                nesterov=settings.nesterov,
+                fused=True,
+            )
         return torch.optim.Adam(groups, lr=rate, weight_decay=decay, fused=True, capturable=on_cuda)
+
+
+def _still_copy(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).eval().requires_grad_(False)
 
 
 class TrainingStep:
@@ -108,9 +156,26 @@ class TrainingStep:
         else:
             counts = torch.zeros_like(self.trainee.sums)
             gradients = [torch.zeros_like(parameter) for parameter in self.learning]
-        self.plan.world.sum_in_place([counts, *gradients])
+        statistics = self._own_statistics(batch)
+        self.plan.world.sum_in_place([counts, *statistics, *gradients])
+        self._agree_on(statistics)
         self.trainee.sums += counts
         self._descend(gradients)
+        self.trainee.follow()
+
+    def _own_statistics(self, batch: Batch) -> list[Tensor]:
+        """This process's part of the mean statistics of batch norms over all processes; of one alone there is none.
+
+        Statistics move in proportion to what a batch has, so their mean is that of the batches, by numbers of images.
+        """
+        if self.plan.world.size == 1:
+            return []
+        share = len(batch.own_labels) / len(batch)
+        return [each.double() * share for each in self.trainee.statistics]
+
+    def _agree_on(self, statistics: Sequence[Tensor]) -> None:
+        for own, mean in zip(self.trainee.statistics, statistics, strict=False):
+            own.copy_(mean if own.is_floating_point() else mean.round())
 
     def _gather(self, index: Rows) -> Batch:
         data, settings = self.plan.data, self.plan.spec.data
@@ -129,7 +194,8 @@ class TrainingStep:
         """
         labels = batch.own_labels
         worst = self.objective.worst_case(batch, self.epsilon, self.trainee.generator)
-        loss = self._with_natural_part(margin_loss(worst.margins, labels, len(batch)), batch)
+        loss = margin_loss(worst.margins, labels, len(batch), self.plan.spec.optimiser.label_smoothing)
+        loss = self._with_natural_part(loss, batch)
         robust = is_robust(worst.margins.detach(), labels).sum()
         images = torch.full_like(robust, len(labels))
         counts = torch.stack([loss.detach().double() * len(batch), robust.double(), images.double()])
@@ -140,17 +206,25 @@ class TrainingStep:
         if not weight:
             return loss
         logits = self.objective.network.values(batch.own_images)[-1]
-        natural = F.cross_entropy(logits, batch.own_labels, reduction="sum") / len(batch)
+        smoothing = self.plan.spec.optimiser.label_smoothing
+        natural = margin_loss(-logits, batch.own_labels, len(batch), smoothing)
         return torch.lerp(loss, natural, weight)
 
     def _descend(self, gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(self.learning, gradients, strict=True):
-            parameter.grad = gradient.contiguous()
+            parameter.grad = laid_out_like(parameter, gradient)
         clip_norm = self.plan.spec.optimiser.clip_norm
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(self.trainee.model.parameters(), clip_norm)
         self.trainee.optimiser.step()
         self.trainee.optimiser.zero_grad(set_to_none=True)
+
+
+def laid_out_like(parameter: Tensor, values: Tensor) -> Tensor:
+    """The values on the parameter's device and in the order of its numbers, as fused optimisers demand."""
+    if values.device == parameter.device and values.stride() == parameter.stride():
+        return values
+    return torch.empty_like(parameter).copy_(values)
 
 
 class CapturedStep:

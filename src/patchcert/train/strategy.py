@@ -4,13 +4,14 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.bounds import Network, trace
+from patchcert.errors import ModelError
 from patchcert.models import ModelSpec
 from patchcert.tensors import Images, Labels, Margins
 from patchcert.threats import Patch, SparsePixels
@@ -80,12 +81,19 @@ class Objective:
 
     `worst_case` takes a batch, epsilon as a number or as a tensor holding one, and the generator of all random draws.
     It can be recorded as a CUDA graph: shapes never depend on data, and nothing waits for the device. `helper` is a
-    network trained beside the classifier, with the same optimiser and learning rate.
+    network trained beside the classifier, with the same optimiser and learning rate. `later` takes its place once the
+    share `later_from` of all epochs is done.
     """
 
     network: Network
     worst_case: Callable[[Batch, float | Tensor, Generator], WorstCase]
     helper: nn.Module | None = None
+    later: "Objective | None" = None
+    later_from: float = 1.0
+
+    def at(self, done: float) -> "Objective":
+        """The objective of an epoch before which this share of all epochs is done."""
+        return self.later if self.later is not None and done >= self.later_from else self
 
 
 class Strategy(ABC):
@@ -101,18 +109,72 @@ class Strategy(ABC):
     def bind(self, subject: Subject) -> Objective:
         """The strategy at work on a model and a threat, with all that it keeps between steps."""
 
+    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]] | None:
+        """The kind of proof it trains a model for, as `--method` names it, and its settings; None for bounds."""
+        return None
+
 
 @final
 @dataclass(frozen=True, slots=True)
 class Natural(Strategy):
-    """Plain cross entropy on clean images, whatever epsilon is: no threat is trained against."""
+    """Plain cross entropy on clean images, whatever epsilon is: no threat is trained against.
+
+    Batch norms, where there are any, follow their batches.
+    """
 
     threats: ClassVar = (Patch, SparsePixels)
     kind: Literal["natural"] = "natural"
 
     def bind(self, subject: Subject) -> Objective:
         """The margins of the clean images."""
-        return natural_objective(trace(subject.model))
+        model = subject.model
+        return natural_objective(whole_model(model) if batch_norms(model) else trace(model))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WholeModel(Network):
+    """A model carried out as it is instead of traced, so that batch norms can follow their batches.
+
+    For strategies that ask for no bounds: it has values, but no intervals.
+    """
+
+    model: nn.Module
+
+    def values(self, images: Images) -> list[Tensor]:
+        """The images and their logits."""
+        return [images, self.model(images)]
+
+
+def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers, by name, that keep statistics of the batches they have seen."""
+    kinds = nn.modules.batchnorm._NormBase
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, kinds) and layer.track_running_stats
+    }
+
+
+def whole_model(model: nn.Module) -> WholeModel:
+    """The model in training mode; refused if it would draw random numbers that no run could draw again."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
+            raise ModelError(
+                f"layer '{name}' is a {type(layer).__name__}, whose draws a resumed training would not repeat",
+                hint="leave dropout out of the architecture",
+            )
+    return WholeModel((), model.train())
+
+
+def bounded_model(model: nn.Module) -> Network:
+    """The traced model, for training on its bounds; refused if its batch norms would never see a batch."""
+    for name, layer in batch_norms(model).items():
+        raise ModelError(
+            f"layer '{name}' is a {type(layer).__name__}, but training on bounds does not update its statistics",
+            hint="train with strategy.kind = 'natural' or 'masked', or take an architecture without batch norms",
+        )
+    return trace(model)
 
 
 def natural_objective(network: Network) -> Objective:
@@ -129,12 +191,14 @@ def logit_margins(logits: Annotated[Tensor, "n k"], labels: Labels) -> Margins:
     return logits.gather(1, labels.unsqueeze(1)) - logits
 
 
-def margin_loss(margins: Margins, labels: Labels, count: int) -> Annotated[Tensor, ""]:
+def margin_loss(
+    margins: Margins, labels: Labels, count: int, smoothing: float = 0.0
+) -> Annotated[Tensor, ""]:
     """Cross entropy of the negated margins, summed over these images and divided by the whole batch's count.
 
     Margins of a clean image give the ordinary cross entropy of its logits, from which they differ by a constant.
     """
-    return F.cross_entropy(-margins, labels, reduction="sum") / count
+    return F.cross_entropy(-margins, labels, reduction="sum", label_smoothing=smoothing) / count
 
 
 def is_robust(margins: Margins, labels: Labels) -> Annotated[Tensor, "n"]:

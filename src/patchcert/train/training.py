@@ -24,7 +24,7 @@ from patchcert.train.loop import EpochSummary, Position, train
 from patchcert.train.run_folder import Run, exclusive, prepare_run
 from patchcert.train.spec import Spec
 from patchcert.train.step import Plan, Trainee
-from patchcert.train.strategy import Subject, derived_seed
+from patchcert.train.strategy import Subject, batch_norms, derived_seed
 
 SAVE_SHARE = 0.02
 """At most this share of the time is spent on saving the state."""
@@ -142,6 +142,7 @@ class _Training:
         data, held_out = spec.data.split(dataset)
         self.held_out = None if held_out is None else held_out.to(place.device)
         self.plan = Plan(spec, data.to(place.device), place.world)
+        _check_batches(self.plan, self.model)
         is_rounded = spec.optimiser.windows is not None and place.device.type == "cuda"
         windows = torch.bfloat16 if is_rounded else None
         subject = Subject(self.model, self.model_spec, spec.threat, spec.seed, windows)
@@ -163,9 +164,10 @@ class _Training:
 
     def finish(self) -> None:
         """Write the weights that the run is for: the last, or the best on the validation images."""
-        if self.best.weights:
-            self.model.load_state_dict(self.best.weights)
-        save(self.model, self.model_spec, self.run.weights)
+        with self.trainee.deployed() as model:
+            if self.best.weights:
+                model.load_state_dict(self.best.weights)
+            save(model, self.model_spec, self.run.weights)
 
     def after_batch(self, position: Position) -> None:
         """Save if it is time or if training is to stop."""
@@ -192,10 +194,7 @@ class _Training:
             return
         self.trainee.sums.cpu()
         began = time.monotonic()
-        try:
-            save_state(self.run.state, self.trainee, position, self.best)
-        except OSError as error:
-            raise RunError(f"the state of {self.run.path} cannot be saved: {error}") from error
+        save_state(self.run.state, self.trainee, position, self.best)
         self._saved_at = time.monotonic()
         self._save_took = self._saved_at - began
 
@@ -214,12 +213,13 @@ class _Training:
             return {}
         images = self.plan.data if self.held_out is None else self.held_out
         sample = images if chooses else images.take(self.spec.run.check_images)
-        found = shared_accuracies(
-            self.model, sample.floats(), sample.labels, self.spec.threat, self.place.world
-        )
-        if chooses and found.certified_accuracy > self.best.accuracy:
-            weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-            self.best = Best(found.certified_accuracy, summary.epoch, weights)
+        with self.trainee.deployed() as model:
+            found = shared_accuracies(
+                model, sample.floats(), sample.labels, self.spec.threat, self.place.world
+            )
+            if chooses and found.certified_accuracy > self.best.accuracy:
+                weights = {name: value.clone() for name, value in model.state_dict().items()}
+                self.best = Best(found.certified_accuracy, summary.epoch, weights)
         name = "train" if self.held_out is None else "validation"
         return asdict(found) | {"checked_on": name, "checked_images": len(sample)}
 
@@ -247,6 +247,17 @@ def _check_epsilon(spec: Spec) -> None:
         raise SpecError(
             f"the strategy {spec.strategy.kind!r} has no epsilon, but the schedule has natural or ramp epochs",
             hint="set schedule.epsilon.natural_epochs = 0 and schedule.epsilon.ramp_epochs = 0",
+        )
+
+
+def _check_batches(plan: Plan, model: nn.Module) -> None:
+    """Batch norms cannot learn from a single image, which the last batch of an epoch may leave for a process."""
+    last = len(plan.data) - (plan.batches - 1) * plan.spec.optimiser.batch_size
+    if last < 2 * plan.world.size and batch_norms(model):
+        raise SpecError(
+            f"batch norms need two images or more, but the last batch of an epoch has {last} "
+            f"for {plan.world.size} process{'es' * (plan.world.size > 1)}",
+            hint="choose another optimiser.batch_size, or set data.limit",
         )
 
 

@@ -9,7 +9,6 @@ that may change. If at every cell one member holds all pixels in sight that any 
 stamp that is no smaller than what a cell sees, then the merged bounds are those of all members' pixels together.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ from torch import Tensor
 from patchcert.bounds.geometry import NotCovered, Window
 from patchcert.bounds.operations import ChannelScale, Convolution, MaxPool, Monotone, Reshape
 from patchcert.threats import Patch, Placements
-from patchcert.windows.layout import Layout
-from patchcert.windows.passes import WindowPass, Windows, common_steps
+from patchcert.windows.layout import Layout, common_steps, covered_pixels
+from patchcert.windows.passes import WindowPass, Windows
 from patchcert.windows.rules import propagate
 
 
@@ -171,15 +170,3 @@ def _sight(
         elif not isinstance(operation, ChannelScale | Monotone | Reshape):
             return pixels.amax(dim=(2, 3))
     return pixels
-
-
-def covered_pixels(threat: Patch, rows: int, columns: int) -> Annotated[Tensor, "offsets h w 1"]:
-    """True where the stamp covers a window when it lies 0 to `rows` - 1 rows and 0 to `columns` - 1 columns inside it.
-
-    Offsets are counted row by row; the window is just large enough for all of them.
-    """
-    height, width = threat.height + rows - 1, threat.width + columns - 1
-    masks = torch.zeros(rows, columns, height, width, 1, dtype=torch.bool)
-    for top, left in itertools.product(range(rows), range(columns)):
-        masks[top, left, top : top + threat.height, left : left + threat.width, 0] = threat.stamp
-    return masks.flatten(0, 1)

@@ -1,11 +1,14 @@
-"""Where a patch can be seen in each feature map: the operations are asked, the answers are put together. And
-convolutions on windows as matrices, where windows are small."""
+"""Where a patch can be seen in each feature map: the operations are asked, the answers are put together. Which cells of
+a map that is for each placement. And convolutions on windows as matrices, where windows are small."""
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Annotated
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +24,7 @@ from patchcert.bounds.operations import (
     Operation,
     Reshape,
 )
+from patchcert.threats import Patch
 
 Shape = tuple[int, ...]
 
@@ -170,3 +174,118 @@ def _places(operation: Operation, area: FeatureMap) -> Geometry | Places:
     if not is_small_map and not isinstance(operation, WITH_OWN_RULES):
         raise NotCovered(f"windows have no rule for {type(operation).__name__} here")
     return places
+
+
+def common_steps(windows: Iterable[Window | None]) -> tuple[int, int]:
+    """How many pixels down and right placements must differ by for their windows to differ by whole cells."""
+    known = [window for window in windows if window]
+    return math.lcm(*(window.row_step for window in known)), math.lcm(
+        *(window.column_step for window in known)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """The cells of the feature map that each placement's window covers, as flat indices.
+
+    `signed` is -1 for cells outside the map; `index` has some cell of the map there, and `outside` says which they
+    are: None where no window sticks out. `spans` are the rows of the window that lie in the map, from and to, the
+    columns likewise, and the row and column of the map at which the window begins.
+    """
+
+    index: Annotated[Tensor, "p cells"]
+    signed: Annotated[Tensor, "p cells"]
+    outside: Annotated[Tensor, "p 1 h w 1"] | None
+    spans: Annotated[Tensor, "p 6"]
+
+    def slice(self, start: int, stop: int) -> "Cells":
+        """The cells of some of the placements."""
+        outside = None if self.outside is None else self.outside[start:stop]
+        return Cells(self.index[start:stop], self.signed[start:stop], outside, self.spans[start:stop])
+
+
+def cells(window: Window, shifts: np.ndarray, area: FeatureMap, device: torch.device) -> Cells:
+    """The cells of the window on the map when it is shifted by these numbers of image pixels (p, 2)."""
+    rows = _axis_cells(window.top, window.height, shifts[:, 0], window.row_step)
+    columns = _axis_cells(window.left, window.width, shifts[:, 1], window.column_step)
+    rows_inside, columns_inside = (rows >= 0) & (rows < area.height), (columns >= 0) & (columns < area.width)
+    inside = rows_inside[:, :, None] & columns_inside[:, None, :]
+    flat = np.where(inside, rows[:, :, None] * area.width + columns[:, None, :], -1).astype(np.int32)
+    signed = torch.from_numpy(flat).to(device)
+    outside = None if inside.all() else (signed < 0)[:, None, :, :, None]
+    signed = signed.flatten(1)
+    spans = np.stack([*_span(rows_inside), *_span(columns_inside), rows[:, 0], columns[:, 0]], axis=1)
+    spans = torch.from_numpy(spans.astype(np.int32)).to(device)
+    return Cells(signed.clamp(min=0).long(), signed, outside, spans)
+
+
+def _span(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the run of true flags in each row (p, extent) begins and ends, each (p,)."""
+    first = inside.argmax(axis=1)
+    return first, first + inside.sum(axis=1)
+
+
+def _axis_cells(origin: int, extent: int, shifts: np.ndarray, step: int) -> np.ndarray:
+    return (origin + shifts // step)[:, None] + np.arange(extent)
+
+
+@dataclass(frozen=True, slots=True)
+class CommonWindows:
+    """One geometry for all placements: each window begins at the multiple of the network's strides at or before its
+    placement, and reaches as much further.
+
+    `step` are these strides down and right, and `bases` the corners (b, 2) at which windows can begin, row by row. What
+    depends on them alone is tabled once.
+    """
+
+    layout: Layout
+    windows: tuple[Window | None, ...]
+    step: tuple[int, int]
+    bases: np.ndarray
+    device: torch.device
+    _cells: dict[tuple[Window, FeatureMap], Tensor] = field(default_factory=dict)
+    _shifts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        layout: Layout, step: tuple[int, int], extent: tuple[int, int], device: torch.device
+    ) -> "CommonWindows":
+        """Windows of this height and width on the image."""
+        image = layout.maps[0]
+        assert image is not None
+        bases = np.mgrid[0 : image.height : step[0], 0 : image.width : step[1]].reshape(2, -1).T
+        return CommonWindows(layout, layout.windows(Window(0, 0, *extent)), step, bases, device)
+
+    def base(
+        self, rows: Annotated[Tensor, "..."], columns: Annotated[Tensor, "..."]
+    ) -> Annotated[Tensor, "..."]:
+        """Which base the windows of placements begin at."""
+        image = self.layout.maps[0]
+        assert image is not None
+        in_row = -(-image.width // self.step[1])
+        return rows // self.step[0] * in_row + columns // self.step[1]
+
+    def cells(self, window: Window, area: FeatureMap) -> Annotated[Tensor, "bases cells"]:
+        """The cells of a window on its map from every base; -1 outside."""
+        if (window, area) not in self._cells:
+            self._cells[window, area] = cells(window, self.bases, area, self.device).signed
+        return self._cells[window, area]
+
+    def shifts(self, window: Window) -> Annotated[Tensor, "bases 2"]:
+        """How far down and right a window lies on its map from every base."""
+        step = (window.row_step, window.column_step)
+        if step not in self._shifts:
+            self._shifts[step] = torch.from_numpy(self.bases // step).int().to(self.device)
+        return self._shifts[step]
+
+
+def covered_pixels(threat: Patch, rows: int, columns: int) -> Annotated[Tensor, "offsets h w 1"]:
+    """True where the stamp covers a window when it lies 0 to `rows` - 1 rows and 0 to `columns` - 1 columns inside it.
+
+    Offsets are counted row by row; the window is just large enough for all of them.
+    """
+    height, width = threat.height + rows - 1, threat.width + columns - 1
+    masks = torch.zeros(rows, columns, height, width, 1, dtype=torch.bool)
+    for top, left in itertools.product(range(rows), range(columns)):
+        masks[top, left, top : top + threat.height, left : left + threat.width, 0] = threat.stamp
+    return masks.flatten(0, 1)

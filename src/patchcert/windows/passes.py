@@ -15,9 +15,8 @@ the radius before and after the function.
 
 import importlib.util
 import logging
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, TypeVar, final
@@ -32,7 +31,7 @@ from patchcert.bounds.network import Step, merged_margins
 from patchcert.bounds.operations import is_relu
 from patchcert.tensors import Corners, Images, Labels, Margins
 from patchcert.threats import Placements
-from patchcert.windows.layout import Layout
+from patchcert.windows.layout import Cells, Layout, cells, common_steps
 
 logger = logging.getLogger(__name__)
 
@@ -343,59 +342,6 @@ class WindowPass(ABC):
 def repeated(table: Tensor, count: int) -> Tensor:
     """Each row `count` times in a row."""
     return table if count == 1 else table.unsqueeze(1).expand(-1, count, *table.shape[1:]).flatten(0, 1)
-
-
-def common_steps(windows: Iterable[Window | None]) -> tuple[int, int]:
-    """How many pixels down and right placements must differ by for their windows to differ by whole cells."""
-    known = [window for window in windows if window]
-    return math.lcm(*(window.row_step for window in known)), math.lcm(
-        *(window.column_step for window in known)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Cells:
-    """The cells of the feature map that each placement's window covers, as flat indices.
-
-    `signed` is -1 for cells outside the map; `index` has some cell of the map there, and `outside` says which they
-    are: None where no window sticks out. `spans` are the rows of the window that lie in the map, from and to, the
-    columns likewise, and the row and column of the map at which the window begins.
-    """
-
-    index: Annotated[Tensor, "p cells"]
-    signed: Annotated[Tensor, "p cells"]
-    outside: Annotated[Tensor, "p 1 h w 1"] | None
-    spans: Annotated[Tensor, "p 6"]
-
-    def slice(self, start: int, stop: int) -> "Cells":
-        """The cells of some of the placements."""
-        outside = None if self.outside is None else self.outside[start:stop]
-        return Cells(self.index[start:stop], self.signed[start:stop], outside, self.spans[start:stop])
-
-
-def cells(window: Window, shifts: np.ndarray, area: FeatureMap, device: torch.device) -> Cells:
-    """The cells of the window on the map when it is shifted by these numbers of image pixels (p, 2)."""
-    rows = _axis_cells(window.top, window.height, shifts[:, 0], window.row_step)
-    columns = _axis_cells(window.left, window.width, shifts[:, 1], window.column_step)
-    rows_inside, columns_inside = (rows >= 0) & (rows < area.height), (columns >= 0) & (columns < area.width)
-    inside = rows_inside[:, :, None] & columns_inside[:, None, :]
-    flat = np.where(inside, rows[:, :, None] * area.width + columns[:, None, :], -1).astype(np.int32)
-    signed = torch.from_numpy(flat).to(device)
-    outside = None if inside.all() else (signed < 0)[:, None, :, :, None]
-    signed = signed.flatten(1)
-    spans = np.stack([*_span(rows_inside), *_span(columns_inside), rows[:, 0], columns[:, 0]], axis=1)
-    spans = torch.from_numpy(spans.astype(np.int32)).to(device)
-    return Cells(signed.clamp(min=0).long(), signed, outside, spans)
-
-
-def _span(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the run of true flags in each row (p, extent) begins and ends, each (p,)."""
-    first = inside.argmax(axis=1)
-    return first, first + inside.sum(axis=1)
-
-
-def _axis_cells(origin: int, extent: int, shifts: np.ndarray, step: int) -> np.ndarray:
-    return (origin + shifts // step)[:, None] + np.arange(extent)
 
 
 @dataclass(frozen=True, slots=True)

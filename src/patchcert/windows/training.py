@@ -1,15 +1,13 @@
 """The two passes of all-patch training: the search for the weakest placements, which needs neither a gradient nor the
 last digits, and margins with a gradient at those few, which may differ from image to image.
 
-In the second pass windows are those of the sweep over all placements, except that every image has its own. So that one
-geometry serves them all, each window begins at the multiple of the network's strides at or before it, and reaches as
-much further.
+In the second pass windows are those of the sweep over all placements, except that every image has its own; one geometry
+serves them all.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -19,9 +17,9 @@ from patchcert.bounds.geometry import FeatureMap, Window
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.tensors import Images, Labels, PlacementMargins
 from patchcert.threats import Patch
-from patchcert.windows.blocks import PlacementBlocks, covered_pixels
+from patchcert.windows.blocks import PlacementBlocks
 from patchcert.windows.dense import dense_weakest
-from patchcert.windows.layout import Layout
+from patchcert.windows.layout import CommonWindows, Layout, common_steps, covered_pixels
 from patchcert.windows.passes import (
     Clean,
     Columns,
@@ -31,9 +29,7 @@ from patchcert.windows.passes import (
     SharedByPasses,
     WindowPass,
     Windows,
-    cells,
     clean_pass,
-    common_steps,
     if_covered,
     repeated,
 )
@@ -107,19 +103,13 @@ def weakest(
 class DifferentiablePlacements:
     """The common geometry of all placements of one patch on one network and image size.
 
-    `bases` are the corners (b, 2) at which windows can begin, row by row. What depends on them or on the offset from
-    them alone is tabled once, so that a step only looks it up: `covered` says which pixels of a window the stamp
-    covers at each offset. With `blocks`, these are the placements, and `covered` says it of each block's members.
+    `covered` says which pixels of a window the stamp covers at each offset from where the window begins. With `blocks`,
+    these are the placements, and `covered` says it of each block's members.
     """
 
-    layout: Layout
-    windows: tuple[Window | None, ...]
-    step: tuple[int, int]
-    bases: np.ndarray
+    common: CommonWindows
     covered: Annotated[Tensor, "_ members h w 1"]
     blocks: PlacementBlocks | None = None
-    _cells: dict[tuple[Window, FeatureMap], Tensor] = field(default_factory=dict)
-    _shifts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -134,9 +124,9 @@ class DifferentiablePlacements:
             if blocks is None
             else blocks.drawn_back(rows, columns)
         )
-        windows = layout.windows(Window(0, 0, covered.shape[2], covered.shape[3]))
-        bases = np.mgrid[0 : images.shape[2] : rows, 0 : images.shape[3] : columns].reshape(2, -1).T
-        return DifferentiablePlacements(layout, windows, (rows, columns), bases, covered, blocks)
+        extent = (covered.shape[2], covered.shape[3])
+        common = CommonWindows.of(layout, (rows, columns), extent, images.device)
+        return DifferentiablePlacements(common, covered, blocks)
 
     def margins(
         self,
@@ -155,9 +145,8 @@ class DifferentiablePlacements:
         """
         clean = self.clean(images, labels, dtype) if clean is None else clean
         rows, columns = (corners[..., axis].T for axis in (0, 1))
-        in_row = -(-images.shape[3] // self.step[1])
-        base = rows // self.step[0] * in_row + columns // self.step[1]
-        sweep = _OwnPlacementsPass(SharedByPasses(self.layout, clean, NEAREST), self, base)
+        shared = SharedByPasses(self.common.layout, clean, NEAREST)
+        sweep = _OwnPlacementsPass(shared, self.common, self.common.base(rows, columns))
         state, first = self._start(sweep, rows, columns, epsilon)
         if dtype is not None:
             state = state.map(lambda part: part.to(dtype))
@@ -171,7 +160,7 @@ class DifferentiablePlacements:
         """
         if dtype is not None:
             images = images.contiguous(memory_format=torch.channels_last)
-        return clean_pass(self.layout.network, images, labels)
+        return clean_pass(self.common.layout.network, images, labels)
 
     def _start(
         self,
@@ -183,24 +172,12 @@ class DifferentiablePlacements:
         """Bounds at which the windows begin, and their value: the image, or the last on which blocks are merged."""
         box, blocks = Windows.within(epsilon, sweep.clean_windows(0)), self.blocks
         if blocks is None:
-            offset = rows % self.step[0] * self.step[1] + columns % self.step[1]
+            down, right = self.common.step
+            offset = rows % down * right + columns % right
             return box.masked(self.covered[offset.unsqueeze(1), 0]), 0
         members = torch.arange(self.covered.shape[1], device=rows.device).unsqueeze(1)
         state = box.masked(self.covered[blocks.index[rows, columns].unsqueeze(1), members])
         return blocks.merged(state, sweep.repeated), blocks.first
-
-    def cells(self, window: Window, area: FeatureMap) -> Annotated[Tensor, "bases cells"]:
-        """The cells of a window on its map from every base; -1 outside."""
-        if (window, area) not in self._cells:
-            self._cells[window, area] = cells(window, self.bases, area, self.covered.device).signed
-        return self._cells[window, area]
-
-    def shifts(self, window: Window) -> Annotated[Tensor, "bases 2"]:
-        """How far down and right a window lies on its map from every base."""
-        step = (window.row_step, window.column_step)
-        if step not in self._shifts:
-            self._shifts[step] = torch.from_numpy(self.bases // step).int().to(self.covered.device)
-        return self._shifts[step]
 
 
 def covering_placements(network: Network, images: Images, threat: Patch) -> DifferentiablePlacements | None:
@@ -217,16 +194,16 @@ class _OwnPlacementsPass(WindowPass):
     def __init__(
         self,
         shared: SharedByPasses,
-        placements: DifferentiablePlacements,
+        common: CommonWindows,
         base: Annotated[Tensor, "p n"],
     ) -> None:
-        self.shared, self.windows = shared, placements.windows
-        self.placements, self.base = placements, base
+        self.shared, self.windows = shared, common.windows
+        self.common, self.base = common, base
         self._cells: dict[tuple[Window, FeatureMap], Tensor] = {}
 
     def repeated(self, count: int) -> "_OwnPlacementsPass":
         """Each placement `count` times in a row."""
-        return _OwnPlacementsPass(self.shared, self.placements, repeated(self.base, count))
+        return _OwnPlacementsPass(self.shared, self.common, repeated(self.base, count))
 
     def flat_product(self, part: Part, columns: Columns, index: int) -> Annotated[Tensor, "p _ out"]:
         if is_sparse(part, columns):
@@ -243,7 +220,7 @@ class _OwnPlacementsPass(WindowPass):
         if self.is_fused:
             from patchcert.windows.kernels import placed
 
-            shifts = self.placements.shifts(window)[self.base]
+            shifts = self.common.shifts(window)[self.base]
             return placed(part, (area.height, area.width), (window.top, window.left), shifts).flatten(2)
         inside = self._inside(window, index)
         whole = part.new_zeros(*part.shape[:2], area.height * area.width, area.channels)
@@ -268,7 +245,7 @@ class _OwnPlacementsPass(WindowPass):
         area = self.layout.maps[index]
         assert area is not None
         if (window, area) not in self._cells:
-            self._cells[window, area] = self.placements.cells(window, area)[self.base]
+            self._cells[window, area] = self.common.cells(window, area)[self.base]
         return self._cells[window, area]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from patchcert.bounds import Rounding
 from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
-from patchcert.windows.blocks import covered_pixels
+from patchcert.windows.layout import covered_pixels
 from patchcert.windows.passes import Clean, Group
 from patchcert.windows.sweep import PlacementSweep, covering_sweep
 

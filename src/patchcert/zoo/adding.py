@@ -14,12 +14,12 @@ from patchcert.certificates import AnyThreat
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence, EvidenceFolder
 from patchcert.evidence.results import SUMMARY, TRIMMED, Circumstances, fingerprint
-from patchcert.files import copy_file, sha256
+from patchcert.files import copy_file, new_folder, sha256, write_text
 from patchcert.models import is_half
 from patchcert.report.summary import RunSummary, read_test_evidence
 from patchcert.threats import SparsePixels, shapes
-from patchcert.train.run_folder import EVIDENCE, SPEC, WEIGHTS, Run, check_new, write_text
-from patchcert.train.spec import Spec, read_spec, write_spec
+from patchcert.train.run_folder import EVIDENCE, SPEC, Run, check_new
+from patchcert.train.spec import Spec, write_spec
 from patchcert.zoo.card import AttackCount, Card, ProofCount, Training, pack_marks
 from patchcert.zoo.shelf import Zoo
 
@@ -83,19 +83,18 @@ def copy_to_run(zoo: Zoo, name: str, folder: Path) -> Run:
     card = zoo.card(name)
     zoo.load(name)
     check_new(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / SPEC, card.training.spec)
-    run = Run(folder, read_spec(folder / SPEC))
-    run.write_environment(
-        {
-            "versions": dict(card.training.versions),
-            "device": card.training.device,
-            "commit": card.training.commit,
-            "data": {"name": card.data, "checksums": dict(card.data_sha256)},
-            "zoo": name,
-        }
-    )
-    copy_file(zoo.weights(name), folder / WEIGHTS)
+    environment = {
+        "versions": dict(card.training.versions),
+        "device": card.training.device,
+        "commit": card.training.commit,
+        "data": {"name": card.data, "checksums": dict(card.data_sha256)},
+        "zoo": name,
+    }
+    with new_folder(folder):
+        write_text(folder / SPEC, card.training.spec)
+        run = Run.open(folder)
+        run.write_environment(environment)
+        copy_file(zoo.weights(name), run.weights)
     return run
 
 

@@ -10,7 +10,7 @@ from typing import final
 from torch import nn
 
 from patchcert.errors import ModelError, PatchcertError
-from patchcert.files import atomic_write, copy_file, sha256
+from patchcert.files import sha256, write_together
 from patchcert.models import load as load_model
 from patchcert.zoo.card import Card
 
@@ -75,9 +75,7 @@ class Zoo:
                 hint="take a smaller model, or remove one first",
             )
         target = self.folder / f"{card.name}.json"
-        copy_file(weights, target.with_suffix(".safetensors"))
-        with atomic_write(target) as stream:
-            stream.write(text)
+        write_together({target.with_suffix(".safetensors"): weights.read_bytes(), target: text})
 
     def _known(self, name: str) -> Path:
         """The card of a name, which must be there."""

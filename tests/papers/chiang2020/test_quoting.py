@@ -57,9 +57,9 @@ def test_the_documents_say_what_the_evidence_gives(sources):
             "README.md",
             "68.92<!--= row ours 5x5 certified -->",
             "69.92",
-            "line 109 has '69.92 %', which no query gives",
+            "has '69.92 %', which no query gives",
         ),
-        ("README.md", "96.0% are right", "97.0% are right", "line 30 has '97.0%', which no query gives"),
+        ("README.md", "96.0% are right", "97.0% are right", "has '97.0%', which no query gives"),
         ("docs/guides/zoo.md", "52<!--", "5<!--", "5, but 52 is what"),
         ("docs/guides/train.md", "17.8<!--", "27.8<!--", "27.8, but 17.8 is what"),
         (
@@ -79,7 +79,7 @@ def test_the_documents_say_what_the_evidence_gives(sources):
 )
 def test_altered_figures_are_noticed(forged, name, before, after, what):
     (found,) = alter(forged, name, before, after)
-    assert found.startswith(what)
+    assert what in found
 
 
 def test_a_stored_measurement_and_its_table_are_held_to_each_other(forged):

@@ -1,16 +1,18 @@
 """Blocks of placements are bounded by the hull of their members, fast and slow alike."""
 
+import itertools
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Generator, nn
 
 from patchcert.bounds import Interval, trace
 from patchcert.errors import InvalidInput, InvalidThreat
-from patchcert.models import Normalize
+from patchcert.models import ModelSpec, Normalize, build
 from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
 from patchcert.train.strategies import (
@@ -18,6 +20,7 @@ from patchcert.train.strategies import (
 )
 from patchcert.train.strategies.placements import PlacedPatch
 from patchcert.train.strategies.pooled import PooledPatch
+from patchcert.train.strategy import Batch
 
 CLASSES = 4
 
@@ -166,3 +169,57 @@ def test_pooling_needs_a_full_grid_and_enough_layers(make_model, make_batch, wor
         worst_margins(PooledPlacements(), model, Patch(3, "corners"), batch, 1.0)
     with pytest.raises(InvalidInput, match="pooling after 2 layers needs a network with more than 2"):
         worst_margins(PooledPlacements(blocks=(2, 2)), model, Patch(3), batch, 1.0)
+
+
+def written_out(model, image, label, side, epsilon, blocks):
+    """The paper's pooling as it is specified, with a box for every placement and loops over blocks: before the
+    activation, the largest upper and least lower bounds of each g x g placements, then on with one box for each."""
+    boxes = {}
+    for top, left in itertools.product(*(range(size - side + 1) for size in image.shape[1:])):
+        lower, upper = image.clone(), image.clone()
+        patch = (slice(None), slice(top, top + side), slice(left, left + side))
+        lower[patch], upper[patch] = (
+            (image[patch] - epsilon).clamp(min=0),
+            (image[patch] + epsilon).clamp(max=1),
+        )
+        boxes[top, left] = (lower[None], upper[None])
+    *layers, last = [layer for layer in model if isinstance(layer, nn.Conv2d | nn.Linear)]
+    for number, layer in enumerate(layers):
+        boxes = {place: affine_bounds(layer, *box) for place, box in boxes.items()}
+        if number < len(blocks):
+            merged = {}
+            for (row, column), (lower, upper) in boxes.items():
+                block = (row // blocks[number], column // blocks[number])
+                least, largest = merged.get(block, (lower, upper))
+                merged[block] = (torch.minimum(least, lower), torch.maximum(largest, upper))
+            boxes = merged
+        boxes = {place: (lower.relu(), upper.relu()) for place, (lower, upper) in boxes.items()}
+    rows, offset = last.weight[label] - last.weight, last.bias[label] - last.bias
+    margins = [
+        rows @ (upper + lower)[0] / 2 - rows.abs() @ (upper - lower)[0] / 2 + offset
+        for lower, upper in boxes.values()
+    ]
+    return torch.stack(margins).amin(dim=0)
+
+
+def affine_bounds(layer, lower, upper):
+    centre, radius = (upper + lower) / 2, (upper - lower) / 2
+    if isinstance(layer, nn.Linear):
+        centre, radius = centre.flatten(1), radius.flatten(1)
+        middle, spread = F.linear(centre, layer.weight, layer.bias), F.linear(radius, layer.weight.abs())
+    else:
+        middle = F.conv2d(centre, layer.weight, layer.bias, layer.stride, layer.padding)
+        spread = F.conv2d(radius, layer.weight.abs(), None, layer.stride, layer.padding)
+    return middle - spread, middle + spread
+
+
+@pytest.mark.parametrize("blocks", [(2,), (4,), (2, 2)])
+@pytest.mark.parametrize(("side", "epsilon"), [(2, 1.0), (5, 1.0), (5, 0.3)])
+def test_pooling_is_what_the_paper_specifies(blocks, side, epsilon):
+    model = randomise(build(ModelSpec("cnn4", 1, 12, 12), seeded()), seeded(side)).double()
+    images, labels = torch.rand(2, 1, 12, 12, generator=seeded(1)).double(), torch.tensor([3, 0])
+    pooled = PooledPatch(PlacedPatch(trace(model), Patch(side)), blocks)
+    with torch.no_grad():
+        found = pooled.worst_case(Batch(images, labels), epsilon, seeded()).margins
+        for image, label, margins in zip(images, labels, found, strict=True):
+            torch.testing.assert_close(margins, written_out(model, image, label, side, epsilon, blocks))

@@ -23,7 +23,7 @@ from patchcert.data.folder import FolderSplit
 from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import DataError
 from patchcert.evidence import EvidenceFolder, Question, Selection, Subject
-from patchcert.files import sha256
+from patchcert.files import sha256, write_text
 from patchcert.models.imagenet import load_imagenet
 from patchcert.papers.chiang2020.answering import attack_from
 from patchcert.papers.chiang2020.networks import network_name, with_seed
@@ -32,7 +32,7 @@ from patchcert.papers.chiang2020.runner import Assignment
 from patchcert.papers.chiang2020.tables import Entry
 from patchcert.threats import Patch
 from patchcert.train.environment import describe_environment
-from patchcert.train.run_folder import ENVIRONMENT, write_text
+from patchcert.train.run_folder import ENVIRONMENT
 
 DefenseName = Literal["lgs", "dw"]
 Tell = Callable[[str], None]

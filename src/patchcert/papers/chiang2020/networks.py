@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,8 +13,9 @@ import numpy as np
 from patchcert.errors import RunError
 from patchcert.evidence.record import Evidence, EvidenceFolder, Question
 from patchcert.evidence.results import SUMMARY, check_together, copy_evidence
+from patchcert.files import copy_file, write_text
 from patchcert.threats import Patch
-from patchcert.train.run_folder import ENVIRONMENT, EVIDENCE, write_text
+from patchcert.train.run_folder import ENVIRONMENT, EVIDENCE
 
 COLUMNS = ("undefended", "undefended_after")
 
@@ -98,7 +98,7 @@ def collect_network(run: Path, folder: Path, weights: str) -> NetworkResult:
     """Copies what attacks on a network left in a folder of runs to the results."""
     result = NetworkResult(folder / run.name)
     copy_evidence(run / EVIDENCE, result.path, weights, folder)
-    shutil.copyfile(run / ENVIRONMENT, result.path / ENVIRONMENT)
+    copy_file(run / ENVIRONMENT, result.path / ENVIRONMENT)
     write_text(result.path / SUMMARY, json.dumps(result.summary(), indent=2) + "\n")
     return result
 

@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 import patchcert
 from patchcert.errors import InvalidInput
-from patchcert.files import atomic_write
+from patchcert.files import write_text
 from patchcert.papers.chiang2020.counting import ABSENT, CountedRow, CountedRun, Rule
 from patchcert.papers.chiang2020.tables import Entry
 from patchcert.papers.chiang2020.view import (
@@ -90,8 +90,7 @@ def write_page(views: Sequence[TableView], path: Path, source: str) -> Path:
         compared=len(gaps),
         quick=QUICK_LABEL if views[0].quick else "",
     )
-    with atomic_write(path) as stream:
-        stream.write(text.encode())
+    write_text(path, text)
     return path
 
 

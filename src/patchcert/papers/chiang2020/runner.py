@@ -19,11 +19,11 @@ import patchcert
 from patchcert.data import load_dataset
 from patchcert.evidence.record import EvidenceFolder, Question
 from patchcert.evidence.results import FIRST_SEED, Circumstances, Result, collect
-from patchcert.files import sha256
+from patchcert.files import sha256, write_text
 from patchcert.papers.chiang2020.networks import NetworkResult, collect_network
 from patchcert.papers.chiang2020.recipes import PAPER_SCALE, Recipe, Scale, recipe
 from patchcert.papers.chiang2020.tables import Entry
-from patchcert.train.run_folder import EVIDENCE, METRICS, SPEC, WEIGHTS, Run, write_text
+from patchcert.train.run_folder import EVIDENCE, METRICS, SPEC, WEIGHTS, Run
 from patchcert.train.spec import Spec
 from patchcert.train.strategies import RandomPlacements
 
@@ -50,7 +50,6 @@ class Assignment:
 
     def write(self, folder: Path, jobs: int) -> None:
         """Leave it in the folder of its run; `jobs` is how many runs share the device."""
-        folder.mkdir(parents=True, exist_ok=True)
         if self.spec is not None and not (folder / SPEC).is_file():
             Run.create(folder, self.spec)
         Circumstances(self.scale, jobs).write(folder)

@@ -6,12 +6,20 @@ from typing import Annotated, Literal, final
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.bounds import Interval, Network, trace
+from patchcert.bounds import Interval, Network
 from patchcert.errors import InvalidThreat
 from patchcert.models import Normalize
 from patchcert.tensors import Corners, Images, Labels
 from patchcert.threats import Patch
-from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase, derived_seed
+from patchcert.train.strategy import (
+    Batch,
+    Objective,
+    Strategy,
+    Subject,
+    WorstCase,
+    bounded_model,
+    derived_seed,
+)
 from patchcert.train.toml import at_least
 from patchcert.train.unet import build_unet
 from patchcert.windows.passes import Clean
@@ -149,7 +157,7 @@ class PlacedPatch:
             raise InvalidThreat(
                 f"placements of a patch are trained against, but the threat is {subject.threat}"
             )
-        return PlacedPatch(trace(subject.model), subject.threat, subject.windows)
+        return PlacedPatch(bounded_model(subject.model), subject.threat, subject.windows)
 
     def corners(self, images: Images) -> Corners:
         """All allowed corners, copied to the device once."""

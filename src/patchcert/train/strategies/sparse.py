@@ -1,12 +1,11 @@
 """Training against a few changed pixels: by bounds over every choice of them, or for the vote of Random Ablation."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.bounds import Network, trace
 from patchcert.bounds.sparse import sparse_margins
 from patchcert.certificates.ablation import draw_retained, encode_ablated
 from patchcert.errors import InvalidThreat, SpecError
@@ -14,7 +13,17 @@ from patchcert.models import ModelSpec
 from patchcert.tensors import Images
 from patchcert.threats import SparsePixels
 from patchcert.threats.sparse import SparseBound
-from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase, logit_margins
+from patchcert.train.strategy import (
+    Batch,
+    Objective,
+    Strategy,
+    Subject,
+    Threat,
+    WorstCase,
+    bounded_model,
+    logit_margins,
+    whole_model,
+)
 from patchcert.train.toml import at_least
 
 
@@ -29,7 +38,7 @@ class SparseChanges(Strategy):
 
     def bind(self, subject: Subject) -> Objective:
         """The margins that are left whichever pixels change."""
-        threat, network = subject.threat, trace(subject.model)
+        threat, network = subject.threat, bounded_model(subject.model)
         if not isinstance(threat, SparsePixels):
             raise InvalidThreat(f"changes of single pixels are trained against, but the threat is {threat}")
         pixels, bound = threat.pixels, self.bound or threat.bound
@@ -70,7 +79,7 @@ class Ablated(Strategy):
                 hint="set strategy.retained to fewer",
             )
         _check_takes_ablated(subject.model, spec)
-        network = WholeModel((), subject.model.train())
+        network = whole_model(subject.model)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
             encoded = self.ablate(batch, generator)
@@ -81,6 +90,9 @@ class Ablated(Strategy):
 
         return Objective(network, worst_case)
 
+    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+        return "ablation", {"retained": self.retained}
+
     def ablate(self, batch: Batch, generator: Generator) -> Images:
         """This process's images in their encoding, of which masks that were drawn for the whole batch retain pixels."""
         height, width = batch.images.shape[2:]
@@ -89,21 +101,6 @@ class Ablated(Strategy):
             return encode_ablated(batch.own_images, mask)
         masks = draw_retained(len(batch), height, width, self.retained, generator)
         return encode_ablated(batch.own_images, masks[batch.rows])
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class WholeModel(Network):
-    """A model carried out as it is instead of traced, so that batch norms can follow their batches.
-
-    For strategies that ask for no bounds: it has values, but no intervals.
-    """
-
-    model: nn.Module
-
-    def values(self, images: Images) -> list[Tensor]:
-        """The images and their logits."""
-        return [images, self.model(images)]
 
 
 def _check_takes_ablated(model: nn.Module, spec: ModelSpec) -> None:

@@ -1,0 +1,279 @@
+"""De-randomised smoothing (Levine and Feizi 2020): a base model votes on bands or blocks of an image, one at a time."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Annotated, Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from patchcert.certificates.batches import FixedBatches, Precision
+from patchcert.certificates.checks import (
+    check_call,
+    check_fit,
+    check_images,
+    check_inputs,
+    check_labels,
+    weight_dtype,
+)
+from patchcert.certificates.classifier import AnyThreat, Ballots, Certificates, Classifier, Columns
+from patchcert.certificates.votes import (
+    Scores,
+    Ties,
+    Touched,
+    cell_scores,
+    check_vote_settings,
+    contradiction_of_votes,
+    is_won_by_count,
+    needed_lead,
+    proven_placements,
+    require_patch,
+    sum_margins,
+    sum_totals,
+    winners,
+)
+from patchcert.errors import InvalidInput
+from patchcert.progress import Progress
+from patchcert.tensors import Images, Labels
+from patchcert.threats import Patch
+
+Orientation = Literal["column", "row", "both"]
+Views = Annotated[Tensor, "cells h w"]
+"""True on the pixels that each vote sees."""
+
+
+def encode_visible(images: Images, views: Annotated[Tensor, "_ h w"]) -> Annotated[Tensor, "n _ h w"]:
+    """The images with 0 in place of hidden pixels, and a last channel that is 1 where a pixel is seen and else 0."""
+    seen = views[:, None].expand(len(images), -1, -1, -1)
+    return torch.cat([images.where(seen, 0.0), seen.to(images)], dim=1)
+
+
+def band_views(
+    image: tuple[int, int], extent: int, orientation: Orientation, wrap: bool, stride: int = 1
+) -> Views:
+    """Bands of columns, of rows, or of both, in images of a height and width."""
+    height, width = image
+    found = []
+    if orientation in ("column", "both"):
+        columns = _spans("width", extent, width, stride, wrap, "columns")
+        found.append(columns[:, None, :].expand(-1, height, -1))
+    if orientation in ("row", "both"):
+        rows = _spans("width", extent, height, stride, wrap, "rows")
+        found.append(rows[:, :, None].expand(-1, -1, width))
+    return torch.cat(found)
+
+
+def block_views(image: tuple[int, int], extent: int, wrap: bool, stride: int = 1) -> Views:
+    """Square blocks in images of a height and width."""
+    rows = _spans("size", extent, image[0], stride, wrap, "rows")
+    columns = _spans("size", extent, image[1], stride, wrap, "columns")
+    return (rows[:, None, :, None] & columns[None, :, None, :]).flatten(0, 1)
+
+
+def _spans(
+    setting: str, extent: int, length: int, stride: int, wrap: bool, what: str
+) -> Annotated[Tensor, "_ length"]:
+    """True on what each part covers along a side; all of a part lies inside unless it wraps."""
+    if extent >= length:
+        raise InvalidInput(
+            f"{setting}={extent} in images of {length} {what}: every vote would see the whole image, and every patch "
+            "would touch all votes",
+            hint=f"choose {setting} below {length}",
+        )
+    first = torch.arange(0, length if wrap else length - extent + 1, stride)
+    found = (torch.arange(length) - first[:, None]) % length < extent
+    if not bool(found.any(dim=0).all()):
+        unseen = (~found.any(dim=0)).nonzero().flatten().tolist()
+        raise InvalidInput(
+            f"{setting}={extent} at a stride of {stride} leaves {what} {unseen} of {length} unseen by every vote",
+            hint=f"choose a stride of at most {setting}, one that divides {length - extent}, or wrap=True",
+        )
+    return found
+
+
+class PartVotes(Classifier):
+    """Votes of a base model on parts of the image, of which it sees one at a time; most votes win.
+
+    The base model takes one channel more than the image has: `encode_visible`. It votes for the class of its largest
+    logit or, with a `threshold`, for every class whose softmax reaches it. Logits that are NaN or infinite vote
+    for nothing. Which votes a patch can change is looked up for each placement, exactly and for any stamp: those that
+    see one of its pixels. All others get the same numbers, bit by bit, in batches of the same shape and the same
+    arithmetic (`precision`), whatever the patch holds. A library may still sum a row in another order when other rows
+    surround it. So a vote counts towards a proof only if it stays the same when every logit moves by half of `slack`
+    times the image's largest: the largest logit must lead by more than the slack. A probe refuses models that move
+    half as far; what is assumed beyond that is that no vote ever moves further.
+    """
+
+    threshold: float | None
+    ties: Ties
+    precision: Precision
+    slack: float | None
+    batch_size: int
+
+    @abstractmethod
+    def views(self, height: int, width: int) -> Views:
+        """The pixels that each vote sees; all pixels are seen by some vote."""
+
+    def predict(self, images: Images, progress: Progress | None = None) -> Labels:
+        """The class with the most votes."""
+        check_call(progress)
+        check_images(self.model, images)
+        return winners(sum_totals(self.scores(images, progress).values), self.ties)
+
+    def certify(
+        self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
+    ) -> Certificates:
+        """An image is certified if the label wins with all votes that see a pixel of the patch against it."""
+        check_call(progress)
+        check_inputs(self.model, images, labels)
+        check_fit(threat, images)
+        touched = self.touched(require_patch(threat, type(self).__name__), images)
+        scores = self.scores(images, progress, with_probe=True)
+        check_labels(labels, scores.values.shape[1])
+        votes = sum_totals(scores.values)
+        predictions = winners(votes, self.ties)
+        margins_of = partial(sum_margins, touched=touched)
+        proven = proven_placements(margins_of, scores, labels, len(touched), self.ties)
+        proven &= (predictions == labels)[:, None]
+        return Certificates(
+            certified=proven.all(dim=1),
+            predictions=predictions,
+            labels=labels,
+            placements=proven,
+            ballots=Ballots(votes.long(), votes.long()),
+        )
+
+    def certified_by_count(self, images: Images, labels: Labels, threat: Patch) -> Annotated[Tensor, "n"]:
+        """What the classical count of touched votes proves, which is never more than `certify` does."""
+        scores = self.scores(images)
+        right = winners(sum_totals(scores.values), self.ties) == labels
+        return right & is_won_by_count(scores, labels, self.touched(threat, images), self.ties)
+
+    def touched(self, threat: Patch, images: Images) -> Touched:
+        """Which votes see a pixel that the patch covers, at each of its placements."""
+        height, width = images.shape[2:]
+        covered = threat.placements(height, width).masks(threat.stamp).flatten(1).double()
+        seen = self.views(height, width).flatten(1).double()
+        return (covered.to(images.device) @ seen.to(images.device).T) > 0
+
+    @torch.no_grad()
+    def scores(self, images: Images, progress: Progress | None = None, with_probe: bool = False) -> Scores:
+        """The votes on every image; with a probe of whether they depend on each other."""
+        if not len(images):
+            raise InvalidInput("votes need one image at least, got none")
+        views = self.views(*images.shape[2:]).to(images.device)
+        base = self._base(images, views, with_probe)
+        logits = torch.cat(list(self._logits(base, images, views, progress)))
+        logits = logits.unflatten(0, (len(images), len(views)))
+        kind = "one-hot" if self.threshold is None else "threshold"
+        return cell_scores(logits.mT, kind, needed_lead(self), self.threshold)
+
+    def describe(self) -> dict[str, Any]:
+        own = [each.name for each in fields(self) if each.name not in ("model", "batch_size")]  # pyright: ignore
+        settings = {name: getattr(self, name) for name in own} | {"slack": needed_lead(self)}
+        return {"name": type(self).__name__} | settings
+
+    @staticmethod
+    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
+        """Predictions follow from the votes."""
+        return contradiction_of_votes(columns, meta)
+
+    def surrogate(self) -> nn.Module:
+        """The mean of the base model's softmax over all parts, in logarithms."""
+        return _MeanVote(self)
+
+    def _base(self, images: Images, views: Views, with_probe: bool) -> FixedBatches:
+        numbers = torch.arange(self.batch_size, device=images.device)
+        images = images.to(weight_dtype(self.model, images.dtype))
+        sample = encode_visible(images[numbers % len(images)], views[numbers % len(views)])
+        base = FixedBatches(self.model, sample, self.batch_size, self.precision)
+        if with_probe:
+            base.check_company(sample, needed_lead(self) / 4)
+        return base
+
+    def _logits(
+        self, base: FixedBatches, images: Images, views: Views, progress: Progress | None
+    ) -> Iterator[Tensor]:
+        """The logits of all views of the first image, then of the next, in batches of one shape."""
+        images = images.to(weight_dtype(self.model, images.dtype))
+        total, each = len(images) * len(views), len(views)
+        for rows in torch.arange(total, device=images.device).split(self.batch_size):
+            yield base.logits(encode_visible(images[rows // each], views[rows % each]))
+            if progress is not None:
+                progress((int(rows[-1]) + 1) // each, len(images))
+
+
+@final
+@dataclass(frozen=True)
+class BandVotes(PartVotes):
+    """Votes on bands: `width` neighbouring columns, rows, or one vote on each of both (`PartVotes` says more).
+
+    A band begins at every `stride`-th column. With `wrap` one may begin at the right border and go on at the left one,
+    so that every column is seen equally often; without, all bands lie inside the image.
+    """
+
+    model: nn.Module
+    width: int = 4
+    orientation: Orientation = "column"
+    wrap: bool = True
+    stride: int = 1
+    threshold: float | None = None
+    ties: Ties = "lowest"
+    precision: Precision = "float32"
+    slack: float | None = None
+    batch_size: int = 512
+
+    def __post_init__(self) -> None:
+        if self.orientation not in ("column", "row", "both"):
+            raise InvalidInput(
+                f"orientation is {self.orientation!r}; expected 'column', 'row' or 'both'",
+                hint="CIFAR-10 is usually certified by columns",
+            )
+        check_vote_settings(self, "width", "stride", "batch_size")
+
+    def views(self, height: int, width: int) -> Views:
+        return band_views((height, width), self.width, self.orientation, self.wrap, self.stride)
+
+
+@final
+@dataclass(frozen=True)
+class BlockVotes(PartVotes):
+    """Votes on blocks of `size` x `size` pixels, which begin at every `stride`-th row and column.
+
+    With `wrap` a block may go on at the opposite border; `PartVotes` says more.
+    """
+
+    model: nn.Module
+    size: int = 12
+    wrap: bool = True
+    stride: int = 1
+    threshold: float | None = None
+    ties: Ties = "lowest"
+    precision: Precision = "float32"
+    slack: float | None = None
+    batch_size: int = 512
+
+    def __post_init__(self) -> None:
+        check_vote_settings(self, "size", "stride", "batch_size")
+
+    def views(self, height: int, width: int) -> Views:
+        return block_views((height, width), self.size, self.wrap, self.stride)
+
+
+@final
+class _MeanVote(nn.Module):
+    """What an attack differentiates in place of votes."""
+
+    def __init__(self, votes: PartVotes) -> None:
+        super().__init__()
+        self.votes = votes
+        self.model = votes.model
+        self.train(votes.model.training)
+
+    def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
+        """Logarithms of mean probabilities."""
+        views = self.votes.views(*images.shape[2:]).to(images.device)
+        parts = [self.model(encode_visible(images, view[None])).softmax(dim=1) for view in views]
+        return torch.stack(parts).mean(dim=0).clamp(min=torch.finfo(images.dtype).tiny).log()

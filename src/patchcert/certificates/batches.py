@@ -1,0 +1,131 @@
+"""A model as it is deployed on many copies of images: in one arithmetic, and always in batches of one shape."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Literal, final, get_args
+
+import torch
+from torch import Tensor, nn
+
+from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
+from patchcert.certificates.checks import check_independence, check_logits
+from patchcert.errors import InvalidInput, ModelError
+from patchcert.tensors import Images, Logits
+
+Precision = Literal["float32", "tf32", "bfloat16", "float16"]
+SLACK: dict[Precision, float] = {"float32": 2**-14, "tf32": 2**-8, "float16": 2**-8, "bfloat16": 2**-6}
+"""By how much a class must lead to count, as a share of the largest logit of its copy."""
+_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_precision(precision: str) -> None:
+    """Refuses what is no name of an arithmetic."""
+    if precision not in get_args(Precision):
+        raise InvalidInput(f"precision is {precision!r}; expected one of {', '.join(get_args(Precision))}")
+
+
+@final
+class FixedBatches:
+    """The logits of a model on copies of images, in batches that all have `size` rows.
+
+    Libraries choose by the shape of a batch in which order they sum. With one shape and one arithmetic, what is said of
+    a copy does not hang on how many other copies there are; `check_company` tries whether it hangs on which ones. On a
+    GPU the forward pass is captured once and replayed, if the model allows it: the same kernels on the same numbers.
+    """
+
+    def __init__(self, model: nn.Module, example: Images, size: int, precision: Precision) -> None:
+        if model.training:
+            raise InvalidInput(
+                "the base model is in training mode, where its answers may depend on each other",
+                hint="call model.eval()",
+            )
+        check_independence(model)
+        self.model, self.size = model, size
+        self.precision: Precision = precision
+        self._input = example.new_zeros(size, *example.shape[1:])
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._output = self._first_answer()
+        check_logits(self._output, self._input)
+        if example.is_cuda:
+            self._capture()
+
+    @property
+    def classes(self) -> int:
+        """How many classes the model tells apart."""
+        return self._output.shape[1]
+
+    @torch.no_grad()
+    def logits(self, copies: Images) -> Logits:
+        """The logits of at most `size` copies; the other rows of the batch are what they were before."""
+        self._input[: len(copies)] = copies
+        if self._graph is None:
+            self._output = self._forward()
+        else:
+            self._graph.replay()
+        return self._output[: len(copies)].to(torch.float32, copy=True)
+
+    def check_company(self, copies: Images, tolerance: float) -> None:
+        """Raises where logits of the same copies differ by more than this share of their row's largest, when others
+        are in their batch or they stand elsewhere in it."""
+        copies = copies[: self.size]
+        half = (len(copies) + 1) // 2
+        there = self.logits(copies)[:half]
+        blanks = torch.zeros_like(copies[half:])
+        among_blanks = self.logits(torch.cat([copies[:half], blanks]))[:half]
+        elsewhere = self.logits(torch.cat([blanks, copies[:half]]))[len(blanks) :]
+        apart = torch.maximum((there - among_blanks).abs(), (there - elsewhere).abs()).amax(dim=1)
+        if bool((apart > tolerance * there.abs().amax(dim=1)).any()):
+            raise ModelError(
+                "the base model says something else of the same images when others are in their batch",
+                hint="what it says of an image must not depend on the batch",
+            )
+
+    @torch.no_grad()
+    def _forward(self) -> Annotated[Tensor, "b ..."]:
+        with _arithmetic(self.precision, self._input.device):
+            return self.model(self._input)
+
+    def _first_answer(self) -> Annotated[Tensor, "b ..."]:
+        """Of blanks; channels-last, the layout in which a GPU convolves fastest, where the model takes it."""
+        if self._input.is_cuda:
+            given, self._input = self._input, self._input.contiguous(memory_format=torch.channels_last)
+            try:
+                return self._forward()
+            except RuntimeError:  # a view of a map may exist in the other layout only
+                self._input = given
+        try:
+            return self._forward()
+        except RuntimeError as error:
+            raise ModelError(
+                f"the model does not take images of {tuple(self._input.shape[1:])}: {str(error).splitlines()[0]}",
+                hint="check channels, height and width against the model's first layers",
+            ) from error
+
+    def _capture(self) -> None:
+        """Record the forward pass; a model that looks at values on the host cannot be recorded, and runs as it is."""
+        graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(aside):
+                self._forward()
+            torch.cuda.current_stream().wait_stream(aside)
+            with torch.cuda.graph(graph):
+                self._output = self._forward()
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return
+        self._graph = graph
+
+
+@contextmanager
+def _arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
+    """The precision whatever is set outside; TF32 exists on CUDA alone."""
+    with precise_arithmetic():
+        if precision == "tf32":
+            with fast_arithmetic():
+                yield
+        elif precision in _HALF:
+            with torch.autocast(device.type, _HALF[precision], cache_enabled=False):
+                yield
+        else:
+            yield

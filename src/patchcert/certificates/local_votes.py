@@ -1,0 +1,341 @@
+"""Votes of a network with small receptive fields: one pass gives a map of local scores, and their sum decides.
+
+Sums of 0/1 scores are certified as BagCert does (Metzen and Yatsura 2021).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property, partial, reduce
+from typing import Annotated, Any, Literal, final, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from patchcert.bounds import Network, trace
+from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places
+from patchcert.bounds.operations import Reshape
+from patchcert.bounds.rounding import precise_arithmetic
+from patchcert.certificates.batches import FixedBatches, Precision
+from patchcert.certificates.checks import (
+    check_call,
+    check_fit,
+    check_images,
+    check_inputs,
+    check_labels,
+    weight_dtype,
+)
+from patchcert.certificates.classifier import AnyThreat, Ballots, Certificates, Classifier, Columns
+from patchcert.certificates.votes import (
+    Scores,
+    Ties,
+    Touched,
+    Windows,
+    cell_scores,
+    check_vote_settings,
+    contradiction_of_votes,
+    masked_margins,
+    masked_totals,
+    maximal,
+    needed_lead,
+    proven_placements,
+    require_patch,
+    sum_margins,
+    sum_totals,
+    winners,
+)
+from patchcert.errors import InvalidInput, ModelError, UnsupportedLayer
+from patchcert.progress import Progress
+from patchcert.tensors import Images, Labels
+from patchcert.threats import Patch
+
+Aggregation = Literal["sum", "masked-sum"]
+LocalScores = Literal["one-hot", "heaviside", "clipped", "softmax", "positive"]
+Sight = Annotated[Tensor, "pixels rows columns"]
+"""True where a cell of a map sees a pixel of the image; pixels row by row."""
+
+_EVERYTHING = "its receptive field is everything, so that every patch touches every local score"
+
+
+def sight(network: Network, height: int, width: int) -> Sight:
+    """Which cells of a network's last map see which pixels, read off its operations one by one.
+
+    It is exact for the graph: a cell sees a pixel if some path of taps of kernels leads there, gaps of dilated and
+    strided kernels left out. A weight of 0 on the way counts like any other.
+    """
+    pixels = height * width
+    values = [torch.eye(pixels).view(pixels, 1, height, width)]
+    for step in network.steps:
+        inputs = [values[index] for index in step.inputs]
+        area = FeatureMap.of(inputs[0].shape[1:])
+        try:
+            places = Places.LOST if isinstance(step.operation, Reshape) else step.operation.places(area)
+        except NotCovered as error:
+            raise UnsupportedLayer(
+                f"layer '{step.name}': {error}, so that its receptive fields are unknown",
+                hint="use convolutions, poolings and activations that act on a map",
+            ) from None
+        if places is Places.LOST or len({value.shape for value in inputs}) > 1:
+            raise UnsupportedLayer(
+                f"layer '{step.name}' ({type(step.operation).__name__}): {_EVERYTHING}",
+                hint="local votes need a fully convolutional network that ends with a map of scores",
+            )
+        seen = reduce(torch.maximum, inputs)
+        values.append(_through(places, seen) if isinstance(places, Geometry) else seen)
+    return values[-1][:, 0].bool()
+
+
+def _through(geometry: Geometry, seen: Annotated[Tensor, "_ 1 _ _"]) -> Annotated[Tensor, "_ 1 _ _"]:
+    if geometry == Geometry((1, 1)):
+        return seen
+    taps = seen.new_ones(1, 1, *geometry.kernel)
+    return (F.conv2d(geometry.pad(seen), taps, None, geometry.stride, 0, geometry.dilation) > 0).to(seen)
+
+
+def receptive_field(seen: Sight, height: int, width: int) -> tuple[int, int]:
+    """Height and width of the largest box that one cell sees pixels in."""
+    by_cell = seen.flatten(1).T.unflatten(1, (height, width))
+    return _extent(by_cell.any(dim=2)), _extent(by_cell.any(dim=1))
+
+
+def _extent(seen: Annotated[Tensor, "cells length"]) -> int:
+    first = seen.int().argmax(dim=1)
+    last = seen.shape[1] - 1 - seen.flip(1).int().argmax(dim=1)
+    return int((last - first + 1).where(seen.any(dim=1), 0).max())
+
+
+def trace_local(model: nn.Module) -> Network:
+    """The operations of a model, each of which must have a rule."""
+    try:
+        return trace(model)
+    except UnsupportedLayer as error:
+        raise UnsupportedLayer(
+            f"{error.message}. For local votes an operation without a rule is taken for a global one, as GroupNorm, "
+            f"attention and squeeze-and-excitation are: {_EVERYTHING}",
+            hint="local votes need convolutions, poolings, batch norms in eval mode and activations alone",
+        ) from error
+
+
+def local_sight(network: Network, height: int, width: int) -> Sight:
+    """`sight`, refused where an operation is global, a cell sees all pixels, or a pixel is not seen at all."""
+    seen = sight(network, height, width)
+    rows, columns = receptive_field(seen, height, width)
+    if bool(seen.all(dim=0).any()):
+        raise ModelError(
+            f"a local score sees all of the {height}x{width} image (receptive field {rows}x{columns}): every patch "
+            "touches it, and nothing is local",
+            hint="use fewer or smaller kernels and strides; 3 to 17 pixels are usual for images of 32",
+        )
+    if not bool(seen.flatten(1).any(dim=1).all()):
+        unseen = int((~seen.flatten(1).any(dim=1)).int().argmax())
+        raise ModelError(
+            f"no local score sees the pixel at row {unseen // width}, column {unseen % width}: strides leave gaps",
+            hint="use kernels at least as large as their strides, and padding where sizes do not divide",
+        )
+    return seen
+
+
+def touched_cells(threat: Patch, seen: Sight, images: Images) -> Touched:
+    """Which cells, row by row, see a pixel that the patch covers, at each of its placements."""
+    covered = threat.placements(*images.shape[2:]).masks(threat.stamp).flatten(1)
+    return (covered.float() @ seen.flatten(1).float() > 0).to(images.device)
+
+
+@final
+@dataclass(frozen=True)
+class LocalVotes(Classifier):
+    """Classifies by the sum of local scores, each of which sees a small part of the image: one pass, and a few sums.
+
+    The model takes images to a map (n, classes, rows, columns) of logits. Inside the classifier they become scores of
+    at least 0 (`scores`; see `votes.ScoreKind`), in whole units, so that every sum is exact. `sum` predicts the class
+    with the largest sum. `masked-sum` first leaves out, class by class, the window of cells that gives it most; windows
+    are the cells that a patch of `masked` pixels (a side, or height and width) can touch. A patch then gains nothing by
+    large scores, which need no upper limit. Which cells a placement touches is read off the traced graph, exactly and
+    for any stamp.
+
+    A cell that the patch does not touch sees the same pixels, in batches of the same shape and the same arithmetic
+    (`precision`). A library may still sum in another order when other numbers surround it, so its score counts towards
+    a proof as the least (or for other classes the most) that it becomes when every logit moves by half of `slack` times
+    the image's largest. A probe refuses models that move half as far; what is assumed beyond that is that no score ever
+    moves further.
+    """
+
+    model: nn.Module
+    aggregation: Aggregation = "sum"
+    scores: LocalScores = "one-hot"
+    masked: int | tuple[int, int] | None = None
+    ties: Ties = "lowest"
+    precision: Precision = "float32"
+    slack: float | None = None
+    batch_size: int = 128
+
+    def __post_init__(self) -> None:
+        check_vote_settings(self, "batch_size")
+        for name, kinds in (("aggregation", get_args(Aggregation)), ("scores", get_args(LocalScores))):
+            if getattr(self, name) not in kinds:
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(kinds)}")
+        if (self.aggregation == "masked-sum") != (self.masked is not None):
+            raise InvalidInput(
+                f"aggregation is {self.aggregation!r} with masked={self.masked}: a masked sum leaves out what a patch "
+                "of `masked` pixels can touch, a sum nothing",
+                hint="give aggregation='masked-sum' and masked=5 for patches of 5x5, or neither",
+            )
+        if self.aggregation == "sum" and self.scores == "positive":
+            raise InvalidInput(
+                "a sum of scores without upper limit can be moved anywhere by one cell",
+                hint="choose scores='one-hot', 'heaviside', 'clipped' or 'softmax', or aggregation='masked-sum'",
+            )
+        if self.masked is not None:
+            Patch(self.masked)
+
+    def predict(self, images: Images, progress: Progress | None = None) -> Labels:
+        """The class with the largest sum, or masked sum."""
+        check_call(progress)
+        check_images(self.model, images)
+        scores = self.local_scores(images, progress)
+        return winners(self.totals(scores.values, images), self.ties)
+
+    def certify(
+        self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
+    ) -> Certificates:
+        """An image is certified if the label wins whatever the cells that a placement touches give to whom."""
+        check_call(progress)
+        check_inputs(self.model, images, labels)
+        check_fit(threat, images)
+        patch, network = require_patch(threat, type(self).__name__), trace_local(self.model)
+        seen = local_sight(network, *images.shape[2:])
+        scores = self.local_scores(images, progress, with_probe=True)
+        self._check_trace(images, network)
+        check_labels(labels, scores.values.shape[1])
+        totals, touched = self.totals(scores.values, images), touched_cells(patch, seen, images)
+        predictions = winners(totals, self.ties)
+        margins_of = partial(sum_margins, touched=touched)
+        if self.masked is not None:
+            margins_of = partial(masked_margins, touched=touched, windows=self.windows(images))
+        proven = proven_placements(margins_of, scores, labels, len(touched), self.ties)
+        proven &= (predictions == labels)[:, None]
+        return Certificates(
+            certified=proven.all(dim=1),
+            predictions=predictions,
+            labels=labels,
+            placements=proven,
+            ballots=Ballots(totals.long(), totals.long()),
+        )
+
+    def touched(self, threat: Patch, images: Images) -> Touched:
+        """Which cells, row by row, see a pixel that the patch covers, at each of its placements."""
+        return touched_cells(threat, local_sight(trace_local(self.model), *images.shape[2:]), images)
+
+    def windows(self, images: Images) -> Windows:
+        """The sets of cells of which a masked sum leaves one out; part of the classifier, and so kept once found."""
+        size = (images.shape[2], images.shape[3])
+        if size not in self._windows:
+            assert self.masked is not None
+            self._windows[size] = maximal(self.touched(Patch(self.masked), images))
+        return self._windows[size].to(images.device)
+
+    def totals(self, scores: Annotated[Tensor, "n k cells"], images: Images) -> Annotated[Tensor, "n k"]:
+        """The sum, or masked sum, of scores of images of this size."""
+        return sum_totals(scores) if self.masked is None else masked_totals(scores, self.windows(images))
+
+    @torch.no_grad()
+    def local_scores(
+        self, images: Images, progress: Progress | None = None, with_probe: bool = False
+    ) -> Scores:
+        """The scores of every cell, row by row; with a probe of whether they depend on the batch."""
+        if not len(images):
+            raise InvalidInput("votes need one image at least, got none")
+        images, flat = images.to(weight_dtype(self.model, images.dtype)), _FlatMaps(self.model)
+        base = FixedBatches(flat, images, self.batch_size, self.precision)
+        if with_probe:
+            numbers = torch.arange(self.batch_size, device=images.device)
+            base.check_company(images[numbers % len(images)], needed_lead(self) / 4)
+        rows = []
+        for start in range(0, len(images), self.batch_size):
+            rows.append(base.logits(images[start : start + self.batch_size]))
+            if progress is not None:
+                progress(min(start + self.batch_size, len(images)), len(images))
+        logits = torch.cat(rows).unflatten(1, (flat.classes, -1))
+        return cell_scores(logits, self.scores, needed_lead(self))
+
+    def describe(self) -> dict[str, Any]:
+        own = [each.name for each in fields(self) if each.name not in ("model", "batch_size")]
+        found = {"name": "LocalVotes"} | {name: getattr(self, name) for name in own}
+        masked = list(self.masked) if isinstance(self.masked, tuple) else self.masked
+        return found | {"masked": masked, "slack": needed_lead(self)}
+
+    @staticmethod
+    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
+        """Predictions follow from the sums."""
+        return contradiction_of_votes(columns, meta)
+
+    def surrogate(self) -> nn.Module:
+        """The mean local score, softened where it is 0 or 1."""
+        return _SoftVotes(self)
+
+    @cached_property
+    def _windows(self) -> dict[tuple[int, int], Windows]:
+        return {}
+
+    @torch.no_grad()
+    def _check_trace(self, images: Images, network: Network) -> None:
+        """The model and its traced operations must say the same, on a few images and their negatives."""
+        few = images[:4].to(weight_dtype(self.model, images.dtype))
+        probes = torch.cat([few, 1 - few])
+        with precise_arithmetic():
+            said, traced = self.model(probes), network.values(probes)[-1]
+        # Both are the same sums in other orders: 2^-10 of the largest is far more than float32 rounds.
+        if said.shape != traced.shape or bool((said - traced).abs().max() > 2**-10 * said.abs().max()):
+            raise ModelError(
+                f"the model {type(self.model).__name__} and its traced operations give different local scores",
+                hint="the forward pass must be a function of the images alone, the same in every call",
+            )
+
+
+@final
+class _FlatMaps(nn.Module):
+    """A model of maps with one row of numbers for each image."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.classes = 0
+        self.train(model.training)
+
+    def forward(self, images: Images) -> Annotated[Tensor, "n _"]:
+        """The numbers of the map, class by class; anything but a map is refused."""
+        logits = self.model(images)
+        is_map = isinstance(logits, Tensor) and logits.dim() == 4 and len(logits) == len(images)
+        if not is_map or logits.shape[1] < 2:
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise ModelError(
+                f"local votes need a map of scores ({len(images)}, two classes or more, rows, columns), got {got}",
+                hint="end the model with a 1x1 convolution to one channel for each class, without pooling",
+            )
+        self.classes = logits.shape[1]
+        return logits.flatten(1)
+
+
+@final
+class _SoftVotes(nn.Module):
+    """What an attack differentiates in place of votes."""
+
+    def __init__(self, votes: LocalVotes) -> None:
+        super().__init__()
+        self.votes = votes
+        self.model = votes.model
+        self.train(votes.model.training)
+
+    def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
+        """The mean over cells; a masked sum's without the window that gives a class most."""
+        scores = soften(self.model(images).flatten(2), self.votes.scores)
+        return self.votes.totals(scores, images) / scores.shape[2]
+
+
+def soften(logits: Annotated[Tensor, "n k cells"], kind: LocalScores) -> Annotated[Tensor, "n k cells"]:
+    """Scores with a gradient: the softmax for one vote per cell, the sigmoid for a vote where a logit is above 0."""
+    if kind in ("one-hot", "softmax"):
+        return logits.softmax(dim=1)
+    if kind == "heaviside":
+        return logits.sigmoid()
+    return logits.clamp(0, 1) if kind == "clipped" else logits.relu()

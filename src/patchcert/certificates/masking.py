@@ -1,0 +1,532 @@
+"""Double masking (Xiang et al. 2022): a proof for any classifier, from what it says of images with two parts hidden.
+
+`masks_covering` gives masks such that wherever the patch lies, one of them hides it. docs/concepts/masking.md has the
+rules and their proofs.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from patchcert.certificates.batches import SLACK, FixedBatches, Precision, check_precision
+from patchcert.certificates.checks import check_call, check_images, check_inputs, check_labels, weight_dtype
+from patchcert.certificates.classifier import (
+    ABSTAINED,
+    AnyThreat,
+    Certificates,
+    Classifier,
+    Columns,
+    Guarantee,
+    Promise,
+    first_row,
+)
+from patchcert.errors import InvalidInput, InvalidThreat
+from patchcert.progress import Progress
+from patchcert.tensors import Images, Labels, Logits, PerImage
+from patchcert.threats import Patch
+from patchcert.threats.masks import MaskSet, masks_covering, masks_per_axis
+
+_PIXELS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
+_PASSES_PER_BLOCK = {"cuda": 2**21, "cpu": 2**12}
+
+Numbers = Annotated[Tensor, "b"]
+"""One whole number for each of b copies: the image, or the mask."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What both kinds of proof with masks can be told."""
+
+    masks: int | tuple[int, int] = 6
+    fill: float | tuple[float, ...] = 0.5
+    patches: int = 1
+    precision: Precision = "float32"
+    slack: float | None = None
+    mirrored: bool = False
+    batch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class _Masked(Classifier, _Settings):
+    """A model that looks at copies of an image of which parts are hidden."""
+
+    model: nn.Module
+    threat: Patch
+
+    def __post_init__(self) -> None:
+        check_precision(self.precision)
+        masks_per_axis(self.masks)
+        if not isinstance(self.threat, Patch):
+            raise InvalidThreat(f"masks hide patches, got {self.threat!r}", hint="give patchcert.Patch(5)")
+        values = self.fill if isinstance(self.fill, tuple) else (self.fill,)
+        if not values or not all(map(math.isfinite, values)):
+            raise InvalidInput(
+                f"fill is {self.fill!r}; expected a number, or one for each channel",
+                hint="fill=0.5 hides parts behind grey; no pixel looks like a fill outside of [0, 1]",
+            )
+        if self.batch_size is not None and (type(self.batch_size) is not int or self.batch_size < 1):
+            raise InvalidInput(f"batch_size is {self.batch_size!r}; expected a whole number of at least 1")
+        if not self.needed_lead > 0:
+            raise InvalidInput(f"slack is {self.slack!r}; expected a share above 0 of the largest logit")
+
+    @property
+    def needed_lead(self) -> float:
+        """The lead that a class must exceed to count for a proof, as a share of the largest logit."""
+        return SLACK[self.precision] if self.slack is None else self.slack
+
+    def shown_model(self) -> nn.Module:
+        """The model that copies are shown to."""
+        return Mirrored(self.model) if self.mirrored else self.model
+
+    def mask_set(self, height: int, width: int) -> MaskSet:
+        """The masks for images of this size."""
+        return masks_covering(self.threat, height, width, self.masks, self.patches)
+
+    def describe(self) -> dict[str, Any]:
+        names = [each.name for each in fields(self) if each.name not in ("model", "threat", "batch_size")]
+        settings = {name: getattr(self, name) for name in names} | {"slack": self.needed_lead}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+        return {"name": type(self).__name__, "masked_threat": self.threat.to_dict(), **plain}
+
+    def surrogate(self) -> nn.Module:
+        """The mean of the model's softmax over a few fixed masks and pairs of masks, in logarithms."""
+        return _MeanOverMasks(self)
+
+    def _covering(self, threat: AnyThreat, masks: MaskSet) -> Annotated[Tensor, "q m"]:
+        """Which masks hide all of the threat, for each different answer over its placements; refused where none does.
+
+        With two patches the rows are those of any two placements together.
+        """
+        cover = masks.covers(_patch(threat)).unique(dim=0)
+        if self.patches == 2:
+            first, second = torch.triu_indices(len(cover), len(cover))
+            cover = (cover[first] & cover[second]).unique(dim=0)
+        if not bool(cover.any(dim=1).all()):
+            raise InvalidThreat(
+                f"the masks are made for {self.threat}, and at some placement none of them hides {threat}",
+                hint="make the classifier with the larger of the threats; it serves all that its masks cover",
+            )
+        return cover
+
+
+@final
+@dataclass(frozen=True)
+class DoubleMasking(_Masked):
+    """Any model, behind masks that cover the threat: what it says is recovered whatever a patch shows.
+
+    Predicts what the model says of all copies with one mask, where it says one thing. Else a mask whose copy says
+    something rarer, and that says it with every second mask too, hides what misled the others: its class is the
+    prediction. Else the most frequent class is.
+
+    An image is certified if for every placement a mask covers it for which the label comes out with every second
+    mask. `masks` = K makes K x K masks: the more there are, the less each hides. `fill` is what hidden pixels show.
+    The masks are made for `threat`, and serve every threat that they cover; with `patches` = 2, two patches at once.
+    With `mirrored` a copy's logits are the mean of those of the copy and of its mirror image, at twice the cost.
+
+    The proof is about the model as it is carried out here: in `precision`, in batches of one shape, and a copy counts
+    only where the label leads by more than `slack` of the largest logit. With `with_map` the certificate map is
+    complete; else an image is left at its first wrong copy, which takes far less time.
+    """
+
+    with_map: bool = False
+
+    def predict(self, images: Images, progress: Progress | None = None) -> Labels:
+        check_images(self.model, images)
+        check_call(progress)
+        copies = _Copies(self, images)
+        owners = torch.arange(len(images), device=images.device)
+        return copies.predictions(copies.singles(progress=progress).said, owners)
+
+    def detect(self, images: Images, threshold: float = 0.0) -> PerImage:
+        """Whether an alert is raised for each image, by the rule of `MaskedDetection`."""
+        return self.detector(threshold).predict(images) == ABSTAINED
+
+    def detector(self, threshold: float = 0.0) -> "MaskedDetection":
+        """The same masks, used to raise an alert instead of recovering what a patch hides."""
+        shared = {each.name: getattr(self, each.name) for each in fields(_Settings)}
+        return MaskedDetection(self.model, self.threat, **shared, threshold=threshold)
+
+    def certify(
+        self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
+    ) -> Certificates:
+        """A placement is proven if some mask that covers it says the label with every second mask."""
+        check_inputs(self.model, images, labels)
+        check_call(progress)
+        copies = _Copies(self, images)
+        check_labels(labels, copies.classes)
+        covering = self._covering(threat, copies.masks).to(images.device)
+        rows = _Rows(copies, labels, self.needed_lead)
+        rows.look_at_pairs(covering, self.with_map, progress)
+        lead = _covered_lead(rows.least, covering)
+        certified = lead > self.needed_lead
+        # What is proven is predicted, since a patch may change nothing; only the others have to be asked for.
+        predictions = labels.clone()
+        others = (~certified).nonzero().flatten()
+        predictions[others] = copies.predictions(rows.said[others], others)
+        return Certificates(
+            certified=certified,
+            predictions=predictions,
+            labels=labels,
+            placements=self._map(threat, copies.masks, rows.least),
+            lead=lead,
+            weakest_masks=rows.weakest,
+        )
+
+    def _map(
+        self, threat: AnyThreat, masks: MaskSet, least: Annotated[Tensor, "n m"]
+    ) -> Annotated[Tensor, "n p"] | None:
+        if not self.with_map or self.patches != 1:
+            return None
+        return _any_covering(least > self.needed_lead, masks.covers(_patch(threat)).to(least.device))
+
+    def describe(self) -> dict[str, Any]:
+        return {name: value for name, value in _Masked.describe(self).items() if name != "with_map"}
+
+    def images_per_block(self, device: torch.device) -> int | None:
+        """About as many as a few seconds serve; on a CPU very few."""
+        rows, columns = masks_per_axis(self.masks)
+        count = rows * columns if self.patches == 1 else (rows * columns) ** 2 // 2
+        passes = _PASSES_PER_BLOCK.get(device.type, _PASSES_PER_BLOCK["cpu"])
+        return max(1, min(2048, 2 * passes // (count * (count + 1))))
+
+    @staticmethod
+    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
+        """Verdicts follow from leads."""
+        return _unsupported(columns, meta)
+
+
+@final
+@dataclass(frozen=True)
+class MaskedDetection(_Masked):
+    """Any model, behind masks that cover the threat: what it says stays right, or an alert is raised.
+
+    Predicts what the model says of the whole image, and abstains (an alert) where a copy with one mask says something
+    else with a confidence, its largest softmax value, above `threshold`. One pass for each mask, none for pairs.
+
+    An image is certified if the prediction is the label, and at every placement a mask covers the patch whose copy
+    says the label with a confidence above the threshold: if a patch makes the model say anything else of the whole
+    image, this copy, which does not show it, raises the alert. The same `slack` as in `DoubleMasking` is asked of leads
+    and confidences.
+    """
+
+    threshold: float = 0.0
+    promise: ClassVar[Promise] = "detection"
+
+    def __post_init__(self) -> None:
+        _Masked.__post_init__(self)
+        if not 0 <= self.threshold < 1:
+            raise InvalidInput(
+                f"threshold is {self.threshold!r}; expected a confidence of at least 0 and below 1",
+                hint="threshold=0 raises an alert at any disagreement",
+            )
+
+    def predict(self, images: Images, progress: Progress | None = None) -> Labels:
+        check_images(self.model, images)
+        check_call(progress)
+        copies = _Copies(self, images)
+        return self._predictions(copies.whole_images(), copies.singles(progress=progress))
+
+    def certify(
+        self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
+    ) -> Certificates:
+        """A placement is proven if some mask that covers it says the label, with confidence."""
+        check_inputs(self.model, images, labels)
+        check_call(progress)
+        copies = _Copies(self, images)
+        check_labels(labels, copies.classes)
+        covering = self._covering(threat, copies.masks).to(images.device)
+        whole, singles = copies.whole_images(), copies.singles(labels, progress)
+        predictions = self._predictions(whole, singles)
+        is_confident = singles.confidence > self.threshold + self.needed_lead
+        leads = torch.where(is_confident, singles.lead, -torch.inf)
+        lead = _covered_lead(leads, covering)
+        covers = copies.masks.covers(_patch(threat)).to(images.device)
+        return Certificates(
+            certified=(predictions == labels) & (lead > self.needed_lead),
+            predictions=predictions,
+            labels=labels,
+            guarantee=Guarantee(self.promise),
+            placements=_any_covering(leads > self.needed_lead, covers) if self.patches == 1 else None,
+            lead=lead,
+            weakest_masks=singles.lead.argmin(dim=1, keepdim=True).expand(-1, 2),
+        )
+
+    def _predictions(self, whole: Labels, singles: "_Answers") -> Labels:
+        objects = (singles.said != whole[:, None]) & (singles.confidence > self.threshold)
+        return torch.where(objects.any(dim=1), ABSTAINED, whole)
+
+    @staticmethod
+    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
+        """Certified images have a lead."""
+        return _unsupported(columns, meta)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Answers:
+    """What the model says of copies: -1 where a logit is not finite, which is no class and leads nothing.
+
+    `lead` is by how much the image's label leads the best other class, as a share of the largest logit;
+    `confidence` is the softmax of what is said.
+    """
+
+    said: Annotated[Tensor, "..."]
+    lead: Annotated[Tensor, "..."]
+    confidence: Annotated[Tensor, "..."]
+
+    @staticmethod
+    def of(logits: Logits, labels: Labels) -> "_Answers":
+        """What the logits of copies of images with these labels say."""
+        finite = logits.isfinite().all(dim=1)
+        own = logits.gather(1, labels[:, None])[:, 0]
+        others = logits.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
+        lead = (own - others) / logits.abs().amax(dim=1)
+        return _Answers(
+            torch.where(finite, logits.argmax(dim=1), ABSTAINED),
+            torch.where(finite & ~lead.isnan(), lead, -torch.inf),
+            torch.where(finite, logits.softmax(dim=1).amax(dim=1), 0.0),
+        )
+
+    @staticmethod
+    def joined(parts: "Sequence[_Answers]", shape: tuple[int, ...]) -> "_Answers":
+        """All parts, as tensors of this shape."""
+        columns = zip(*((part.said, part.lead, part.confidence) for part in parts), strict=True)
+        return _Answers(*(torch.cat(column).reshape(shape) for column in columns))
+
+
+class _Copies:
+    """Copies of images of which parts are hidden, shown to the model in batches of one shape."""
+
+    def __init__(self, settings: _Masked, images: Images) -> None:
+        device, (_, channels, height, width) = images.device, images.shape
+        self.masks = settings.mask_set(height, width)
+        # The last one hides nothing.
+        self.hidden = torch.cat([self.masks.hidden, torch.zeros(1, height, width, dtype=torch.bool)]).to(
+            device
+        )
+        self.images = images.to(weight_dtype(settings.model, images.dtype))
+        self.fill = _fill(settings.fill, channels).to(self.images)
+        pixels = _PIXELS_AT_ONCE.get(device.type, _PIXELS_AT_ONCE["cpu"])
+        self.size = settings.batch_size or max(1, min(pixels // (height * width), 4096))
+        with torch.no_grad():
+            self.base = FixedBatches(settings.shown_model(), self.images, self.size, settings.precision)
+            self._check(settings.needed_lead)
+
+    @property
+    def classes(self) -> int:
+        """How many classes the model tells apart."""
+        return self.base.classes
+
+    def _check(self, slack: float) -> None:
+        """Answers may differ by a quarter of the slack: twice that is the change of a lead, of two logits."""
+        if len(self.images):
+            numbers = torch.arange(self.size, device=self.images.device)
+            owner, mask = numbers % len(self.images), numbers % len(self.hidden)
+            self.base.check_company(self._shown(owner, mask, mask), slack / 4)
+
+    def _shown(self, owner: Numbers, first: Numbers, second: Numbers) -> Annotated[Tensor, "b c h w"]:
+        hidden = self.hidden[first] | self.hidden[second]
+        return torch.where(hidden[:, None], self.fill, self.images[owner])
+
+    @torch.no_grad()
+    def look(
+        self, owner: Numbers, first: Numbers, second: Numbers, labels: Labels | None = None
+    ) -> Iterator[_Answers]:
+        """What the model says of each image under two masks, batch by batch."""
+        known = torch.zeros_like(owner) if labels is None else labels[owner]
+        batches = zip(*(each.split(self.size) for each in (owner, first, second, known)), strict=True)
+        for images, one, other, label in batches:
+            yield _Answers.of(self.base.logits(self._shown(images, one, other)), label)
+
+    def whole_images(self) -> Labels:
+        """What the model says with nothing hidden."""
+        owner = torch.arange(len(self.images), device=self.images.device)
+        nothing = torch.full_like(owner, len(self.masks))
+        return _Answers.joined([*self.look(owner, nothing, nothing), self._none], (len(owner),)).said
+
+    @property
+    def _none(self) -> _Answers:
+        empty = self.images.new_empty(0, dtype=torch.float32)
+        return _Answers(empty.long(), empty, empty)
+
+    def singles(self, labels: Labels | None = None, progress: Progress | None = None) -> _Answers:
+        """What the model says of each image under each mask alone: tensors (n, m)."""
+        count, masks = len(self.images), len(self.masks)
+        owner = torch.arange(count, device=self.images.device).repeat_interleave(masks)
+        mask = torch.arange(masks, device=self.images.device).repeat(count)
+        parts = [self._none]
+        for part in self.look(owner, mask, mask, labels):
+            parts.append(part)
+            if progress is not None:
+                progress(min(self.size * (len(parts) - 1), count * masks) // masks, count)
+        return _Answers.joined(parts, (count, masks))
+
+    def predictions(self, said: Annotated[Tensor, "n m"], owners: Labels) -> Labels:
+        """What is predicted of images by number, where this is said of them under one mask."""
+        if not len(said):
+            return owners
+        counts = torch.stack([(said == label).sum(dim=1) for label in range(ABSTAINED, self.classes)], dim=1)
+        frequent = counts.argmax(dim=1) + ABSTAINED
+        image, mask = (said != frequent[:, None]).nonzero().T
+        keep = self._is_unanimous(owners[image], mask, said[image, mask])
+        # Two masks that say different things with every second mask would say both of the copy under the two of them.
+        first = torch.full_like(frequent, said.shape[1])
+        first = first.scatter_reduce(0, image[keep], mask[keep], "amin")
+        known = torch.cat([said, frequent[:, None]], dim=1)
+        return known.gather(1, first[:, None])[:, 0]
+
+    def _is_unanimous(self, owner: Numbers, mask: Numbers, label: Numbers) -> Annotated[Tensor, "b"]:
+        """Whether the label under one mask comes out with every second mask too."""
+        is_unanimous = torch.ones_like(owner, dtype=torch.bool)
+        start, total = 0, len(self.masks)
+        while start < total and bool(is_unanimous.any()):
+            left = is_unanimous.nonzero().flatten()
+            seconds = torch.arange(
+                start, min(total, start + _share(self.size, len(left))), device=owner.device
+            )
+            who, second = left.repeat_interleave(len(seconds)), seconds.repeat(len(left))
+            said = torch.cat([part.said for part in self.look(owner[who], mask[who], second)])
+            is_unanimous[who[said != label[who]]] = False
+            start += len(seconds)
+        return is_unanimous
+
+
+class _Rows:
+    """For each image and mask the least lead of the label over the second masks looked at so far."""
+
+    def __init__(self, copies: _Copies, labels: Labels, needed: float) -> None:
+        self.copies, self.labels, self.needed = copies, labels, needed
+        singles = copies.singles(labels)
+        self.said, self.least = singles.said, singles.lead
+        self._weakest_lead, own = self.least.min(dim=1)
+        self.weakest = torch.stack([own, own], dim=1)
+
+    def look_at_pairs(
+        self, covering: Annotated[Tensor, "q m"], for_map: bool, progress: Progress | None
+    ) -> None:
+        """Look at copies with two masks, those most likely to fail first, until an image is proven or cannot be.
+
+        For the map, until each of its rows is proven or cannot be.
+        """
+        pairs = self.copies.masks.pairs.to(self.least.device)
+        order = (self.least[:, pairs[:, 0]] + self.least[:, pairs[:, 1]]).argsort(dim=1)
+        start, left = 0, self._left(covering, for_map)
+        while start < len(pairs) and len(left):
+            chosen = order[left, start : start + _share(2 * self.copies.size, len(left))]
+            start += chosen.shape[1]
+            first, second = pairs[chosen.flatten()].T
+            self._look(left.repeat_interleave(chosen.shape[1]), first, second)
+            left = self._left(covering, for_map)
+            if progress is not None:
+                progress(len(self.least) - len(left) + len(left) * start // len(pairs), len(self.least))
+        if progress is not None:
+            progress(len(self.least), len(self.least))
+
+    def _left(self, covering: Annotated[Tensor, "q m"], for_map: bool) -> Numbers:
+        """Images that may yet be proven; for the map those of which a row may yet be."""
+        rows = self.least > self.needed
+        is_left = rows.any(dim=1) if for_map else _any_covering(rows, covering).all(dim=1)
+        return is_left.nonzero().flatten()
+
+    def _look(self, owner: Numbers, first: Numbers, second: Numbers) -> None:
+        """Pairs of two rows that cannot be proven are left out."""
+        rows = self.least > self.needed
+        open_pairs = (rows[owner, first] | rows[owner, second]).nonzero().flatten()
+        owner, first, second = owner[open_pairs], first[open_pairs], second[open_pairs]
+        parts = self.copies.look(owner, first, second, self.labels)
+        lead = torch.cat([self.least.new_empty(0), *(part.lead for part in parts)])
+        flat, masks = self.least.flatten(), self.least.shape[1]
+        for mask in (first, second):
+            flat = flat.scatter_reduce(0, owner * masks + mask, lead, "amin")
+        self.least = flat.unflatten(0, self.least.shape)
+        self._note_weakest(owner, torch.stack([first, second], dim=1), lead)
+
+    def _note_weakest(
+        self, owner: Numbers, masks: Annotated[Tensor, "b 2"], lead: Annotated[Tensor, "b"]
+    ) -> None:
+        before = self._weakest_lead
+        self._weakest_lead = before.scatter_reduce(0, owner, lead, "amin")
+        is_weakest = (lead == self._weakest_lead[owner]) & (lead < before[owner])
+        self.weakest[owner[is_weakest]] = masks[is_weakest]
+
+
+class Mirrored(nn.Module):
+    """A model that is shown each image and its mirror image; its logits are their mean."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.train(model.training)
+
+    def forward(self, images: Images) -> Logits:
+        """Half the sum of both."""
+        return (self.model(images) + self.model(images.flip(3))) / 2
+
+
+class _MeanOverMasks(nn.Module):
+    """What an attack differentiates in place of double masking."""
+
+    COPIES = 8
+
+    def __init__(self, masking: _Masked) -> None:
+        super().__init__()
+        self.masking = masking
+        self.model = masking.shown_model()
+        self.train(masking.model.training)
+
+    def forward(self, images: Images) -> Logits:
+        """Logarithms of mean probabilities, over masks spread over the image alone and two by two."""
+        masks = self.masking.mask_set(images.shape[2], images.shape[3]).hidden.to(images.device)
+        numbers = torch.linspace(0, len(masks) - 1, self.COPIES, device=images.device).long()
+        first = torch.cat([numbers, numbers])
+        second = torch.cat([numbers, numbers.roll(self.COPIES // 2)])
+        fill = _fill(self.masking.fill, images.shape[1]).to(images)
+        copies = [
+            self.model(torch.where(masks[one] | masks[other], fill, images))
+            for one, other in zip(first.tolist(), second.tolist(), strict=True)
+        ]
+        return torch.stack([copy.softmax(dim=1) for copy in copies]).mean(dim=0).log()
+
+
+def _patch(threat: AnyThreat) -> Patch:
+    if not isinstance(threat, Patch):
+        raise InvalidThreat(f"masks hide patches, got {threat!r}", hint="give patchcert.Patch(5)")
+    return threat
+
+
+def _fill(fill: float | tuple[float, ...], channels: int) -> Annotated[Tensor, "1 c 1 1"]:
+    values = fill if isinstance(fill, tuple) else (fill,) * channels
+    if len(values) != channels:
+        raise InvalidInput(
+            f"fill has {len(values)} values, but images have {channels} channels",
+            hint="give one value for all channels, or one for each",
+        )
+    return torch.tensor(values)[None, :, None, None]
+
+
+def _share(copies: int, images: int) -> int:
+    """How many copies of each image make about this many copies in all."""
+    return max(1, -(-copies // max(images, 1)))
+
+
+def _any_covering(
+    rows: Annotated[Tensor, "n m"], cover: Annotated[Tensor, "p m"]
+) -> Annotated[Tensor, "n p"]:
+    """Whether at each placement a mask covers the patch whose row is set; counts of masks are exact in float32."""
+    return rows.float() @ cover.float().T > 0.5
+
+
+def _covered_lead(least: Annotated[Tensor, "n m"], covering: Annotated[Tensor, "q m"]) -> PerImage:
+    """The least over placements of the best over the masks that cover the patch there."""
+    hidden = torch.where(covering, 0.0, -torch.inf)
+    return torch.stack([(row + hidden).amax(dim=1).amin() for row in least]) if len(least) else least[:, 0]
+
+
+def _unsupported(columns: Columns, meta: Mapping[str, Any]) -> str:
+    """Which row is certified without the lead that it takes."""
+    row = first_row(columns["certified"] & ~(columns["lead"] > meta["classifier"]["slack"]))
+    return "" if row is None else f"row {row} is certified with a lead of {columns['lead'][row]}"

@@ -1,0 +1,274 @@
+"""Votes of the parts of an image, and what a patch can make of their counts at each placement, exactly.
+
+A cell is whatever votes on a part of the image: a band, a block, a place of a map of local scores. The two conditions,
+`sum_margins` and `masked_margins`, are proven in docs/concepts/votes.md.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, final, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from patchcert.certificates.batches import SLACK, check_precision
+from patchcert.certificates.classifier import ABSTAINED, AnyThreat, Columns, first_row
+from patchcert.errors import InvalidInput, InvalidThreat
+from patchcert.tensors import Labels
+from patchcert.threats import Patch
+
+ScoreKind = Literal["one-hot", "threshold", "heaviside", "clipped", "softmax", "positive"]
+"""What a cell gives a class: one vote for its largest logit, a vote for every class whose softmax reaches a threshold
+or whose logit is above 0, the logit clipped to [0, 1], the softmax, or the logit where it is above 0."""
+Ties = Literal["lowest", "abstain"]
+"""Which class wins among those that share the largest count: that of the lowest index, or none."""
+
+UNITS = 2**16
+"""Scores that are no votes are whole numbers of 1/65,536, so that their sums are exact."""
+LARGEST = 2**20
+"""Positive scores are cut off here: sums of up to 2^16 cells stay below 2^53, up to which float64 counts exactly."""
+
+CellScores = Annotated[Tensor, "n k cells"]
+Touched = Annotated[Tensor, "p cells"]
+"""True where a placement touches what a cell sees."""
+Windows = Annotated[Tensor, "_ cells"]
+"""Sets of cells, of which a masked sum leaves out the weightiest."""
+VoteMargins = Annotated[Tensor, "n p k"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What every cell gives every class, in whole units, which float64 holds: between 0 and `most`.
+
+    `values` are what was computed. `lower` and `upper` bound what the same cell gives when it is computed anew in other
+    company; where a cell's logits are NaN or infinite they are 0 and `most`, and its values are 0.
+    """
+
+    values: CellScores
+    lower: CellScores
+    upper: CellScores
+    most: int
+
+
+def cell_scores(logits: CellScores, kind: ScoreKind, slack: float, threshold: float | None = None) -> Scores:
+    """The scores of logits, and of all logits that differ by at most half the slack times the image's largest one."""
+    logits = logits.double()
+    is_finite = logits.isfinite().all(dim=1, keepdim=True)
+    logits = logits.where(is_finite, 0.0)
+    distance = slack / 2 * logits.abs().amax(dim=(1, 2), keepdim=True)
+    most = 1 if kind in ("one-hot", "threshold", "heaviside") else UNITS
+    most = LARGEST * UNITS if kind == "positive" else most
+    values, lower, upper = _bounded_scores(logits, distance, kind, threshold)
+    return Scores(
+        values=values.double() * is_finite,
+        lower=lower.double() * is_finite,
+        upper=upper.double().where(is_finite, float(most)),
+        most=most,
+    )
+
+
+def _bounded_scores(
+    logits: CellScores, distance: Annotated[Tensor, "n 1 1"], kind: ScoreKind, threshold: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The scores, and bounds of them where each logit moves by the distance."""
+    if kind == "one-hot":
+        best = logits.argmax(dim=1, keepdim=True)
+        first, second = logits.topk(2, dim=1).values.split(1, dim=1)
+        one_hot = torch.zeros_like(logits, dtype=torch.bool).scatter(1, best, True)
+        # The leader falls and another rises, each by the distance.
+        return one_hot, one_hot & (first - second > 2 * distance), logits >= first - 2 * distance
+    if kind == "heaviside":
+        return logits > 0, logits - distance > 0, logits + distance > 0
+    if kind in ("clipped", "positive"):
+        largest = 1 if kind == "clipped" else LARGEST
+        return _whole(logits, largest), _whole(logits - distance, largest), _whole(logits + distance, largest)
+    # Where logits z move by at most d, dp_i = p_i (dz_i - sum p_j dz_j) is at most 2 d p_i (1 - p_i) <= d / 2.
+    # 2^-40 is far more than float64 loses in a softmax of some thousand classes.
+    softmax, distance = logits.softmax(dim=1), distance / 2 + 2**-40
+    if kind == "threshold":
+        assert threshold is not None
+        return softmax >= threshold, softmax - distance >= threshold, softmax + distance >= threshold
+    return _whole(softmax, 1), _whole(softmax - distance, 1), _whole(softmax + distance, 1)
+
+
+def _whole(scores: Tensor, largest: int) -> Tensor:
+    """The scores between 0 and the largest in whole units; rounding never reverses the order of two of them."""
+    return (scores.clamp(0, largest) * UNITS).round()
+
+
+def winners(totals: Annotated[Tensor, "n k"], ties: Ties) -> Labels:
+    """The class of the largest total; of several that of the lowest index, or none."""
+    largest = totals.amax(dim=1, keepdim=True)
+    best = (totals == largest).int().argmax(dim=1)
+    if ties == "lowest":
+        return best
+    return best.where((totals == largest).sum(dim=1) == 1, ABSTAINED)
+
+
+def sum_totals(values: CellScores) -> Annotated[Tensor, "n k"]:
+    """What all cells give each class together."""
+    return values.sum(dim=2)
+
+
+def masked_totals(values: CellScores, windows: Windows) -> Annotated[Tensor, "n k"]:
+    """What all cells give each class, without the window that gives it most."""
+    return values.sum(dim=2) - (values @ windows.to(values).T).amax(dim=2)
+
+
+def sum_margins(scores: Scores, labels: Labels, touched: Touched) -> VoteMargins:
+    """The least lead of the label's sum over each class's sum with the patch at each placement; 0 at the label.
+
+    Touched cells give the label nothing and the other class all they can: exact, since a cell may do just that.
+    """
+    inside = touched.to(scores.lower)
+    own = _of(labels, scores.lower)
+    kept = own.sum(dim=1, keepdim=True) - own @ inside.T  # n p
+    reached = scores.upper.sum(dim=2, keepdim=True) - scores.upper @ inside.T + scores.most * inside.sum(1)
+    return _zero_at(labels, kept.unsqueeze(2) - reached.mT)
+
+
+def masked_margins(scores: Scores, labels: Labels, touched: Touched, windows: Windows) -> VoteMargins:
+    """The least lead of the label's masked sum over each class's with the patch at each placement; 0 at the label.
+
+    Touched cells give the label nothing. Another class gets no more than what a window that holds all touched cells
+    leaves over, however much they give it; where there is no such window, nothing is proven.
+    """
+    distinct, place = touched.unique(dim=0, return_inverse=True)
+    masks, own = windows.to(scores.lower), _of(labels, scores.lower)
+    left_over = scores.upper.sum(dim=2, keepdim=True) - scores.upper @ masks.T  # n k windows
+    is_held = distinct.to(masks) @ (1 - masks).T == 0  # by each of the windows
+    margins = []
+    for cells, holders in zip(distinct, is_held.cpu(), strict=True):
+        outside = own * ~cells
+        kept = outside.sum(dim=1) - (outside @ masks.T).amax(dim=1)
+        reached = torch.full_like(left_over[:, :, 0], torch.inf)
+        if bool(holders.any()):
+            reached = left_over[:, :, holders.nonzero().flatten().to(labels.device)].amin(dim=2)
+        margins.append(kept.unsqueeze(1) - reached)
+    return _zero_at(labels, torch.stack(margins, dim=1)[:, place])
+
+
+def _of(labels: Labels, values: CellScores) -> Annotated[Tensor, "n cells"]:
+    return values[torch.arange(len(labels), device=labels.device), labels]
+
+
+def _zero_at(labels: Labels, margins: VoteMargins) -> VoteMargins:
+    return margins.scatter(2, labels[:, None, None].expand(-1, margins.shape[1], 1), 0.0)
+
+
+def maximal(windows: Windows) -> Windows:
+    """Each window once, without those inside another: of scores that are not negative, none is weightier."""
+    distinct = windows.unique(dim=0)
+    counts = distinct.double()
+    is_inside = counts @ (1 - counts).T == 0  # of distinct windows, a set is inside itself or a larger one
+    return distinct[is_inside.sum(dim=1) == 1]
+
+
+def is_won(margins: Annotated[Tensor, "n ... k"], labels: Labels, ties: Ties) -> Annotated[Tensor, "n ..."]:
+    """Whether the label leads every other class, or is level with it where it wins ties; NaN does not."""
+    classes = torch.arange(margins.shape[-1], device=labels.device)
+    own = labels.reshape(-1, *[1] * (margins.dim() - 1))
+    wins_ties = (own < classes) & (ties == "lowest")
+    return ((margins > 0) | ((margins == 0) & wins_ties) | (own == classes)).all(dim=-1)
+
+
+_MARGINS_AT_ONCE = 2**26
+"""Numbers held at once by the margins of some images: half a gigabyte."""
+
+
+def proven_placements(
+    margins_of: Callable[[Scores, Labels], VoteMargins],
+    scores: Scores,
+    labels: Labels,
+    placements: int,
+    ties: Ties,
+) -> Annotated[Tensor, "n p"]:
+    """At which placements the label wins whatever the patch holds, some images at a time."""
+    classes = scores.values.shape[1]
+    size = max(1, _MARGINS_AT_ONCE // max(1, placements * classes))
+    found = [labels.new_empty(0, placements, dtype=torch.bool)]
+    for start in range(0, len(labels), size):
+        rows = slice(start, start + size)
+        part = Scores(scores.values[rows], scores.lower[rows], scores.upper[rows], scores.most)
+        found.append(is_won(margins_of(part, labels[rows]), labels[rows], ties))
+    return torch.cat(found)
+
+
+def is_won_by_count(scores: Scores, labels: Labels, touched: Touched, ties: Ties) -> Annotated[Tensor, "n"]:
+    """The classical test: a lead of twice the votes of the most cells that any placement touches.
+
+    It asks more than `sum_margins`, which looks at the cells of each placement, and proves the same; a reference.
+    """
+    worst = 2 * scores.most * int(touched.sum(dim=1).max())
+    own, others = _of(labels, scores.lower).sum(dim=1), scores.upper.sum(dim=2)
+    return is_won(own[:, None] - others - worst, labels, ties)
+
+
+def slow_margins(
+    scores: Scores, labels: Labels, touched: Touched, windows: Windows | None = None
+) -> VoteMargins:
+    """`sum_margins`, or with windows `masked_margins`, one image, placement and class at a time; a reference."""
+    count, classes, _ = scores.values.shape
+    margins = scores.lower.new_zeros(count, len(touched), classes)
+    for image, label in enumerate(labels.tolist()):
+        for place, cells in enumerate(touched):
+            for other in set(range(classes)) - {label}:
+                own, rival = scores.lower[image, label].clone(), scores.upper[image, other].clone()
+                own[cells] = 0
+                if windows is None:
+                    rival[cells] = scores.most
+                    margins[image, place, other] = own.sum() - rival.sum()
+                    continue
+                held = max((float(own[window].sum()) for window in windows), default=0.0)
+                over = [
+                    float(rival[~window].sum()) for window in windows if not bool((cells & ~window).any())
+                ]
+                margins[image, place, other] = own.sum() - held - min(over, default=torch.inf)
+    return margins
+
+
+def contradiction_of_votes(columns: Columns, meta: Mapping[str, Any]) -> str:
+    """The prediction of each stored row follows from its votes, in which a certified label leads."""
+    votes = torch.from_numpy(columns["votes"].astype(np.float64))
+    found = winners(votes, meta["classifier"]["ties"]).numpy()
+    row = first_row(found != columns["prediction"])
+    return "" if row is None else f"the prediction of row {row} does not follow from its votes"
+
+
+def check_vote_settings(classifier: Any, *counts: str) -> None:  # noqa: ANN401 - a dataclass with these fields
+    """The counts are whole numbers of at least 1; threshold, ties and slack are in range."""
+    for name in counts:
+        value = getattr(classifier, name)
+        if type(value) is not int or value < 1:
+            raise InvalidInput(f"{name} is {value!r}; expected a whole number of at least 1")
+    check_precision(classifier.precision)
+    threshold, slack = getattr(classifier, "threshold", None), needed_lead(classifier)
+    if threshold is not None and not 0 < threshold < 1:
+        raise InvalidInput(
+            f"threshold is {threshold!r}; a vote asks for a softmax of more than 0 and less than 1",
+            hint="0.2 to 0.4 are usual; None votes for the largest logit alone",
+        )
+    if classifier.ties not in get_args(Ties):
+        raise InvalidInput(f"ties is {classifier.ties!r}; expected one of {', '.join(get_args(Ties))}")
+    if not 0 <= slack < 1:
+        raise InvalidInput(
+            f"slack is {slack!r}; expected a share of the largest logit, from 0 to below 1",
+            hint="None is a few times what the precision rounds",
+        )
+
+
+def needed_lead(classifier: Any) -> float:  # noqa: ANN401 - a dataclass with these fields
+    """The lead that a vote must exceed to count for a proof, as a share of the image's largest logit."""
+    return SLACK[classifier.precision] if classifier.slack is None else classifier.slack
+
+
+def require_patch(threat: AnyThreat, method: str) -> Patch:
+    """The threat, refused unless it is a patch."""
+    if not isinstance(threat, Patch):
+        raise InvalidThreat(
+            f"{method} certifies against patches, got {threat}: pixels anywhere can touch every vote",
+            hint="give patchcert.Patch(5), or use patchcert.RandomAblation",
+        )
+    return threat

@@ -1,0 +1,165 @@
+"""`patchcert choose TRIALS.toml`: settings compared on held-out training images, never on test images."""
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from patchcert.cli.options import DataSearchOption, DeviceOption, parse_device, parse_settings
+from patchcert.cli.output import print_json, progress_bar, say
+from patchcert.cli.target import METHODS, choose_classifier, open_data, open_target, select_images
+from patchcert.cli.train import training_view
+from patchcert.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import torch
+
+    from patchcert.evidence import Evidence
+    from patchcert.train.run_folder import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One setting: changes of the specification, like `strategy.worst_of=12`."""
+
+    name: str
+    set: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """A specification, the changes that are common to all trials and those of each, and the proof that ranks them.
+
+    All are trained without the last `held_out` training images, and certified on the first `images` of these.
+    """
+
+    spec: str
+    trials: tuple[Trial, ...]
+    set: tuple[str, ...] = ()
+    method: str | None = None
+    settings: tuple[str, ...] = ()
+    held_out: int = 5000
+    images: int = 1000
+
+    def __post_init__(self) -> None:
+        names = [trial.name for trial in self.trials]
+        if not names or len(set(names)) < len(names):
+            raise InvalidInput(f"trials are {names}; expected one at least, each of a name of its own")
+        if not 1 <= self.images <= self.held_out:
+            raise InvalidInput(f"images is {self.images}; expected 1 to held_out = {self.held_out}")
+
+    def changes(self, trial: Trial) -> tuple[str, ...]:
+        """All changes of the specification for a trial."""
+        return (*self.set, *trial.set, f"data.validation={self.held_out}")
+
+
+def choose(
+    trials: Annotated[
+        Path, typer.Argument(help="A TRIALS.toml with the settings to compare.", dir_okay=False)
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the runs of all trials.", file_okay=False)],
+    only: Annotated[list[str] | None, typer.Option(help="Only the trial of this name; repeatable.")] = None,
+    rank_only: Annotated[
+        bool,
+        typer.Option(
+            "--rank-only", help="Measure nothing: rank what the folder holds, also without weights."
+        ),
+    ] = False,
+    device: DeviceOption = "auto",
+    data_dir: DataSearchOption = None,
+) -> None:
+    """Train each trial without the held-out training images, certify it on them, and rank the trials.
+
+    What is done is not done again, so that the same command goes on where it stopped. The ranking of all trials that
+    are done is JSON on stdout: test images are never looked at.
+    """
+    from patchcert.train.toml import Place, decode, parse_toml
+
+    if not trials.is_file():
+        raise InvalidInput(f"there is no {trials}", hint="give a TOML file with spec = ... and [[trials]].")
+    asked = decode(Trials, parse_toml(trials.read_text(encoding="utf-8"), str(trials)), Place(str(trials)))
+    known = [trial.name for trial in asked.trials]
+    if unknown := set(only or ()) - set(known):
+        raise InvalidInput(f"--only {min(unknown)} is no trial", hint=f"trials are {', '.join(known)}.")
+    place = parse_device(device)
+    for trial in asked.trials:
+        if not rank_only and (only is None or trial.name in only):
+            _carry_out(asked, trial, out / trial.name, place, data_dir)
+    print_json({"spec": asked.spec, "held_out": asked.held_out, "trials": _ranked(asked, out)})
+
+
+def _carry_out(
+    asked: Trials, trial: Trial, folder: Path, device: "torch.device", data_dir: Path | None
+) -> None:
+    from patchcert.train.spec import read_spec
+    from patchcert.train.training import Workplace, train_run
+
+    spec = read_spec(asked.spec, asked.changes(trial))
+    say(f"{trial.name}: {' '.join(trial.set) or 'the specification as it is'}")
+    with training_view(spec.schedule.epochs, None) as view:
+        train_run(spec, folder, Workplace(device, data_dir), resume=folder.exists(), listener=view)
+    _certify(asked, folder, device, data_dir)
+
+
+def _certify(asked: Trials, folder: Path, device: "torch.device", data_dir: Path | None) -> None:
+    """Prove the held-out images, unless that is done."""
+    from patchcert.evidence import Certification, EvidenceFolder, Subject
+    from patchcert.files import sha256
+
+    opened = open_target(str(folder))
+    assert opened.run is not None
+    assert opened.threat is not None
+    classifier = choose_classifier(opened, opened.threat, asked.method, asked.settings)
+    opened.model.to(device)
+    dataset = open_data(opened, None, data_dir)
+    selection = select_images(opened, dataset, "validation", asked.images)
+    subject = Subject(classifier, sha256(opened.weights), dataset, selection, device)
+    kept = EvidenceFolder(opened.run.evidence_folder)
+    proof = Certification(subject, opened.threat, None, shlex.join(["patchcert", *sys.argv[1:]])).into(kept)
+    if kept.find(proof.question, subject.weights) is None:
+        with progress_bar("certifying", "images") as report:
+            proof.run(report)
+
+
+def _ranked(asked: Trials, out: Path) -> list[dict[str, Any]]:
+    """All trials that are done, the one with the most certified images first."""
+    from patchcert.evidence import EvidenceFolder
+    from patchcert.train.run_folder import SPEC, Run
+
+    rows = []
+    for trial in asked.trials:
+        if (out / trial.name / SPEC).is_file():
+            run = Run.open(out / trial.name)
+            found = [proof for proof in EvidenceFolder(run.evidence_folder).all() if _answers(asked, proof)]
+            rows += [_row(trial, run, proof) for proof in found]
+    return sorted(rows, key=lambda row: -row["certified"])
+
+
+def _answers(asked: Trials, proof: "Evidence") -> bool:
+    """Whether this is the proof that ranks the trials, by its images and by all settings that are given."""
+    from patchcert.certificates import method_named
+
+    classifier = proof.meta["classifier"]
+    kind = method_named(classifier["name"])
+    if kind is None or (asked.method is not None and METHODS[asked.method] != classifier["name"]):
+        return False
+    settings = parse_settings(asked.method or classifier["name"], kind, asked.settings)
+    is_same = all(classifier.get(name) == value for name, value in settings.items())
+    chosen = proof.selection
+    return is_same and (chosen.split, chosen.limit) == (f"validation:{asked.held_out}", asked.images)
+
+
+def _row(trial: Trial, run: "Run", found: "Evidence") -> dict[str, Any]:
+    return {
+        "trial": trial.name,
+        "set": list(trial.set),
+        "images": found.total,
+        "correct": found.correct,
+        "certified": found.certified,
+        "training_seconds": round(run.training_seconds, 1),
+        "certifying_seconds": found.meta["seconds"],
+        "fingerprint": run.spec.fingerprint(),
+    }

@@ -1,0 +1,119 @@
+"""`patchcert predict`: what a deployed classifier says of images."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from patchcert.cli.options import (
+    DataFolderOption,
+    DataOption,
+    DeviceOption,
+    PatchOption,
+    PlacementsOption,
+    ShapeOption,
+    SplitOption,
+    parse_device,
+    parse_threat,
+)
+from patchcert.cli.output import print_json, progress_bar, say
+from patchcert.cli.target import Target, choose_classifier, open_data, open_target, select_images
+from patchcert.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from patchcert.tensors import Images, Labels
+
+
+def predict(
+    target: Annotated[
+        str,
+        typer.Argument(help="A run folder, a .safetensors file with a model, zoo:NAME, or zoo:FOLDER/NAME."),
+    ],
+    pictures: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Picture files of the model's size; without any, images of the data set."),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="Kind of proof: interval, masking, detection, ...; by default that of the run."),
+    ] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option(help="Setting of the method, like masks=6; repeatable.")
+    ] = None,
+    patch: PatchOption = None,
+    shape: ShapeOption = None,
+    placements: PlacementsOption = None,
+    data: DataOption = None,
+    data_dir: DataFolderOption = None,
+    split: SplitOption = "test",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N images.")] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Say what the classifier of a kind of proof predicts: the function that its certificates are about.
+
+    The answer is JSON on stdout, a class for each image; null where the classifier abstains or raises an alert.
+    """
+    opened = open_target(target)
+    threat = parse_threat(patch, shape, None, None, placements, opened.threat)
+    place = parse_device(device)
+    opened.model.to(place)
+    classifier = choose_classifier(opened, threat, method, setting or ())
+    images, labels, names = _images(opened, pictures or [], data, data_dir, split, limit)
+    say(f"predicting {len(images)} images by {type(classifier).__name__} on {place}")
+    with progress_bar("predicting", "images") as report:
+        found = classifier.predict(images.to(place), report).cpu()
+    print_json(_answer(found, labels, names) | {"classifier": classifier.describe()})
+
+
+def _images(
+    target: Target,
+    pictures: list[Path],
+    data: str | None,
+    data_dir: Path | None,
+    split: str,
+    limit: int | None,
+) -> "tuple[Images, Labels | None, list[str]]":
+    """The images, their labels where they are known, and what to call them."""
+    if pictures:
+        return _read_pictures(target, pictures), None, [str(picture) for picture in pictures]
+    dataset = open_data(target, data, data_dir)
+    selection = select_images(target, dataset, split, limit)
+    whole = dataset.split(selection.split)
+    positions = selection.positions(len(whole))
+    chosen = whole[positions]
+    return chosen.floats(), chosen.labels, [str(position) for position in positions.tolist()]
+
+
+def _read_pictures(target: Target, pictures: list[Path]) -> "Images":
+    """Pictures as they are: none is resized, since threats are about the pixels that the user has."""
+    import numpy as np
+    import torch
+    from PIL import Image, UnidentifiedImageError
+
+    spec = target.spec
+    rows = []
+    for picture in pictures:
+        try:
+            with Image.open(picture) as opened:
+                grey = spec is not None and spec.channels == 1
+                pixels = np.asarray(opened.convert("L" if grey else "RGB"), dtype=np.uint8)
+        except (OSError, UnidentifiedImageError) as error:
+            raise InvalidInput(f"{picture} cannot be read as a picture: {error}") from error
+        size = (spec.height, spec.width) if spec is not None else pixels.shape[:2]
+        if pixels.shape[:2] != size or (rows and rows[0].shape[1:] != pixels.shape[:2]):
+            raise InvalidInput(
+                f"{picture} is {pixels.shape[0]}x{pixels.shape[1]} pixels; expected {size[0]}x{size[1]}",
+                hint="resize it first: threats are about the pixels that the model is given.",
+            )
+        rows.append(torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1).copy()).movedim(2, 0))
+    return torch.stack(rows).float() / 255
+
+
+def _answer(found: "Labels", labels: "Labels | None", names: list[str]) -> dict[str, Any]:
+    from patchcert.certificates import ABSTAINED
+
+    said = [None if label == ABSTAINED else label for label in found.tolist()]
+    answer: dict[str, Any] = {"images": len(said), "abstained": said.count(None)}
+    if labels is not None:
+        answer["correct"] = int((found == labels).sum())
+    return answer | {"predictions": dict(zip(names, said, strict=True))}

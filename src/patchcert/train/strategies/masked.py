@@ -1,0 +1,195 @@
+"""Training a classifier to be right when two rectangles of an image are hidden, as double masking asks of it."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, final
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from patchcert.errors import SpecError
+from patchcert.tensors import Images, Labels
+from patchcert.threats import Patch, Threat
+from patchcert.train.strategy import (
+    Batch,
+    Objective,
+    Strategy,
+    Subject,
+    WholeModel,
+    WorstCase,
+    logit_margins,
+    whole_model,
+)
+from patchcert.train.toml import at_least
+
+Masks = Annotated[Tensor, "n 2 2"]
+"""For each image the (top, left) corners of two masks."""
+
+Wanted = Annotated[Tensor, "n 2"]
+"""Which of its two masks hide something of an image."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Masked(Strategy):
+    """Plain cross entropy on images of which two masks hide parts, whatever epsilon is.
+
+    Masks are `size` (height x width) large, lie anywhere inside the image and show the colour `fill`, given for all
+    channels or for each; outside of [0, 1] no pixel can look like it. A random `clean_share` of the images has no mask
+    and a `single_share` has one. Once the share `worst_from` of the epochs is done, `worst_of` random pairs are tried
+    on every image, and the one with the largest cross entropy is trained on; for that the model is asked as it would
+    be deployed, in eval mode. With `bfloat16` the products of the network are rounded to it, those of the loss are not.
+    """
+
+    threats: ClassVar = (Patch,)
+    has_bounds: ClassVar = False
+    kind: Literal["masked"] = "masked"
+    size: str = "6x6"
+    clean_share: float = 0.0
+    single_share: float = 0.0
+    worst_of: int = 1
+    worst_from: float = 0.5
+    fill: tuple[float, ...] = (0.5,)
+    bfloat16: bool = False
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", self.size):
+            raise SpecError(
+                f"size is {self.size!r}; expected height x width", hint='write strategy.size = "6x6"'
+            )
+        if min(self.clean_share, self.single_share) < 0 or not self.clean_share + self.single_share <= 1:
+            raise SpecError(
+                f"clean_share is {self.clean_share} and single_share {self.single_share}; expected shares of the "
+                "images, at least 0 and together at most 1"
+            )
+        at_least(1, "worst_of", self.worst_of)
+        if not 0 <= self.worst_from <= 1:
+            raise SpecError(f"worst_from is {self.worst_from}; expected a share of the epochs, from 0 to 1")
+        if not self.fill or not all(map(math.isfinite, self.fill)):
+            raise SpecError(f"fill is {list(self.fill)}; expected one number, or one for each channel")
+
+    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+        """Double masking, whose masks show the same colour."""
+        return "masking", {"fill": self.fill[0] if len(self.fill) == 1 else self.fill}
+
+    @property
+    def mask_size(self) -> tuple[int, int]:
+        """Height and width of a mask."""
+        height, width = map(int, self.size.split("x"))
+        return height, width
+
+    def bind(self, subject: Subject) -> Objective:
+        """The margins of one masked copy of each image by the model in training mode.
+
+        On a GPU the model's weights are laid out with their channels last, which its convolutions are fastest with.
+        """
+        self._check_fit(subject)
+        is_on_cuda = subject.device.type == "cuda"
+        layout = torch.channels_last if is_on_cuda else torch.contiguous_format
+        subject.model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
+        network = whole_model(subject.model)
+        fill = torch.tensor(self.fill, device=subject.device)[:, None, None]
+        trainer = MaskedTraining(self, network, fill, layout)
+        if self.worst_of == 1:
+            return Objective(network, trainer.random_case)
+        hardest = Objective(network, trainer.hardest_case)
+        return Objective(network, trainer.random_case, later=hardest, later_from=self.worst_from)
+
+    def _check_fit(self, subject: Subject) -> None:
+        spec, threat, (height, width) = subject.model_spec, subject.threat, self.mask_size
+        if height > spec.height or width > spec.width:
+            raise SpecError(
+                f"masks of {self.size} do not fit into images of {spec.height}x{spec.width}",
+                hint="set strategy.size to less",
+            )
+        if isinstance(threat, Patch) and (height < threat.height or width < threat.width):
+            raise SpecError(
+                f"masks of {self.size} cannot hide a patch of {threat.height}x{threat.width}",
+                hint="set strategy.size to at least the size of the patch",
+            )
+        if len(self.fill) not in (1, spec.channels):
+            raise SpecError(
+                f"fill has {len(self.fill)} values, but images have {spec.channels} channels",
+                hint="give one value, or one for each channel",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedTraining:
+    """The strategy at work on a model, whose colour of masks lies on its device."""
+
+    strategy: Masked
+    network: WholeModel
+    fill: Annotated[Tensor, "_ 1 1"]
+    layout: torch.memory_format
+
+    def random_case(self, batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
+        """The margins with one random pair of masks on each image."""
+        masks, wanted = self._draw(batch, 1, generator)
+        return self._margins(batch, masks[:, 0], wanted)
+
+    def hardest_case(self, batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
+        """The margins with the hardest of several random pairs of masks on each image."""
+        masks, wanted = self._draw(batch, self.strategy.worst_of, generator)
+        return self._margins(batch, self.hardest(batch.own_images, batch.own_labels, masks, wanted), wanted)
+
+    def draw(
+        self, count: int, pairs: int, height: int, width: int, generator: Generator
+    ) -> tuple[Annotated[Tensor, "n p 2 2"], Wanted]:
+        """Pairs of masks that lie anywhere inside an image, and which of its two masks an image has."""
+        tall, wide = self.strategy.mask_size
+        shape, device = (count, pairs, 2), generator.device
+        tops = torch.randint(height - tall + 1, shape, generator=generator, device=device)
+        lefts = torch.randint(width - wide + 1, shape, generator=generator, device=device)
+        luck = torch.rand(count, generator=generator, device=device)
+        clean, single = self.strategy.clean_share, self.strategy.single_share
+        wanted = torch.stack([luck >= clean, luck >= clean + single], dim=1)
+        return torch.stack([tops, lefts], dim=3), wanted
+
+    def hide(self, images: Images, masks: Masks, wanted: Wanted) -> Images:
+        """The images with the colour of masks where a wanted mask lies."""
+        (tall, wide), (height, width) = self.strategy.mask_size, images.shape[2:]
+        down = torch.arange(height, device=images.device) - masks[:, :, :1]
+        across = torch.arange(width, device=images.device) - masks[:, :, 1:]
+        rows = (down >= 0) & (down < tall) & wanted[:, :, None]
+        columns = (across >= 0) & (across < wide)
+        hidden = (rows[:, :, :, None] & columns[:, :, None, :]).any(dim=1, keepdim=True)
+        return torch.where(hidden, self.fill.to(images.dtype), images)
+
+    @torch.no_grad()
+    def hardest(
+        self, images: Images, labels: Labels, masks: Annotated[Tensor, "n p 2 2"], wanted: Wanted
+    ) -> Masks:
+        """Of each image's pairs the one with the largest cross entropy by the model in eval mode."""
+        model = self.network.model
+        model.eval()
+        try:
+            losses = [
+                F.cross_entropy(self.logits(self.hide(images, pair, wanted)), labels, reduction="none")
+                for pair in masks.unbind(dim=1)
+            ]
+        finally:
+            model.train()
+        worst = torch.stack(losses, dim=1).argmax(dim=1)
+        return masks.gather(1, worst[:, None, None, None].expand(-1, 1, 2, 2)).squeeze(1)
+
+    def logits(self, images: Images) -> Annotated[Tensor, "n k"]:
+        """The logits in float32, whatever the network is rounded to."""
+        laid_out = images.contiguous(memory_format=self.layout)
+        rounded = self.strategy.bfloat16
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=rounded, cache_enabled=False):
+            return self.network.values(laid_out)[-1].float()
+
+    def _draw(
+        self, batch: Batch, pairs: int, generator: Generator
+    ) -> tuple[Annotated[Tensor, "n p 2 2"], Wanted]:
+        """What is drawn for the images of this process, among draws for the whole batch."""
+        height, width = batch.images.shape[2:]
+        masks, wanted = self.draw(len(batch), pairs, height, width, generator)
+        return masks[batch.rows], wanted[batch.rows]
+
+    def _margins(self, batch: Batch, masks: Masks, wanted: Wanted) -> WorstCase:
+        logits = self.logits(self.hide(batch.own_images, masks, wanted))
+        return WorstCase(logit_margins(logits, batch.own_labels))

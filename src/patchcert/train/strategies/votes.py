@@ -1,0 +1,268 @@
+"""Training for votes: a base model on parts of images, or local scores at the placement that is weakest for them."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, final
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from patchcert.certificates.band_votes import Orientation, Views, band_views, block_views, encode_visible
+from patchcert.certificates.local_votes import (
+    Aggregation,
+    LocalScores,
+    local_sight,
+    soften,
+    touched_cells,
+    trace_local,
+)
+from patchcert.certificates.votes import LARGEST, Windows, masked_totals, maximal, sum_totals
+from patchcert.errors import InvalidInput, InvalidThreat, PatchcertError, SpecError
+from patchcert.tensors import Images, Labels, Margins
+from patchcert.threats import Patch
+from patchcert.train.strategy import (
+    Batch,
+    Objective,
+    Strategy,
+    Subject,
+    Threat,
+    WholeModel,
+    WorstCase,
+    logit_margins,
+    whole_model,
+)
+from patchcert.train.toml import at_least
+
+Draw = Literal["image", "batch"]
+"""Whether every image shows a part of its own, or all images of a batch show the same."""
+
+
+class _Parts(Strategy):
+    """Plain cross entropy on one random part of each image, whatever epsilon is."""
+
+    __slots__ = ()
+    draw: Draw
+    bfloat16: bool
+
+    @abstractmethod
+    def views(self, height: int, width: int) -> Views:
+        """The parts of an image, all equally likely."""
+
+    def bind(self, subject: Subject) -> Objective:
+        """The margins of one part of each image, by the model in training mode."""
+        spec = subject.model_spec
+        try:
+            views = self.views(spec.height, spec.width).to(subject.device)
+        except InvalidInput as error:
+            raise SpecError(error.message, error.hint) from error
+        layout = _lay_out(subject)
+        network = whole_model(subject.model)
+        _check_takes_parts(subject)
+
+        def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
+            count = len(batch) if self.draw == "image" else 1
+            drawn = torch.randint(len(views), (count,), generator=generator, device=generator.device)
+            chosen = drawn[batch.rows] if self.draw == "image" else drawn
+            encoded = encode_visible(batch.own_images, views[chosen])
+            logits = _rounded(network, encoded.contiguous(memory_format=layout), self.bfloat16)
+            return WorstCase(logit_margins(logits, batch.own_labels))
+
+        return Objective(network, worst_case)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Bands(_Parts):
+    """Plain cross entropy on a random band of `width` columns, rows, or either, for `patchcert.BandVotes`.
+
+    Every image shows a band of its own, or a batch shares one (`draw`). With `bfloat16` the products of the network
+    are rounded to it, those of the loss are not.
+    """
+
+    threats: ClassVar = (Patch,)
+    has_bounds: ClassVar = False
+    kind: Literal["bands"] = "bands"
+    width: int = 4
+    orientation: Orientation = "column"
+    wrap: bool = True
+    draw: Draw = "image"
+    bfloat16: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(1, "width", self.width)
+
+    def views(self, height: int, width: int) -> Views:
+        return band_views((height, width), self.width, self.orientation, self.wrap)
+
+    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+        return "bands", {"width": self.width, "orientation": self.orientation, "wrap": self.wrap}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Blocks(_Parts):
+    """Plain cross entropy on a random block of `size` x `size` pixels, for `patchcert.BlockVotes`; else as `bands`."""
+
+    threats: ClassVar = (Patch,)
+    has_bounds: ClassVar = False
+    kind: Literal["blocks"] = "blocks"
+    size: int = 12
+    wrap: bool = True
+    draw: Draw = "image"
+    bfloat16: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(1, "size", self.size)
+
+    def views(self, height: int, width: int) -> Views:
+        return block_views((height, width), self.size, self.wrap)
+
+    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+        return "blocks", {"size": self.size, "wrap": self.wrap}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LocalMargins(Strategy):
+    """The margins of `patchcert.LocalVotes` at the weakest of all placements, whatever epsilon is.
+
+    Margins are those of the mean local score, times `scale`. Scores that are 0 or 1 have the gradient of the softmax or
+    the sigmoid. A masked sum is trained on a bound that is cheaper than its certificate and never above it: the label
+    loses the weightiest window as it is, also where it overlaps the patch. With `bfloat16` the products of the network
+    are rounded to it, those of the scores are not.
+    """
+
+    threats: ClassVar = (Patch,)
+    has_bounds: ClassVar = False
+    kind: Literal["local-votes"] = "local-votes"
+    aggregation: Aggregation = "sum"
+    scores: LocalScores = "one-hot"
+    scale: float = 10.0
+    bfloat16: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise SpecError(f"scale is {self.scale}; expected above 0")
+        if self.aggregation == "sum" and self.scores == "positive":
+            raise SpecError(
+                "scores is 'positive', but a sum of scores without upper limit cannot be certified",
+                hint='set strategy.aggregation = "masked-sum", or other scores',
+            )
+
+    def bind(self, subject: Subject) -> Objective:
+        """The margins at the weakest placement, by the model in training mode."""
+        if not isinstance(subject.threat, Patch):
+            raise InvalidThreat(
+                f"placements of a patch are trained against, but the threat is {subject.threat}"
+            )
+        windows = self.windows(subject, subject.threat)
+        layout = _lay_out(subject)
+        network = whole_model(subject.model)
+
+        def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
+            logits = _rounded(network, batch.own_images.contiguous(memory_format=layout), self.bfloat16)
+            margins = weakest_margins(self, self.local_scores(logits), batch.own_labels, windows)
+            return WorstCase(margins * (self.scale / windows.shape[1]))
+
+        clean = WholeModel((), _Totals(self, subject.model, windows))
+        return Objective(clean, worst_case)
+
+    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+        """With the masks of the patch that was trained against, if any."""
+        settings: dict[str, Any] = {"aggregation": self.aggregation, "scores": self.scores}
+        if self.aggregation == "masked-sum":
+            assert isinstance(threat, Patch)
+            settings["masked"] = (threat.height, threat.width)
+        return "local-votes", settings
+
+    def windows(self, subject: Subject, threat: Patch) -> Windows:
+        """The cells that the patch can touch, without those of placements that touch fewer than another."""
+        spec = subject.model_spec
+        masked = threat if self.aggregation == "sum" else Patch((threat.height, threat.width))
+        blank = torch.zeros(1, spec.channels, spec.height, spec.width, device=subject.device)
+        try:
+            seen = local_sight(trace_local(subject.model.eval()), spec.height, spec.width)
+        except PatchcertError as error:
+            raise SpecError(
+                f"the model {spec.name!r} has no local votes: {error.message}",
+                hint='set model.name = "bagnet"',
+            ) from error
+        return maximal(touched_cells(masked, seen, blank))
+
+    def local_scores(self, logits: Annotated[Tensor, "n k _ _"]) -> Annotated[Tensor, "n k _"]:
+        """The scores as they are deployed, up to rounding to units, with a gradient."""
+        logits = logits.flatten(2)
+        soft = soften(logits, self.scores)
+        if self.scores == "one-hot":
+            hard = F.one_hot(logits.argmax(dim=1), logits.shape[1]).movedim(2, 1).to(soft)
+        elif self.scores == "heaviside":
+            hard = (logits > 0).to(soft)
+        else:
+            return soft.clamp(max=LARGEST)
+        return soft + (hard - soft).detach()
+
+
+def weakest_margins(
+    strategy: LocalMargins, scores: Annotated[Tensor, "n k cells"], labels: Labels, windows: Windows
+) -> Margins:
+    """The least margins over all placements, 0 at the label: one minimum over sums of windows.
+
+    A placement that touches only some of the cells of another is never weaker, so windows that are inside another do
+    not matter.
+    """
+    masks = windows.to(scores)
+    outside = scores.sum(dim=2, keepdim=True) - scores @ masks.T  # n k windows
+    own = outside.gather(1, labels[:, None, None].expand(-1, 1, outside.shape[2]))
+    if strategy.aggregation == "sum":
+        lost = masks.sum(dim=1)
+    else:
+        heaviest = (scores.sum(dim=2, keepdim=True) - outside).amax(dim=2, keepdim=True)
+        lost = heaviest.gather(1, labels[:, None, None])
+    margins = (own - outside - lost).amin(dim=2)
+    return margins.scatter(1, labels[:, None], 0.0)
+
+
+@final
+class _Totals(nn.Module):
+    """The logits of clean images that a loss may look at: their mean local scores, times the strategy's scale."""
+
+    def __init__(self, strategy: LocalMargins, model: nn.Module, windows: Windows) -> None:
+        super().__init__()
+        self.strategy, self.model, self.windows = strategy, model, windows
+
+    def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
+        logits = _rounded(WholeModel((), self.model), images, self.strategy.bfloat16)
+        scores = self.strategy.local_scores(logits)
+        is_sum = self.strategy.aggregation == "sum"
+        totals = sum_totals(scores) if is_sum else masked_totals(scores, self.windows)
+        return totals * (self.strategy.scale / scores.shape[2])
+
+
+def _lay_out(subject: Subject) -> torch.memory_format:
+    """Channels last on a GPU, where convolutions are fastest with them: that of the weights from now on."""
+    layout = torch.channels_last if subject.device.type == "cuda" else torch.contiguous_format
+    subject.model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
+    return layout
+
+
+def _rounded(network: WholeModel, images: Images, bfloat16: bool) -> Tensor:
+    """What the network gives, in float32, whatever its products are rounded to."""
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False):
+        return network.values(images)[-1].float()
+
+
+def _check_takes_parts(subject: Subject) -> None:
+    """Refuse a model that does not take parts of images with a channel that says what is seen."""
+    spec, model = subject.model_spec, subject.model
+    blank = torch.zeros(2, spec.channels + 1, spec.height, spec.width, device=subject.device)
+    try:
+        with torch.no_grad():
+            model.eval()(blank)
+    except (RuntimeError, PatchcertError) as error:
+        raise SpecError(
+            f"the model {spec.name!r} does not take parts of images, encoded in {spec.channels + 1} channels",
+            hint='set model.name = "resnet18_parts" and model.normalise = false',
+        ) from error
+    finally:
+        model.train()

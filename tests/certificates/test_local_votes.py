@@ -1,0 +1,344 @@
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import patchcert as pc
+from patchcert.attacks import PatchAttack
+from patchcert.bounds import layer_rule, trace
+from patchcert.bounds.geometry import Geometry
+from patchcert.bounds.operations import Operation
+from patchcert.certificates.local_votes import LocalVotes, local_sight, receptive_field, sight, soften
+from patchcert.certificates.votes import slow_margins
+from patchcert.errors import InvalidInput, InvalidThreat, ModelError, UnsupportedLayer
+from patchcert.testing import check_certifier
+from patchcert.testing.brute_force import members
+from patchcert.testing.networks import ResidualBlock, randomise
+from patchcert.threats import Patch, SparsePixels, shapes
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+class Glimpses(nn.Module):
+    """A model of whole images as a map of local scores: each cell shows it two neighbours, all others are black."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.train(model.training)
+
+    def forward(self, images):
+        count, _, height, width = images.shape
+        first = torch.eye(height * width, device=images.device).view(-1, height, width)
+        seen = (first + first.roll(1, dims=2)).view(height, width, 1, height, width)[:, :-1].flatten(0, 1)
+        logits = self.model((images[:, None] * seen).flatten(0, 1)).unflatten(0, (count, -1)).mT
+        return logits.unflatten(2, (height, width - 1)) - 2.5
+
+
+@dataclass(frozen=True)
+class GlimpsesOperation(Operation):
+    layer: nn.Module
+
+    def forward(self, *inputs):
+        return self.layer(inputs[0])
+
+    def interval(self, *inputs, rounding):
+        raise NotImplementedError
+
+    def places(self, area):
+        return Geometry((1, 2))
+
+
+@layer_rule(Glimpses)
+def _glimpses(layer):
+    return GlimpsesOperation(layer)
+
+
+def votes_of(model, **settings):
+    whole = nn.Sequential(Glimpses(model))
+    return LocalVotes(whole.train(model.training), batch_size=64, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"aggregation": "masked-sum", "masked": 2, "scores": "positive"},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"scores": "heaviside", "ties": "abstain"}, marks=pytest.mark.slow),
+        pytest.param({"scores": "softmax"}, marks=pytest.mark.slow),
+        pytest.param({"aggregation": "masked-sum", "masked": 2, "scores": "clipped"}, marks=pytest.mark.slow),
+    ],
+)
+def test_local_votes_conform(settings):
+    check_certifier(partial(votes_of, **settings), logits_decide=False)
+
+
+NETWORKS = {
+    "one convolution": nn.Sequential(nn.Conv2d(1, 2, 3)),
+    "padded": nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 1)),
+    "dilated": nn.Sequential(nn.Conv2d(1, 2, 3, dilation=2, padding=2)),
+    "strided": nn.Sequential(
+        nn.Conv2d(1, 2, (3, 2), stride=2, padding=1), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 2)
+    ),
+    "pooled": nn.Sequential(nn.Conv2d(1, 2, 2), nn.MaxPool2d(2, 1), nn.AvgPool2d(2, 2)),
+    "residual": nn.Sequential(
+        ResidualBlock(
+            nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 2, 1)), nn.Conv2d(1, 2, 1)
+        )
+    ),
+    "strided residual": nn.Sequential(
+        ResidualBlock(nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.Conv2d(1, 2, 1, stride=2))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_cells_see_the_pixels_whose_nan_reaches_them(name):
+    """NaN times any weight, zero too, is NaN: it goes wherever the graph leads."""
+    model = randomise(NETWORKS[name], seeded())
+    height, width = 8, 9
+    seen = sight(trace(model), height, width)
+    images = torch.zeros(height * width, 1, height, width)
+    images.view(len(images), -1).fill_diagonal_(torch.nan)
+    with torch.no_grad():
+        reached = model(images).isnan().any(dim=1)
+    assert torch.equal(seen, reached)
+
+
+def test_receptive_fields_are_derived():
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, (1, 3), dilation=2), nn.Conv2d(2, 2, 1)
+    )
+    assert receptive_field(local_sight(trace(model.eval()), 12, 12), 12, 12) == (3, 7)
+
+
+@pytest.mark.parametrize("patch", [Patch(2), Patch(shapes.diamond(5)), Patch((1, 3), "corners")])
+@pytest.mark.parametrize("name", ["dilated", "strided", "residual"])
+def test_touched_cells_are_those_that_some_member_may_change(patch, name):
+    model = randomise(NETWORKS[name], seeded())
+    images = torch.full((1, 1, 8, 9), 0.5)
+    touched = LocalVotes(model).touched(patch, images)
+    for place, covered in enumerate(patch.placements(8, 9).masks(patch.stamp)):
+        with torch.no_grad():
+            reached = model(images.masked_fill(covered, torch.nan)).isnan().any(dim=1)
+        assert touched[place].tolist() == reached.flatten().tolist()
+
+
+class PerPixel(nn.Module):
+    """Class 0 scores how dark a pixel is, class 1 how bright: all that scores can be, pixels can be."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 1)
+        with torch.no_grad():
+            self.conv.weight.copy_(torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1))
+            self.conv.bias.copy_(torch.tensor([1.0, 0.0]))
+        self.eval()
+
+    def forward(self, images):
+        return self.conv(images)
+
+
+@pytest.mark.parametrize("scores", ["one-hot", "clipped"])
+def test_sums_are_proven_exactly_where_brute_force_over_pixels_changes_nothing(scores):
+    votes = LocalVotes(PerPixel(), scores=scores, slack=0.0)
+    share = torch.linspace(0, 1, 40).view(40, 1, 1, 1)
+    images = 0.1 + 0.8 * (torch.rand(40, 1, 3, 4, generator=seeded(1)) < share)
+    labels, patch = votes.predict(images), Patch((1, 2))
+    found = votes.certify(images, labels, patch)
+    for index, image in enumerate(images):
+        visited = members(patch, image, seeded())
+        assert bool(found.certified[index]) == bool((votes.predict(visited) == labels[index]).all())
+    assert 0 < found.certified.sum() < 40
+
+
+def test_certificates_of_a_trained_like_network_survive_brute_force():
+    model = randomise(nn.Sequential(nn.Conv2d(1, 4, 2), nn.ReLU(), nn.Conv2d(4, 3, 1)), seeded(2), gain=2.0)
+    images = torch.rand(6, 1, 6, 6, generator=seeded(3))
+    for settings in ({}, {"aggregation": "masked-sum", "masked": 2, "scores": "positive"}):
+        votes = LocalVotes(model, **settings)
+        labels = votes.predict(images)
+        found = votes.certify(images, labels, Patch((2, 1)))
+        assert torch.equal(found.predictions, labels)
+        for index, place in found.placements.nonzero().tolist():
+            corner = Patch((2, 1)).placements(6, 6).corners[place].tolist()
+            visited = members(Patch((2, 1), [tuple(corner)]), images[index], seeded())
+            assert (votes.predict(visited) == labels[index]).all()
+        assert found.placements.any()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"aggregation": "masked-sum", "masked": (2, 3), "scores": "positive"}]
+)
+def test_verdicts_are_those_of_the_slow_reference(settings):
+    model = randomise(nn.Sequential(nn.Conv2d(1, 3, 3, padding=1)), seeded(5), gain=2.0)
+    votes, patch = LocalVotes(model, **settings), Patch((2, 3))
+    images = torch.rand(6, 1, 7, 7, generator=seeded(6))
+    labels = votes.predict(images)
+    touched = votes.touched(patch, images)
+    windows = touched if settings else None
+    slow = slow_margins(votes.local_scores(images), labels, touched, windows)
+    others = slow.scatter(2, labels[:, None, None].expand(-1, slow.shape[1], 1), torch.inf)
+    found = votes.certify(images, labels, patch).placements
+    assert torch.equal(found[(others != 0).all(dim=2)], (others > 0).all(dim=2)[(others != 0).all(dim=2)])
+    assert found.any()
+
+
+def test_masked_sums_certify_a_smaller_patch_than_they_mask_and_no_larger_one():
+    votes = LocalVotes(PerPixel(), aggregation="masked-sum", masked=2, scores="positive")
+    images = torch.full((1, 1, 6, 6), 0.9)
+    verdicts = [bool(votes.certify(images, torch.tensor([1]), Patch(side)).certified) for side in (1, 2, 3)]
+    assert verdicts == [True, True, False]
+
+
+def test_masked_sums_are_not_moved_by_one_large_score():
+    model = nn.Conv2d(1, 2, 1).eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([-1.0, 1000.0]).view(2, 1, 1, 1))
+        model.bias.copy_(torch.tensor([1.0, 0.0]))
+    votes = LocalVotes(model, aggregation="masked-sum", masked=1, scores="positive")
+    dark, spot = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4, 4)
+    spot[..., 1, 1] = 1.0
+    assert votes.predict(spot).tolist() == [0]
+    assert votes.certify(dark, torch.tensor([0]), Patch(1)).certified.all()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            nn.Sequential(nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2)),
+            r"layer '1' \(GroupNorm\).*receptive field is everything",
+        ),
+        (
+            nn.Sequential(nn.Conv2d(1, 2, 3), nn.AdaptiveAvgPool2d(1)),
+            r"layer '1' \(AveragePool\): its receptive field is everything",
+        ),
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(64, 2)),
+            r"layer '0' \(Reshape\): its receptive field is everything",
+        ),
+    ],
+)
+def test_global_operations_are_refused_by_name(model, message):
+    with pytest.raises(UnsupportedLayer, match=message):
+        LocalVotes(model.eval()).certify(torch.zeros(1, 1, 8, 8), torch.tensor([0]), Patch(2))
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, images):
+        features = self.conv(images)
+        return features * self.pool(features)
+
+
+class Broadcasts(SqueezeExcite):
+    def forward(self, images):
+        features = self.conv(images)
+        return features + self.pool(features)
+
+
+@pytest.mark.parametrize("model", [SqueezeExcite(), Broadcasts()])
+def test_squeeze_and_excitation_is_refused(model):
+    with pytest.raises(UnsupportedLayer, match="receptive field is everything"):
+        LocalVotes(model.eval()).certify(torch.zeros(1, 1, 8, 8), torch.tensor([0]), Patch(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (nn.Conv2d(1, 2, 15, padding=7), ModelError, r"sees all of the 8x8 image \(receptive field 8x8\)"),
+        (nn.Conv2d(1, 2, 1, stride=2), ModelError, "no local score sees the pixel at row 0, column 1"),
+        (nn.Sequential(nn.BatchNorm2d(1), nn.Conv2d(1, 2, 3)), ModelError, "training mode"),
+        (nn.Conv2d(3, 2, 3), ModelError, "does not take images of"),
+        (nn.Conv2d(1, 1, 3), ModelError, "two classes or more"),
+    ],
+)
+def test_networks_without_local_votes_are_refused(model, error, message):
+    model = model if isinstance(model, nn.Sequential) else model.eval()
+    with pytest.raises(error, match=message):
+        LocalVotes(model).certify(torch.zeros(1, 1, 8, 8), torch.tensor([0]), Patch(2))
+
+
+class Counts(nn.Module):
+    """Another function when it is traced than when it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.other = nn.Conv2d(1, 2, 3), nn.Conv2d(1, 2, 3)
+
+    def forward(self, images):
+        return self.conv(images) if isinstance(images, torch.Tensor) else self.other(images)
+
+
+def test_a_model_that_is_another_function_when_traced_is_refused():
+    with pytest.raises(ModelError, match="its traced operations give different local scores"):
+        LocalVotes(Counts().eval()).certify(torch.rand(1, 1, 8, 8), torch.tensor([0]), Patch(2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"aggregation": "mean"}, "aggregation is 'mean'; expected one of sum, masked-sum"),
+        ({"scores": "logits"}, "scores is 'logits'"),
+        ({"aggregation": "masked-sum"}, "aggregation is 'masked-sum' with masked=None"),
+        ({"masked": 5}, "aggregation is 'sum' with masked=5"),
+        ({"scores": "positive"}, "without upper limit"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"slack": 2.0}, "slack is 2.0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(InvalidInput, match=message):
+        LocalVotes(nn.Conv2d(1, 2, 3), **settings)
+
+
+def test_sparse_pixels_are_refused():
+    with pytest.raises(InvalidThreat, match="LocalVotes certifies against patches"):
+        LocalVotes(PerPixel()).certify(torch.zeros(1, 1, 4, 4), torch.tensor([0]), SparsePixels(1))
+
+
+def test_the_description_names_what_decides():
+    assert pc.LocalVotes(PerPixel(), "masked-sum", "positive", (2, 3)).describe() == {
+        "name": "LocalVotes",
+        "aggregation": "masked-sum",
+        "scores": "positive",
+        "masked": [2, 3],
+        "ties": "lowest",
+        "precision": "float32",
+        "slack": 2**-14,
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"scores": "heaviside"},
+        {"scores": "clipped"},
+        {"aggregation": "masked-sum", "masked": 2, "scores": "positive"},
+    ],
+)
+def test_attacks_follow_softened_scores_and_break_nothing_certified(settings):
+    votes = LocalVotes(PerPixel(), batch_size=64, **settings)
+    images = torch.rand(16, 1, 5, 5, generator=seeded(9))
+    labels = votes.predict(images)
+    certified = votes.certify(images, labels, Patch(2)).certified
+    found = PatchAttack(steps=5, restarts=2).run(votes, images, labels, Patch(2))
+    assert not (found.succeeded & certified).any()
+    assert found.succeeded.any()
+
+
+def test_softened_scores_have_a_gradient():
+    logits = torch.tensor([[[0.25], [0.5]]], requires_grad=True)
+    for kind in ("one-hot", "softmax", "heaviside", "clipped", "positive"):
+        (gradient,) = torch.autograd.grad(soften(logits, kind)[0, 1].sum(), logits)
+        assert gradient.abs().sum() > 0

@@ -1,0 +1,295 @@
+"""Double masking and detection: sound and as strong as the rule allows for any base model, by brute force."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+import patchcert as pc
+from patchcert.certificates import ABSTAINED
+from patchcert.certificates.masking import DoubleMasking, MaskedDetection
+from patchcert.errors import InvalidInput, InvalidThreat, ModelError
+
+WHITE = 1.0
+
+
+class Lookup(nn.Module):
+    """Any function of what is hidden of a black image, and one class wherever a white pixel is seen."""
+
+    def __init__(self, pixels, classes, seed, calm=0.7, alien=1):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        table = torch.randint(classes, (2**pixels,), generator=generator)
+        table[torch.rand(2**pixels, generator=generator) < calm] = 0
+        self.register_buffer("table", table)
+        self.classes, self.alien = classes, alien
+        self.eval()
+
+    def forward(self, images):
+        flat = images.flatten(1)
+        powers = 2 ** torch.arange(flat.shape[1])
+        said = self.table[((flat - 0.5).abs() < 0.1).long() @ powers]
+        said = torch.where((flat > 0.9).any(dim=1), self.alien, said)
+        return nn.functional.one_hot(said, self.classes).float()
+
+
+def predicted_one_by_one(masking, image):
+    """The rule as it is written down, one copy at a time."""
+    masks = masking.mask_set(*image.shape[1:]).hidden
+
+    def says(first, second):
+        copy = torch.where(masks[first] | masks[second], 0.5, image)
+        return int(masking.model(copy[None]).argmax())
+
+    numbers = range(len(masks))
+    singles = [says(number, number) for number in numbers]
+    if len(set(singles)) == 1:
+        return singles[0]
+    frequent = max(sorted(set(singles)), key=singles.count)
+    for mask in numbers:
+        if singles[mask] != frequent and all(says(mask, other) == singles[mask] for other in numbers):
+            return singles[mask]
+    return frequent
+
+
+def proven_one_by_one(masking, image, label, threat):
+    """The condition as it is written down: for every placement whether some covering mask has a row that is right."""
+    masks = masking.mask_set(*image.shape[1:])
+
+    def is_right(first, second):
+        copy = torch.where(masks.hidden[first] | masks.hidden[second], 0.5, image)
+        return int(masking.model(copy[None]).argmax()) == label
+
+    rows = torch.tensor(
+        [all(is_right(first, second) for second in range(len(masks))) for first in range(len(masks))]
+    )
+    return (masks.covers(threat) & rows).any(dim=1)
+
+
+def patched(image, threat, values=(0.0, WHITE)):
+    """Every way of filling the patch with these values, at every placement, with the placement's number."""
+    for place, mask in enumerate(threat.placements(*image.shape[1:]).masks(threat.stamp)):
+        for filling in product(values, repeat=int(mask.sum())):
+            changed = image.clone()
+            changed[:, mask] = torch.tensor(filling)
+            yield place, changed
+
+
+CASES = [
+    (pc.Patch(1), (2, 3), (2, 3), 1),
+    (pc.Patch((1, 2)), (2, 4), (2, 2), 1),
+    (pc.Patch((2, 1)), (3, 3), (2, 3), 1),
+    (pc.Patch(1, [(0, 0), (1, 2), (1, 0)]), (2, 3), 2, 1),
+    (pc.Patch(pc.shapes.from_text("#.\n.#")), (3, 3), 2, 1),
+    (pc.Patch(1), (1, 4), (1, 4), 2),
+]
+
+
+@pytest.mark.parametrize(("threat", "size", "masks", "patches"), CASES)
+def test_no_patch_changes_what_is_proven_of_any_function(threat, size, masks, patches):
+    image = torch.zeros(1, *size)
+    proven = 0
+    for seed in range(60):
+        model = Lookup(size[0] * size[1], 3, seed, calm=0.9, alien=seed % 3)
+        masking = DoubleMasking(model, threat, masks=masks, patches=patches, with_map=True, batch_size=64)
+        found = masking.certify(image[None], torch.tensor([0]), threat)
+        members = list(patched(image, threat))
+        if patches == 2:
+            members = [(-1, again) for _, changed in members for _, again in patched(changed, threat)]
+        said = masking.predict(torch.stack([changed for _, changed in members]))
+        assert int(found.predictions) == predicted_one_by_one(masking, image)
+        assert not bool(found.certified) or bool((said == 0).all())
+        if patches == 1:
+            assert torch.equal(found.placements[0], proven_one_by_one(masking, image, 0, threat))
+            for (place, _), label in zip(members, said.tolist(), strict=True):
+                assert label == 0 or not bool(found.placements[0, place])
+        proven += int(found.certified)
+    assert proven >= 3
+
+
+def test_predictions_follow_the_rule():
+    threat, image = pc.Patch(1), torch.zeros(1, 2, 3)
+    for seed in range(40):
+        masking = DoubleMasking(Lookup(6, 3, seed, calm=0.5), threat, masks=(2, 3), batch_size=16)
+        members = [changed for _, changed in patched(image, threat)]
+        expected = [predicted_one_by_one(masking, changed) for changed in members]
+        assert masking.predict(torch.stack(members)).tolist() == expected
+
+
+def test_an_unproven_placement_can_be_broken_where_one_mask_covers_it():
+    threat, image = pc.Patch(1), torch.zeros(1, 2, 3)
+    broken = 0
+    for seed in range(60):
+        for alien in (1, 2):
+            masking = DoubleMasking(
+                Lookup(6, 3, seed, 0.9, alien), threat, masks=(2, 3), with_map=True, batch_size=64
+            )
+            found = masking.certify(image[None], torch.tensor([0]), threat)
+            corners = threat.placements(2, 3).corners
+            white = torch.stack([image.index_fill(2, c[1:], 0) for c in corners])
+            for number, (top, left) in enumerate(corners.tolist()):
+                white[number, 0, top, left] = WHITE
+            said = masking.predict(white)
+            is_open = ~found.placements[0]
+            broken += int((said[is_open] != 0).sum())
+            assert bool((said[~is_open] == 0).all())
+            for number in is_open.nonzero().flatten().tolist():
+                other = DoubleMasking(Lookup(6, 3, seed, 0.9, 3 - alien), threat, masks=(2, 3), batch_size=64)
+                assert said[number] != 0 or int(other.predict(white[number : number + 1])) != 0
+    assert broken > 50
+
+
+def test_without_a_map_the_verdicts_are_the_same():
+    threat = pc.Patch((1, 2))
+    for seed in range(20):
+        images = torch.zeros(3, 1, 2, 4)
+        images[1, 0, 0, 0] = WHITE
+        model = Lookup(8, 3, seed, calm=0.95, alien=0)
+        found = [
+            DoubleMasking(model, threat, masks=2, with_map=with_map, batch_size=size).certify(
+                images, torch.zeros(3, dtype=torch.long), threat
+            )
+            for with_map, size in ((True, 64), (False, 64), (False, 5), (False, 1))
+        ]
+        for other in found[1:]:
+            assert torch.equal(found[0].certified, other.certified)
+            assert torch.equal(found[0].predictions, other.predictions)
+
+
+def test_a_smaller_patch_is_proven_more_often_and_a_larger_one_is_refused():
+    threat, image = pc.Patch(2), torch.zeros(1, 1, 4, 4)
+    more = 0
+    for seed in range(60):
+        masking = DoubleMasking(Lookup(16, 3, seed, calm=0.97), threat, masks=3, with_map=True, batch_size=64)
+        whole = masking.certify(image, torch.tensor([0]), threat)
+        corners = masking.certify(image, torch.tensor([0]), pc.Patch(1, "corners"))
+        assert bool(corners.certified) or not bool(whole.certified)
+        more += int(corners.certified) - int(whole.certified)
+    assert more > 0
+    with pytest.raises(InvalidThreat, match="at some placement none of them hides"):
+        masking.certify(image, torch.tensor([0]), pc.Patch(3))
+    with pytest.raises(InvalidThreat, match="masks hide patches"):
+        masking.certify(image, torch.tensor([0]), pc.SparsePixels(1))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_a_patch_that_misleads_raises_an_alert(threshold):
+    threat, image = pc.Patch((1, 2)), torch.zeros(1, 2, 4)
+    proven = 0
+    for seed in range(80):
+        model = Lookup(8, 3, seed, calm=0.9, alien=seed % 3)
+        detection = MaskedDetection(model, threat, masks=2, threshold=threshold, batch_size=64)
+        found = detection.certify(image[None], torch.tensor([0]), threat)
+        assert found.guarantee.promise == "detection"
+        assert torch.equal(found.predictions, detection.predict(image[None]))
+        members = list(patched(image, threat))
+        said = detection.predict(torch.stack([changed for _, changed in members])).tolist()
+        if bool(found.certified):
+            assert set(said) <= {0, ABSTAINED}
+        proven += int(found.certified)
+    assert 5 < proven < 75
+
+
+def test_detection_is_what_double_masking_says_of_disagreement():
+    threat, image = pc.Patch(1), torch.zeros(1, 1, 2, 3)
+    model = Lookup(6, 3, 3, calm=1.0, alien=1)
+    masking = DoubleMasking(model, threat, masks=(2, 3), batch_size=16)
+    white = image.clone()
+    white[0, 0, 0, 1] = WHITE
+    assert masking.detect(torch.cat([image, white])).tolist() == [False, True]
+    assert masking.predict(torch.cat([image, white])).tolist() == [0, 0]
+
+
+class Scores(nn.Module):
+    """The same logits for everything."""
+
+    def __init__(self, *logits):
+        super().__init__()
+        self.register_buffer("logits", torch.tensor(logits))
+        self.eval()
+
+    def forward(self, images):
+        return self.logits.expand(len(images), -1)
+
+
+@pytest.mark.parametrize(
+    "logits", [(1.0, 1.0), (0.0, 0.0), (1.0, 1 - 2**-15), (float("nan"), 0.0), (float("inf"), 0.0)]
+)
+def test_ties_and_what_is_not_finite_prove_nothing(logits):
+    images, labels, threat = torch.zeros(2, 1, 4, 4), torch.tensor([0, 1]), pc.Patch(1)
+    for kind in (DoubleMasking, MaskedDetection):
+        assert not kind(Scores(*logits), threat, masks=2).certify(images, labels, threat).certified.any()
+    clear = DoubleMasking(Scores(1.0, 0.5), threat, masks=2).certify(images, labels, threat)
+    assert clear.certified.tolist() == [True, False]
+
+
+def test_the_lead_and_the_weakest_masks_are_those_of_the_worst_copy():
+    class DimsWithHiding(nn.Module):
+        def forward(self, images):
+            seen = (images == 0).float().flatten(1) @ torch.tensor([4.0, 1.0, 1.0, 1.0])
+            return torch.stack([seen, torch.full_like(seen, 1.5)], dim=1)
+
+    threat = pc.Patch(1)
+    masking = DoubleMasking(DimsWithHiding().eval(), threat, masks=(1, 4))
+    found = masking.certify(torch.zeros(1, 1, 1, 4), torch.tensor([0]), threat)
+    assert found.certified.tolist() == [True]
+    assert sorted(found.weakest_masks[0].tolist())[0] == 0
+    assert found.lead.tolist() == [pytest.approx((2.0 - 1.5) / 2.0)]
+
+
+def test_what_models_and_settings_may_not_be_is_said():
+    threat, images, labels = pc.Patch(1), torch.zeros(2, 1, 4, 4), torch.tensor([0, 0])
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    with pytest.raises(InvalidInput, match="training mode"):
+        DoubleMasking(plain, threat, masks=2).certify(images, labels, threat)
+    plain.eval()
+    coupled = nn.Sequential(nn.BatchNorm2d(1, track_running_stats=False), plain).eval()
+    with pytest.raises(ModelError, match="normalises by the statistics of the batch"):
+        DoubleMasking(coupled, threat, masks=2).predict(images)
+    for settings, message in (
+        ({"masks": 0}, "masks is 0"),
+        ({"fill": float("nan")}, "fill is nan"),
+        ({"fill": (0.5, 0.5)}, "fill has 2 values, but images have 1 channels"),
+        ({"slack": 0.0}, "slack is 0.0"),
+        ({"precision": "float8"}, "precision is 'float8'"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"patches": 3}, "patches is 3"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            DoubleMasking(plain, threat, **{"masks": 2, **settings}).certify(images, labels, threat)
+    with pytest.raises(InvalidInput, match="threshold is 1.0"):
+        MaskedDetection(plain, threat, threshold=1.0)
+    with pytest.raises(InvalidThreat, match="masks hide patches"):
+        DoubleMasking(plain, pc.SparsePixels(1))
+    with pytest.raises(ModelError, match="does not take images"):
+        DoubleMasking(plain, threat, masks=2).certify(torch.zeros(2, 3, 4, 4), labels, threat)
+
+
+class SeesItsCompany(nn.Module):
+    def forward(self, images):
+        return torch.cat([images.flatten(1)[:, :2], images.mean().expand(len(images), 1)], dim=1)
+
+
+def test_a_model_that_looks_at_its_batch_is_refused():
+    with pytest.raises(ModelError, match="when others are in their batch"):
+        DoubleMasking(SeesItsCompany().eval(), pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4))
+
+
+def test_a_mirrored_classifier_is_one_of_the_mean_over_both_images():
+    torch.manual_seed(0)
+    threat, images = pc.Patch(1), torch.rand(6, 1, 4, 4)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval()
+
+    class Mean(nn.Module):
+        def forward(self, images):
+            return (model(images) + model(images.flip(3))) / 2
+
+    labels = torch.zeros(6, dtype=torch.long)
+    found = DoubleMasking(model, threat, masks=3, mirrored=True).certify(images, labels, threat)
+    expected = DoubleMasking(Mean().eval(), threat, masks=3).certify(images, labels, threat)
+    assert torch.equal(found.certified, expected.certified)
+    assert torch.equal(found.predictions, expected.predictions)
+    assert not torch.equal(
+        found.lead, DoubleMasking(model, threat, masks=3).certify(images, labels, threat).lead
+    )

@@ -1,0 +1,84 @@
+import json
+
+import pytest
+
+from patchcert.cli.app import run
+from patchcert.evidence import EvidenceFolder
+from patchcert.train.run_folder import Run
+
+TRIALS = """
+spec = "masked-mnist-5x5"
+method = "masking"
+settings = ["masks=3"]
+held_out = 500
+images = 20
+set = ["data.name=mnist-mini", "data.limit=400", "schedule.epochs=1", "model.filters=2", "strategy.worst_of=1"]
+[[trials]]
+name = "base"
+[[trials]]
+name = "clean"
+set = ["strategy.clean_share=0.5"]
+"""
+
+
+@pytest.fixture
+def trials(tmp_path):
+    file = tmp_path / "trials.toml"
+    file.write_text(TRIALS)
+    return file
+
+
+def choose(trials, out, *more):
+    return run(["choose", str(trials), "--out", str(out), "--device", "cpu", *more])
+
+
+def test_trials_are_ranked_by_proofs_of_images_that_they_were_not_trained_on(capsys, trials, tmp_path):
+    out = tmp_path / "runs"
+    assert choose(trials, out, "--only", "clean") == 0
+    assert [row["trial"] for row in json.loads(capsys.readouterr().out)["trials"]] == ["clean"]
+    assert choose(trials, out) == 0
+    ranked = json.loads(capsys.readouterr().out)["trials"]
+    assert {row["trial"] for row in ranked} == {"base", "clean"}
+    assert ranked[0]["certified"] >= ranked[1]["certified"]
+    run_of_trial = Run.open(out / "base")
+    assert run_of_trial.spec.data.validation == 500
+    (evidence,) = EvidenceFolder(run_of_trial.evidence_folder).all()
+    assert evidence.selection.split == "validation:500"
+    assert evidence.total == 20
+    assert evidence.meta["classifier"]["masks"] == 3
+    assert evidence.question.threat == run_of_trial.spec.threat
+
+
+def test_what_is_done_is_not_done_again(capsys, trials, tmp_path):
+    out = tmp_path / "runs"
+    assert choose(trials, out, "--only", "base") == 0
+    before = {
+        file: file.stat().st_mtime_ns for file in out.rglob("*") if file.suffix in (".npz", ".safetensors")
+    }
+    assert choose(trials, out, "--only", "base") == 0
+    assert before == {file: file.stat().st_mtime_ns for file in before}
+    capsys.readouterr()
+    (out / "base" / "weights.safetensors").unlink()
+    assert choose(trials, out, "--rank-only") == 0
+    assert [row["trial"] for row in json.loads(capsys.readouterr().out)["trials"]] == ["base"]
+
+
+def test_mistakes_are_named(capsys, trials, tmp_path):
+    assert choose(trials, tmp_path / "runs", "--only", "bsae") == 2
+    assert "--only bsae is no trial" in capsys.readouterr().err
+    assert choose(tmp_path / "nothing.toml", tmp_path / "runs") == 2
+    assert "there is no" in capsys.readouterr().err
+    trials.write_text(TRIALS.replace('name = "clean"', 'name = "base"'))
+    assert choose(trials, tmp_path / "runs") == 2
+    assert "each of a name of its own" in capsys.readouterr().err
+    trials.write_text(TRIALS.replace("images = 20", "images = 501"))
+    assert choose(trials, tmp_path / "runs") == 2
+    assert "expected 1 to held_out = 500" in capsys.readouterr().err
+
+
+def test_only_a_run_that_held_out_images_can_be_certified_on_them(capsys, model_file):
+    assert (
+        run(["certify", str(model_file), "--data", "mnist-mini", "--patch", "2", "--split", "validation"])
+        == 2
+    )
+    assert "held out training images" in capsys.readouterr().err

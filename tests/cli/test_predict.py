@@ -1,0 +1,58 @@
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import patchcert as pc
+from patchcert.cli.app import run
+from patchcert.data import load_dataset
+from patchcert.models import load
+
+
+def predict(*arguments):
+    return run(["predict", *map(str, arguments), "--device", "cpu"])
+
+
+def test_predictions_are_those_of_the_classifier(capsys, model_file):
+    common = (model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 12)
+    assert predict(*common, "--method", "masking", "--setting", "masks=3") == 0
+    answer = json.loads(capsys.readouterr().out)
+    images = load_dataset("mnist-mini").test.take(12)
+    masking = pc.DoubleMasking(load(model_file)[0], pc.Patch(2), masks=3)
+    expected = masking.predict(images.floats())
+    assert list(answer["predictions"].values()) == expected.tolist()
+    assert answer["correct"] == int((expected == images.labels).sum())
+    assert answer["classifier"] == masking.describe()
+
+
+def test_alerts_are_null(capsys, model_file):
+    common = (model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 12)
+    assert predict(*common, "--method", "detection", "--setting", "masks=3") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["abstained"] == list(answer["predictions"].values()).count(None)
+    assert 0 < answer["abstained"] < 12
+
+
+def test_pictures_of_the_models_size_are_read_as_they_are(capsys, model_file, tmp_path):
+    pixels = load_dataset("mnist-mini").test.images[0, 0].numpy()
+    Image.fromarray(pixels).save(tmp_path / "digit.png")
+    assert predict(model_file, tmp_path / "digit.png", "--patch", 2) == 0
+    answer = json.loads(capsys.readouterr().out)
+    model, _ = load(model_file)
+    image = load_dataset("mnist-mini").test.take(1).floats()
+    assert answer["predictions"] == {str(tmp_path / "digit.png"): int(model(image).argmax())}
+    assert "correct" not in answer
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("size", "expected 28x28"), ("text", "cannot be read as a picture")]
+)
+def test_other_files_are_refused(capsys, model_file, tmp_path, content, message):
+    picture = tmp_path / "picture.png"
+    if content == "size":
+        Image.fromarray(np.zeros((20, 28), np.uint8)).save(picture)
+    else:
+        picture.write_text("no picture")
+    assert predict(model_file, picture, "--patch", 2) == 2
+    assert message in capsys.readouterr().err
