@@ -59,6 +59,12 @@ def test_band_and_block_votes_conform(classifier_of):
     check_certifier(classifier_of, logits_decide=False)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_band_votes_conform_on_cuda():
+    check_certifier(bands, logits_decide=False, device="cuda")
+
+
 def test_hidden_pixels_are_black_and_marked():
     image, view = torch.tensor([[[[0.5, 0.25]]]]), torch.tensor([[[True, False]]])
     assert encode_visible(image, view).tolist() == [[[[0.5, 0.0]], [[1.0, 0.0]]]]

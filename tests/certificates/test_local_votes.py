@@ -77,6 +77,13 @@ def test_local_votes_conform(settings):
     check_certifier(partial(votes_of, **settings), logits_decide=False)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("settings", [{}, {"aggregation": "masked-sum", "masked": 2, "scores": "positive"}])
+def test_local_votes_conform_on_cuda(settings):
+    check_certifier(partial(votes_of, **settings), logits_decide=False, device="cuda")
+
+
 NETWORKS = {
     "one convolution": nn.Sequential(nn.Conv2d(1, 2, 3)),
     "padded": nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 1)),

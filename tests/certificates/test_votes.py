@@ -24,6 +24,7 @@ from patchcert.certificates.votes import (
     sum_totals,
     winners,
 )
+from patchcert.errors import InvalidInput
 
 CELLS, CLASSES = 5, 3
 
@@ -230,6 +231,12 @@ def test_logits_that_are_not_finite_vote_for_nothing_and_count_as_anything(kind,
     assert found.lower[0, :, 1].tolist() == [0, 0]
     assert found.upper[0, :, 1].tolist() == [found.most, found.most]
     assert found.lower[0, 0, 0] > 0
+
+
+def test_maps_too_large_for_exact_sums_are_refused():
+    with pytest.raises(InvalidInput, match="sums of 70000 scores of up to 68719476736 units are not exact"):
+        cell_scores(torch.zeros(1, 2, 70_000), "positive", 0.0)
+    assert cell_scores(torch.zeros(1, 2, 70_000), "softmax", 0.0).most == UNITS
 
 
 def test_sums_of_scores_are_exact():

@@ -64,6 +64,25 @@ LOSSES = {
             "optimiser.label_smoothing=0.1",
             *NORMED,
         ): (2.3312, 2.2961, 2.2757, 2.2424),
+        (
+            "strategy.kind=bands",
+            "model.name=resnet18_parts",
+            "model.normalise=false",
+            "model.filters=2",
+            "data.limit=48",
+            "schedule.epsilon.natural_epochs=0",
+            "schedule.epsilon.ramp_epochs=0",
+        ): (2.3510, 2.3435, 2.3280, 2.3284),
+        (
+            "strategy.kind=local-votes",
+            "strategy.aggregation=masked-sum",
+            "strategy.scores=positive",
+            "model.name=bagnet",
+            "model.depth=2",
+            "model.receptive_field=7",
+            "model.filters=4",
+            "data.limit=48",
+        ): (3.1236, 3.6037, 4.7656, 5.3086),
     }
 }
 

@@ -60,6 +60,7 @@ def cell_scores(logits: CellScores, kind: ScoreKind, slack: float, threshold: fl
     distance = slack / 2 * logits.abs().amax(dim=(1, 2), keepdim=True)
     most = 1 if kind in ("one-hot", "threshold", "heaviside") else UNITS
     most = LARGEST * UNITS if kind == "positive" else most
+    _check_exact(logits.shape[2], most)
     values, lower, upper = _bounded_scores(logits, distance, kind, threshold)
     return Scores(
         values=values.double() * is_finite,
@@ -69,14 +70,24 @@ def cell_scores(logits: CellScores, kind: ScoreKind, slack: float, threshold: fl
     )
 
 
+def _check_exact(cells: int, most: int) -> None:
+    """No sum of scores, nor a difference of two, reaches 2^53."""
+    if cells * most > 2**52:
+        raise InvalidInput(
+            f"sums of {cells} scores of up to {most} units are not exact",
+            hint="use scores of at most 1, or a network with a smaller map",
+        )
+
+
 def _bounded_scores(
     logits: CellScores, distance: Annotated[Tensor, "n 1 1"], kind: ScoreKind, threshold: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The scores, and bounds of them where each logit moves by the distance."""
     if kind == "one-hot":
         best = logits.argmax(dim=1, keepdim=True)
-        first, second = logits.topk(2, dim=1).values.split(1, dim=1)
         one_hot = torch.zeros_like(logits, dtype=torch.bool).scatter(1, best, True)
+        first = logits.amax(dim=1, keepdim=True)
+        second = logits.masked_fill(one_hot, -torch.inf).amax(dim=1, keepdim=True)
         # The leader falls and another rises, each by the distance.
         return one_hot, one_hot & (first - second > 2 * distance), logits >= first - 2 * distance
     if kind == "heaviside":

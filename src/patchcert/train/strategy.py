@@ -104,6 +104,8 @@ class Strategy(ABC):
     """The kinds of threat it can train against."""
     has_bounds: ClassVar[bool] = True
     """Whether interval bounds of the model mean anything, so that certified accuracy is measured during training."""
+    has_epsilon: ClassVar[bool] = True
+    """Whether epsilon means anything, so that a schedule may have natural epochs and a ramp."""
 
     @abstractmethod
     def bind(self, subject: Subject) -> Objective:

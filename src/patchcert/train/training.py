@@ -243,7 +243,7 @@ def summarise(run: Run) -> dict[str, Any]:
 
 
 def _check_epsilon(spec: Spec) -> None:
-    if not spec.strategy.has_bounds and spec.schedule.epsilon.full_from:
+    if not spec.strategy.has_epsilon and spec.schedule.epsilon.full_from:
         raise SpecError(
             f"the strategy {spec.strategy.kind!r} has no epsilon, but the schedule has natural or ramp epochs",
             hint="set schedule.epsilon.natural_epochs = 0 and schedule.epsilon.ramp_epochs = 0",

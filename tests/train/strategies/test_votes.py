@@ -10,7 +10,7 @@ from torch import Generator
 
 from patchcert.certificates.band_votes import encode_visible
 from patchcert.certificates.local_votes import LocalVotes
-from patchcert.certificates.votes import Scores, masked_margins, sum_margins
+from patchcert.certificates.votes import Scores, masked_margins, masked_totals, sum_margins, sum_totals
 from patchcert.cli.app import run
 from patchcert.errors import PatchcertError, SpecError
 from patchcert.models import ModelSpec, build
@@ -139,6 +139,21 @@ def test_masked_sums_are_trained_on_no_more_than_the_certified_margins(seed):
     assert (found <= weakest(certified, labels)).all()
 
 
+@pytest.mark.parametrize("aggregation", ["sum", "masked-sum"])
+def test_epsilon_leads_from_clean_margins_to_those_of_the_weakest_placement(aggregation):
+    strategy, bound, batch = LocalMargins(aggregation=aggregation), subject(LOCAL), make_batch()
+    windows = strategy.windows(bound, bound.threat)
+    scores = strategy.local_scores(bound.model(batch.images)).detach()
+    found = [weakest_margins(strategy, scores, batch.labels, windows, share) for share in (0.0, 0.5, 1.0)]
+    totals = sum_totals(scores) if aggregation == "sum" else masked_totals(scores, windows)
+    assert torch.allclose(found[0], logit_margins(totals, batch.labels), atol=1e-5)
+    assert (found[0] >= found[1]).all()
+    assert (found[1] >= found[2]).all()
+    assert torch.equal(found[2], weakest_margins(strategy, scores, batch.labels, windows))
+    held = weakest_margins(strategy, scores, batch.labels, windows, torch.tensor(0.5))
+    assert torch.allclose(held, found[1])
+
+
 @pytest.mark.parametrize("scores", ["one-hot", "heaviside", "clipped", "softmax"])
 @pytest.mark.parametrize("aggregation", ["sum", "masked-sum"])
 def test_margins_have_a_gradient_and_scores_are_those_that_are_deployed(aggregation, scores):
@@ -186,6 +201,8 @@ SMALL = (
     "optimiser.batch_size=16",
     "schedule.epochs=1",
     "strategy.bfloat16=false",
+    "schedule.epsilon.natural_epochs=0",
+    "schedule.epsilon.ramp_epochs=0",
 )
 
 
@@ -196,12 +213,7 @@ SMALL = (
         ("local-mnist-5x5", ("model.filters=4",), "LocalVotes"),
         (
             "local-mnist-5x5",
-            (
-                "model.filters=4",
-                "strategy.aggregation=masked-sum",
-                "strategy.scores=positive",
-                "threat.stamp=2x2",
-            ),
+            ("model.filters=4", "strategy.aggregation=sum", "strategy.scores=one-hot", "threat.stamp=2x2"),
             "LocalVotes",
         ),
     ],

@@ -45,6 +45,7 @@ class Masked(Strategy):
 
     threats: ClassVar = (Patch,)
     has_bounds: ClassVar = False
+    has_epsilon: ClassVar = False
     kind: Literal["masked"] = "masked"
     size: str = "6x6"
     clean_share: float = 0.0

@@ -62,6 +62,7 @@ class Ablated(Strategy):
 
     threats: ClassVar = (SparsePixels,)
     has_bounds: ClassVar = False
+    has_epsilon: ClassVar = False
     kind: Literal["ablated"] = "ablated"
     retained: int = 45
     masks: Literal["image", "batch"] = "image"

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.certificates.band_votes import Orientation, Views, band_views, block_views, encode_visible
@@ -82,6 +81,7 @@ class Bands(_Parts):
 
     threats: ClassVar = (Patch,)
     has_bounds: ClassVar = False
+    has_epsilon: ClassVar = False
     kind: Literal["bands"] = "bands"
     width: int = 4
     orientation: Orientation = "column"
@@ -106,6 +106,7 @@ class Blocks(_Parts):
 
     threats: ClassVar = (Patch,)
     has_bounds: ClassVar = False
+    has_epsilon: ClassVar = False
     kind: Literal["blocks"] = "blocks"
     size: int = 12
     wrap: bool = True
@@ -125,16 +126,18 @@ class Blocks(_Parts):
 @final
 @dataclass(frozen=True, slots=True)
 class LocalMargins(Strategy):
-    """The margins of `patchcert.LocalVotes` at the weakest of all placements, whatever epsilon is.
+    """The margins of `patchcert.LocalVotes` at the weakest of all placements; of all that touched cells can do, a patch
+    does the share epsilon.
 
-    Margins are those of the mean local score, times `scale`. Scores that are 0 or 1 have the gradient of the softmax or
-    the sigmoid. A masked sum is trained on a bound that is cheaper than its certificate and never above it: the label
-    loses the weightiest window as it is, also where it overlaps the patch. With `bfloat16` the products of the network
-    are rounded to it, those of the scores are not.
+    Margins are those of the mean local score, times `scale`. Scores have the gradients of smooth ones (`soften`). A
+    masked sum is trained on a bound that is cheaper than its certificate and never above it: the label loses the
+    weightiest window as it is, also where it overlaps the patch. With `bfloat16` the products of the network are
+    rounded to it, those of the scores are not.
     """
 
     threats: ClassVar = (Patch,)
     has_bounds: ClassVar = False
+    has_epsilon: ClassVar = True
     kind: Literal["local-votes"] = "local-votes"
     aggregation: Aggregation = "sum"
     scores: LocalScores = "one-hot"
@@ -162,7 +165,7 @@ class LocalMargins(Strategy):
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
             logits = _rounded(network, batch.own_images.contiguous(memory_format=layout), self.bfloat16)
-            margins = weakest_margins(self, self.local_scores(logits), batch.own_labels, windows)
+            margins = weakest_margins(self, self.local_scores(logits), batch.own_labels, windows, epsilon)
             return WorstCase(margins * (self.scale / windows.shape[1]))
 
         clean = WholeModel((), _Totals(self, subject.model, windows))
@@ -194,33 +197,39 @@ class LocalMargins(Strategy):
         """The scores as they are deployed, up to rounding to units, with a gradient."""
         logits = logits.flatten(2)
         soft = soften(logits, self.scores)
+        if self.scores == "softmax":
+            return soft
         if self.scores == "one-hot":
-            hard = F.one_hot(logits.argmax(dim=1), logits.shape[1]).movedim(2, 1).to(soft)
+            hard = torch.zeros_like(soft).scatter(1, logits.argmax(dim=1, keepdim=True), 1.0)
         elif self.scores == "heaviside":
             hard = (logits > 0).to(soft)
         else:
-            return soft.clamp(max=LARGEST)
+            hard = logits.clamp(0, 1 if self.scores == "clipped" else LARGEST)
         return soft + (hard - soft).detach()
 
 
 def weakest_margins(
-    strategy: LocalMargins, scores: Annotated[Tensor, "n k cells"], labels: Labels, windows: Windows
+    strategy: LocalMargins,
+    scores: Annotated[Tensor, "n k cells"],
+    labels: Labels,
+    windows: Windows,
+    epsilon: float | Tensor = 1.0,
 ) -> Margins:
     """The least margins over all placements, 0 at the label: one minimum over sums of windows.
 
     A placement that touches only some of the cells of another is never weaker, so windows that are inside another do
-    not matter.
+    not matter. With epsilon 0 they are the margins of the clean image.
     """
     masks = windows.to(scores)
-    outside = scores.sum(dim=2, keepdim=True) - scores @ masks.T  # n k windows
-    own = outside.gather(1, labels[:, None, None].expand(-1, 1, outside.shape[2]))
+    inside = scores @ masks.T  # n k windows
+    totals = scores.sum(dim=2, keepdim=True)
     if strategy.aggregation == "sum":
-        lost = masks.sum(dim=1)
+        kept, reached = totals - epsilon * inside, totals + epsilon * (masks.sum(dim=1) - inside)
     else:
-        heaviest = (scores.sum(dim=2, keepdim=True) - outside).amax(dim=2, keepdim=True)
-        lost = heaviest.gather(1, labels[:, None, None])
-    margins = (own - outside - lost).amin(dim=2)
-    return margins.scatter(1, labels[:, None], 0.0)
+        heaviest = inside.amax(dim=2, keepdim=True)
+        kept, reached = totals - heaviest - epsilon * inside, totals - torch.lerp(heaviest, inside, epsilon)
+    own = kept.gather(1, labels[:, None, None].expand(-1, 1, kept.shape[2]))
+    return (own - reached).amin(dim=2).scatter(1, labels[:, None], 0.0)
 
 
 @final
