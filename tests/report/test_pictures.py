@@ -6,18 +6,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from patchcert.certificates.masking import DoubleMasking
+from patchcert.data import Split, load_dataset
 from patchcert.errors import InvalidInput
+from patchcert.evidence import Question, Selection, Subject
+from patchcert.evidence.measuring import certificate_columns
+from patchcert.models import ModelSpec, build
 from patchcert.report.pictures import (
     NOWHERE,
     PROVEN,
     UNPROVEN,
+    certificate_maps,
     data_address,
     margin_colours,
     sprite,
     telling_rows,
 )
+from patchcert.threats import Patch
 
 
 def decode(address: str) -> np.ndarray:
@@ -70,3 +78,29 @@ def test_half_of_the_telling_rows_are_certified_where_there_are_enough(
     chosen = telling_rows(few, count)
     assert len(set(chosen.tolist())) == len(chosen) == min(count, 8)
     assert few.columns["certified"][chosen].sum() == proven
+
+
+def test_maps_of_masks_show_what_is_proven_again():
+    images = load_dataset("mnist-mini").test.take(6)
+    model = build(ModelSpec("mlp", 1, 28, 28, hidden=8), torch.Generator().manual_seed(1)).eval()
+    threat = Patch(3)
+    masking = DoubleMasking(model, threat, masks=3)
+    labels = masking.predict(images.floats())
+    split = Split(images.images, labels)
+    found = masking.certify(split.floats(), labels, threat)
+    dataset = replace(load_dataset("mnist-mini"), test=split)
+    subject = Subject(masking, "0" * 64, dataset, Selection("mnist-mini"), torch.device("cpu"))
+    rows = subject.evidence(
+        Question("certify", threat, Selection("mnist-mini"), masking.describe()),
+        certificate_columns(found, torch.arange(6)),
+        {"guarantee": {"promise": "recovery", "confidence": 1.0}},
+    )
+    maps = certificate_maps(model, split, rows, 4)
+    assert len(maps) == 4
+    for each in maps:
+        assert bool((each.margins > 0).all()) == each.certified == bool(found.certified[each.index])
+        first, second = found.weakest_masks[each.index].tolist()
+        hidden = masking.mask_set(28, 28).hidden[[first, second]].any(dim=0).numpy()
+        assert each.copy is not None
+        assert (each.copy[0][hidden] == 128).all()
+        assert (each.copy[0][~hidden] == each.image[0][~hidden]).all()

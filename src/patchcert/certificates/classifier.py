@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, Self, final
 
 import numpy as np
 import torch
@@ -173,6 +173,14 @@ class Classifier(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """The method's name and every setting that decides a verdict, as plain JSON; evidence is named by it."""
+
+    @classmethod
+    def described(cls, model: nn.Module, description: Mapping[str, Any]) -> Self:
+        """The classifier of a model of which `describe` says this."""
+        names = {each.name for each in fields(cls)} - {"model"}  # pyright: ignore[reportArgumentType]
+        given = {name: value for name, value in description.items() if name in names}
+        settings = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        return cls(model, **settings)  # pyright: ignore[reportCallIssue]
 
     def images_per_block(self, device: torch.device) -> int | None:
         """How many images an interruptible proof certifies at a time; None where verdicts do not depend on it."""

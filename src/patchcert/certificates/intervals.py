@@ -109,6 +109,11 @@ class IntervalBounds(Classifier):
         given = {name: value for name, value in settings.items() if value is not None}
         return {"name": "IntervalBounds", "dtype": str(dtype).removeprefix("torch."), **given}
 
+    @classmethod
+    def described(cls, model: nn.Module, description: Mapping[str, Any]) -> "IntervalBounds":
+        settings = {name: value for name, value in description.items() if name not in ("name", "dtype")}
+        return cls(model, getattr(torch, description["dtype"]), **settings)
+
     def images_per_block(self, device: torch.device) -> int | None:
         if device.type != "cpu":
             return GPU_BLOCK

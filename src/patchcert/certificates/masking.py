@@ -7,7 +7,7 @@ rules and their proofs.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,11 @@ class _Masked(Classifier, _Settings):
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
         return {"name": type(self).__name__, "masked_threat": self.threat.to_dict(), **plain}
 
+    @classmethod
+    def described(cls, model: nn.Module, description: Mapping[str, Any]) -> Self:
+        threat = Patch.from_dict(description["masked_threat"])
+        return super().described(model, {**description, "threat": threat})
+
     def surrogate(self) -> nn.Module:
         """The mean of the model's softmax over a few fixed masks and pairs of masks, in logarithms."""
         return _MeanOverMasks(self)
@@ -175,6 +180,24 @@ class DoubleMasking(_Masked):
             lead=lead,
             weakest_masks=rows.weakest,
         )
+
+    def placement_leads(
+        self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
+    ) -> Annotated[Tensor, "n p"]:
+        """The least lead of the label over the row of the best mask that covers each placement.
+
+        A placement is proven where it exceeds `needed_lead`. Rows that cannot be proven are left at their first wrong
+        copy, so that their leads are upper bounds.
+        """
+        check_inputs(self.model, images, labels)
+        copies = _Copies(self, images)
+        check_labels(labels, copies.classes)
+        covering = self._covering(threat, copies.masks).to(images.device)
+        rows = _Rows(copies, labels, self.needed_lead)
+        rows.look_at_pairs(covering, for_map=True, progress=progress)
+        covers = copies.masks.covers(_patch(threat)).to(images.device)
+        hidden = torch.where(covers, 0.0, -torch.inf)
+        return torch.stack([(row + hidden).amax(dim=1) for row in rows.least])
 
     def _map(
         self, threat: AnyThreat, masks: MaskSet, least: Annotated[Tensor, "n m"]

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from patchcert.certificates import ABSTAINED, AnyThreat, method_named
+from patchcert.certificates import ABSTAINED, AnyThreat, Guarantee, method_named
 from patchcert.data import count_test_images
 from patchcert.errors import PatchcertError, RunError
 from patchcert.files import atomic_write
@@ -232,6 +232,13 @@ class Evidence:
         is_alert = self.columns["prediction_after"] == ABSTAINED
         forgiven = is_alert & (method is not None and method.promise == "detection")
         return self.columns["succeeded"] & ~forgiven
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What certificates promise; evidence that does not say it has the error rate among its settings."""
+        if "guarantee" in self.meta:
+            return Guarantee(**self.meta["guarantee"])
+        return Guarantee(confidence=1 - self.meta["classifier"].get("error_rate", 0.0))
 
     @property
     def is_undefended(self) -> bool:

@@ -296,6 +296,7 @@ _HEADINGS = {
     "prediction": "Prediction",
     "verdict": "Verdict",
     "margin": "Least margin",
+    "lead": "Least lead",
     "top": "Weakest at",
     "radius": "Radius in pixels",
     "votes": "Votes",
@@ -310,9 +311,10 @@ def _image_values(run: RunSummary, rows: Evidence) -> dict[str, list[Any]]:
         key: columns[key].tolist() for key in ("index", "label", "prediction", "radius") if key in columns
     }
     values |= {"verdict": _verdicts(rows), "outcome": _outcomes(run, rows)}
-    if "margin" in columns:
-        margins = columns["margin"].tolist()
-        values["margin"] = [float(f"{value:.4g}") if math.isfinite(value) else None for value in margins]
+    for name in ("margin", "lead"):
+        if name in columns:
+            found = columns[name].tolist()
+            values[name] = [float(f"{value:.4g}") if math.isfinite(value) else None for value in found]
     if "worst_top" in columns and (columns["worst_top"] >= 0).any():
         values |= {"top": columns["worst_top"].tolist(), "left": columns["worst_left"].tolist()}
     if "votes" in columns:
@@ -351,7 +353,7 @@ def _cell(key: str, values: Mapping[str, list[Any]], at: int, classes: Sequence[
         return class_name(classes, value)
     if key in ("verdict", "outcome"):
         return (VERDICTS if key == "verdict" else OUTCOMES)[value]
-    if key == "margin":
+    if key in ("margin", "lead"):
         return margin_text(math.nan if value is None else value)
     if key == "top":
         return f"{value}, {values['left'][at]}" if value >= 0 else ""

@@ -99,7 +99,7 @@ class RunSummary:
     @property
     def guarantee(self) -> Guarantee:
         """What the headline's certificates promise."""
-        return Guarantee() if self.headline is None else guarantee_of(self.headline)
+        return Guarantee() if self.headline is None else self.headline.guarantee
 
     @cached_property
     def headline_attacks(self) -> tuple[Evidence, ...]:
@@ -197,13 +197,6 @@ class RunSummary:
                         f"but {label} in the attack",
                         hint="both must come from the same data set; certify or attack the run again",
                     )
-
-
-def guarantee_of(rows: Evidence) -> Guarantee:
-    """What certificates promise; evidence that does not say it has the error rate among its classifier's settings."""
-    if "guarantee" in rows.meta:
-        return Guarantee(**rows.meta["guarantee"])
-    return Guarantee(confidence=1 - rows.meta["classifier"].get("error_rate", 0.0))
 
 
 @dataclass(frozen=True)
