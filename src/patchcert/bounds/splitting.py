@@ -1,0 +1,267 @@
+"""Branch and bound: a margin on a box is proven by parts, in each of which some units are on one side of their ReLU.
+
+The two halves of a unit's range cover it, so that a margin which is proven on both is proven. In a half the unit is
+linear, and the sign that its input has there enters the bound by a multiplier (Wang et al. 2021, Beta-CROWN).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from patchcert.bounds.linear import BackwardPass, Halves, LinearBound, intervals_within
+from patchcert.bounds.operations import Interval, is_relu
+from patchcert.bounds.reduction import Reduced
+from patchcert.bounds.rounding import NEAREST, Rounding
+
+Table = dict[int, Annotated[Tensor, "d _"]]
+"""Numbers for the units of each ReLU, by the number of its input."""
+
+Refute = Callable[[Annotated[Tensor, "d"], Annotated[Tensor, "d free"]], Annotated[Tensor, "d"]]
+"""Whether problems, given by their numbers, are refuted by values of the free inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """Outputs of reduced networks that are to be proven positive, each of an owner with whom it stands or falls."""
+
+    reduced: Reduced
+    boxes: Annotated[Tensor, "problems"]
+    outputs: Annotated[Tensor, "problems"]
+    owners: Annotated[Tensor, "problems"]
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Proven lower bounds of all problems; by owners, how many parts were bounded, and who was refuted."""
+
+    lower: Annotated[Tensor, "problems"]
+    nodes: Annotated[Tensor, "owners"]
+    is_refuted: Annotated[Tensor, "owners"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Parts of problems: the sides on which units are (1, -1, or 0 for both), and what has bounded them best so far."""
+
+    problem: Annotated[Tensor, "d"]
+    signs: Table
+    multipliers: Table
+    slopes: Table
+
+    def __len__(self) -> int:
+        return len(self.problem)
+
+    @staticmethod
+    def whole(problems: Problems) -> "Parts":
+        """Every problem as one part."""
+        known = {number: box.lower[problems.boxes] for number, box in problems.reduced.known.items()}
+        nothing = {number: torch.zeros_like(value) for number, value in known.items()}
+        halves = {number: torch.full_like(value, 0.5) for number, value in known.items()}
+        return Parts(torch.arange(len(problems), device=problems.boxes.device), nothing, nothing, halves)
+
+    def select(self, index: Annotated[Tensor, "chosen"]) -> "Parts":
+        """Some of the parts."""
+        tables = [{number: value[index] for number, value in table.items()} for table in self._tables]
+        return Parts(self.problem[index], *tables)
+
+    @staticmethod
+    def joined(parts: "Sequence[Parts]") -> "Parts":
+        """All of them in one."""
+        tables = [
+            {number: torch.cat([each._tables[place][number] for each in parts]) for number in table}
+            for place, table in enumerate(parts[0]._tables)
+        ]
+        return Parts(torch.cat([each.problem for each in parts]), *tables)
+
+    def halved(self, number: int, unit: Annotated[Tensor, "d"]) -> "Parts":
+        """Both halves of each part, at one unit of the ReLU whose input has this number."""
+        pair = Parts.joined([self, self])
+        signs = pair.signs[number].scatter(1, unit.repeat(2).unsqueeze(1), 1.0)
+        signs[len(self) :].scatter_(1, unit.unsqueeze(1), -1.0)
+        return replace(pair, signs={**pair.signs, number: signs})
+
+    @property
+    def _tables(self) -> tuple[Table, Table, Table]:
+        return self.signs, self.multipliers, self.slopes
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """Bounds `batch` parts at a time, by `iterations` steps of ascent on slopes and multipliers.
+
+    An owner is given up once `budget` of its parts were bounded.
+    """
+
+    rounding: Rounding
+    budget: int
+    iterations: int = 20
+    batch: int = 512
+    rate: float = 0.1
+
+    def solve(self, problems: Problems, refute: Refute) -> Outcome:
+        """Bounds of all problems; those that are not proven have the bound of the whole."""
+        return _Search(self, problems, refute).outcome()
+
+
+class _Search:
+    """One call: the parts that wait, depth first, and what is known of problems and owners."""
+
+    def __init__(self, settings: Splitting, problems: Problems, refute: Refute) -> None:
+        self.settings, self.problems, self.refute = settings, problems, refute
+        count, device = len(problems), problems.boxes.device
+        owners = int(problems.owners.amax()) + 1 if count else 0
+        dtype = problems.reduced.box.lower.dtype
+        self.whole = torch.full((count,), -torch.inf, dtype=dtype, device=device)
+        self.least = torch.full((count,), torch.inf, dtype=dtype, device=device)
+        self.nodes = torch.zeros(owners, dtype=torch.long, device=device)
+        self.is_refuted = torch.zeros(owners, dtype=torch.bool, device=device)
+        self.is_given_up = torch.zeros(owners, dtype=torch.bool, device=device)
+        self.waiting = [Parts.whole(problems)] if count else []
+
+    def outcome(self) -> Outcome:
+        while self.waiting:
+            parts = self._next()
+            if len(parts):
+                self._step(parts)
+        failed = (self.is_refuted | self.is_given_up)[self.problems.owners]
+        # Of an owner that failed, problems may have parts that were never bounded: only the bound of the whole is sure.
+        return Outcome(torch.where(failed, self.whole, self.least), self.nodes, self.is_refuted)
+
+    def _next(self) -> Parts:
+        """The last parts that wait, those of owners who failed left out."""
+        taken, missing = [], self.settings.batch
+        while self.waiting and missing > 0:
+            parts = self.waiting.pop()
+            failed = (self.is_refuted | self.is_given_up)[self.problems.owners[parts.problem]]
+            index = (~failed).nonzero().flatten()
+            if len(index) > missing:
+                self.waiting.append(parts.select(index[:-missing]))
+                index = index[-missing:]
+            taken.append(parts.select(index))
+            missing -= len(index)
+        return Parts.joined(taken)
+
+    def _step(self, parts: Parts) -> None:
+        """Bounds parts; halves those that are not proven."""
+        problem, problems = parts.problem, self.problems
+        owners = problems.owners[problem]
+        self.nodes.index_add_(0, owners, torch.ones_like(owners))
+        pass_ = _PartsPass.of(parts, problems, self.settings)
+        parts, bound = pass_.ascended(parts)
+        lower = torch.where(pass_.is_empty, torch.inf, bound.lower[:, 0])
+        self._note(problem, lower)
+        rest = (~(lower > 0)).nonzero().flatten()
+        if not len(rest):
+            return
+        corners = bound.minimisers(pass_.reduced.box)[:, 0]
+        refuted = self.refute(problem[rest], corners[rest])
+        self.is_refuted[owners[rest][refuted]] = True
+        scores = pass_.scores(bound)
+        number = torch.stack([score.amax(dim=1) for score in scores.values()], dim=1)[rest]
+        is_stuck = ~(number.amax(dim=1) > 0)
+        self.is_given_up[owners[rest][is_stuck]] = True
+        self.is_given_up |= self.nodes >= self.settings.budget
+        best = number.argmax(dim=1)
+        for place, (key, score) in enumerate(scores.items()):
+            chosen = rest[(best == place) & ~is_stuck]
+            if len(chosen):
+                self.waiting.append(parts.select(chosen).halved(key, score[chosen].argmax(dim=1)))
+
+    def _note(self, problem: Tensor, lower: Tensor) -> None:
+        first = self.whole[problem] == -torch.inf
+        self.whole[problem[first]] = lower[first]
+        proven = lower > 0
+        self.least.scatter_reduce_(0, problem[proven], lower[proven], "amin")
+
+
+@dataclass(frozen=True, slots=True)
+class _PartsPass:
+    """Parts with the reduced networks of their problems, and the intervals that hold in them."""
+
+    reduced: Reduced
+    intervals: list[Interval]
+    forms: Annotated[Tensor, "d 1 _"]
+    is_empty: Annotated[Tensor, "d"]
+    settings: Splitting
+
+    @staticmethod
+    def of(parts: Parts, problems: Problems, settings: Splitting) -> "_PartsPass":
+        small = problems.reduced.select(problems.boxes[parts.problem])
+        known = {number: _on_side(box, parts.signs[number]) for number, box in small.known.items()}
+        intervals = intervals_within(small.network, small.box, known, settings.rounding)
+        is_empty = torch.stack([(box.lower > box.upper).any(dim=1) for box in intervals]).any(dim=0)
+        outputs = problems.outputs[parts.problem]
+        size = intervals[-1].lower.shape[1]
+        forms = torch.nn.functional.one_hot(outputs, size).to(small.box.lower.dtype).unsqueeze(1)
+        return _PartsPass(small, intervals, forms, is_empty, settings)
+
+    def bound(self, parts: Parts, rounding: Rounding) -> LinearBound:
+        halves = {number: Halves(sign, parts.multipliers[number]) for number, sign in parts.signs.items()}
+        whole = BackwardPass(self.reduced.network, self.intervals, parts.slopes, rounding, halves)
+        return whole.bound(self.forms, len(self.reduced.network.steps))
+
+    def ascended(self, parts: Parts) -> tuple[Parts, LinearBound]:
+        """The parts with slopes and multipliers that bound them better, and the sound bound by these."""
+        best = parts
+        highest = self.bound(parts, NEAREST).lower[:, 0]
+        with torch.enable_grad():
+            free = [table[number].clone().requires_grad_() for table in (parts.multipliers, parts.slopes) for number in table]
+            count = len(parts.signs)
+            optimiser = torch.optim.Adam(free, self.settings.rate, maximize=True)
+            for _ in range(self.settings.iterations):
+                tried = replace(
+                    parts,
+                    multipliers=dict(zip(parts.signs, free[:count], strict=True)),
+                    slopes=dict(zip(parts.signs, free[count:], strict=True)),
+                )
+                lower = self.bound(tried, NEAREST).lower[:, 0]
+                best, highest = _better(best, highest, tried, lower.detach())
+                if bool(((highest > 0) | self.is_empty).all()):
+                    break
+                optimiser.zero_grad()
+                lower.sum().backward()
+                optimiser.step()
+                with torch.no_grad():
+                    for value in free[:count]:
+                        value.clamp_(min=0)
+                    for value in free[count:]:
+                        value.clamp_(0, 1)
+        return best, self.bound(best, self.settings.rounding)
+
+    def scores(self, bound: LinearBound) -> Table:
+        """How much the bound may lose at each unit that can bend; 0 at the others."""
+        found = {}
+        for number, step in enumerate(self.reduced.network.steps, start=1):
+            if not is_relu(step.operation):
+                continue
+            source = step.inputs[0]
+            box = self.intervals[source]
+            is_bent = (box.lower < 0) & (box.upper > 0)
+            forms = bound.carried.seen.get(number)
+            weight = torch.zeros_like(box.lower) if forms is None else forms[:, 0]
+            gap = box.upper * -box.lower / (box.upper - box.lower)
+            size = torch.where(weight < 0, -weight, 0.1 * weight) + 1e-9
+            found[source] = torch.where(is_bent, size * gap, 0.0)
+        return found
+
+
+def _on_side(box: Interval, signs: Tensor) -> Interval:
+    lower = torch.where(signs > 0, box.lower.clamp(min=0), box.lower)
+    return Interval(lower, torch.where(signs < 0, box.upper.clamp(max=0), box.upper))
+
+
+def _better(best: Parts, highest: Tensor, tried: Parts, lower: Tensor) -> tuple[Parts, Tensor]:
+    is_higher = (lower > highest).unsqueeze(1)
+
+    def chosen(old: Table, new: Table) -> Table:
+        return {number: torch.where(is_higher, new[number].detach(), old[number]) for number in old}
+
+    multipliers = chosen(best.multipliers, tried.multipliers)
+    better = replace(best, multipliers=multipliers, slopes=chosen(best.slopes, tried.slopes))
+    return better, torch.maximum(highest, lower)
