@@ -38,11 +38,11 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Proven lower bounds of all problems; by owners, how many parts were bounded, and who was refuted."""
+    """Proven lower bounds of all problems; by owners, how many parts were bounded in all, and who was given up."""
 
     lower: Annotated[Tensor, "problems"]
     nodes: Annotated[Tensor, "owners"]
-    is_refuted: Annotated[Tensor, "owners"]
+    is_given_up: Annotated[Tensor, "owners"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +104,25 @@ class Splitting:
     batch: int = 512
     rate: float = 0.1
 
-    def solve(self, problems: Problems, refute: Refute) -> Outcome:
-        """Bounds of all problems; those that are not proven have the bound of the whole."""
-        return _Search(self, problems, refute).outcome()
+    def solve(self, problems: Problems, spent: Annotated[Tensor, "owners"], refute: Refute) -> Outcome:
+        """Bounds of all problems; those that are not proven have the bound of the whole.
+
+        `spent` are the parts that owners have taken before, which count for the budget.
+        """
+        return _Search(self, problems, spent, refute).outcome()
 
 
 class _Search:
     """One call: the parts that wait, depth first, and what is known of problems and owners."""
 
-    def __init__(self, settings: Splitting, problems: Problems, refute: Refute) -> None:
+    def __init__(self, settings: Splitting, problems: Problems, spent: Tensor, refute: Refute) -> None:
         self.settings, self.problems, self.refute = settings, problems, refute
-        count, device = len(problems), problems.boxes.device
-        owners = int(problems.owners.amax()) + 1 if count else 0
-        dtype = problems.reduced.box.lower.dtype
-        self.whole = torch.full((count,), -torch.inf, dtype=dtype, device=device)
-        self.least = torch.full((count,), torch.inf, dtype=dtype, device=device)
-        self.nodes = torch.zeros(owners, dtype=torch.long, device=device)
-        self.is_refuted = torch.zeros(owners, dtype=torch.bool, device=device)
-        self.is_given_up = torch.zeros(owners, dtype=torch.bool, device=device)
+        count, ends = len(problems), problems.reduced.box.lower
+        self.whole = ends.new_full((count,), -torch.inf)
+        self.least = ends.new_full((count,), torch.inf)
+        self.nodes = spent.clone()
+        self.is_given_up = spent >= settings.budget
+        self.is_refuted = torch.zeros_like(self.is_given_up)
         self.waiting = [Parts.whole(problems)] if count else []
 
     def outcome(self) -> Outcome:
@@ -131,7 +132,7 @@ class _Search:
                 self._step(parts)
         failed = (self.is_refuted | self.is_given_up)[self.problems.owners]
         # Of an owner that failed, problems may have parts that were never bounded: only the bound of the whole is sure.
-        return Outcome(torch.where(failed, self.whole, self.least), self.nodes, self.is_refuted)
+        return Outcome(torch.where(failed, self.whole, self.least), self.nodes, self.is_given_up)
 
     def _next(self) -> Parts:
         """The last parts that wait, those of owners who failed left out."""

@@ -70,7 +70,9 @@ class Certificates:
     not have is None: `placements` is the certificate map, whether the image is proven with the patch at each
     placement; `margins` are proven lower bounds of logit[label] - logit[class] over the threat, 0 at the label, and
     `worst_placement` is the (top, left) where the least of them lies, (-1, -1) for threats without placements;
-    `radius` is how many pixels may change, -1 where nothing is proven, and `ballots` are the votes behind it.
+    `radius` is how many pixels may change, -1 where nothing is proven, and `ballots` are the votes behind it. `broken`
+    says where a member of the threat was found that the classifier gets wrong, and `counterexamples` are these members,
+    elsewhere the clean images; what is predicted rightly and neither certified nor broken is open.
     """
 
     certified: Annotated[Tensor, "n"]
@@ -82,13 +84,15 @@ class Certificates:
     worst_placement: Annotated[Tensor, "n 2"] | None = None
     radius: Annotated[Tensor, "n"] | None = None
     ballots: Ballots | None = None
+    broken: Annotated[Tensor, "n"] | None = None
+    counterexamples: Annotated[Tensor, "n c h w"] | None = None
 
     def __repr__(self) -> str:
         right = int((self.predictions == self.labels).sum())
-        return (
-            f"Certificates({len(self)} images, {right} right, {int(self.certified.sum())} certified: "
-            f"{self.guarantee})"
-        )
+        counts = f"{right} right, {int(self.certified.sum())} certified"
+        if self.broken is not None and self.open is not None:
+            counts += f", {int(self.broken.sum())} broken, {int(self.open.sum())} open"
+        return f"Certificates({len(self)} images, {counts}: {self.guarantee})"
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -102,6 +106,13 @@ class Certificates:
     def certified_accuracy(self) -> float:
         """The share of images that are certified; NaN without images."""
         return _share(self.certified)
+
+    @property
+    def open(self) -> Annotated[Tensor, "n"] | None:
+        """Predicted rightly, but neither certified nor broken; None where nothing was tried to break."""
+        if self.broken is None:
+            return None
+        return (self.predictions == self.labels) & ~self.certified & ~self.broken
 
     @property
     def least_margin(self) -> Annotated[Tensor, "n"] | None:
