@@ -61,7 +61,8 @@ def shifted(
     """
     if not rounding.is_outward:
         return forms.new_zeros(forms.shape[:2])
-    rows = (forms.abs() * magnitude.unsqueeze(1)).flatten(2)
+    # Where the sum behind the magnitude underflows, it is short of less than tiny.
+    rows = (forms.abs() * (magnitude + rounding.tiny).unsqueeze(1)).flatten(2)
     rounding.gamma(rows.shape[2])  # refuses sums too long for the error to be within a factor of 2
     return rows.sum(dim=2) * rounding.gamma(roundings)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from patchcert.bounds.forms import Forms, PerForm, Pulled, summed
 from patchcert.bounds.network import Network, Step
-from patchcert.bounds.operations import Affine, Interval, is_relu
+from patchcert.bounds.operations import Add, Affine, Interval, Reshape, is_relu
 from patchcert.bounds.rounding import NEAREST, Rounding
 from patchcert.tensors import Labels
 
@@ -175,11 +175,12 @@ class BackwardPass:
         return total, sizes * (2 * self.rounding.unit) + self.rounding.tiny / self.rounding.unit
 
     def _lowered(self, constant: PerForm, error: PerForm) -> PerForm:
-        """Twice the error pays for its own rounding (see `forms`); the last difference is off by a unit of itself."""
+        """Twice the error pays for its own rounding (see `forms`)."""
         if not self.rounding.is_outward:
             return constant
         lower = constant - 2 * error
-        return lower - (lower.abs() * (2 * self.rounding.unit) + self.rounding.tiny)
+        # Both differences are off by a unit of themselves.
+        return lower - (lower.abs() * (4 * self.rounding.unit) + self.rounding.tiny)
 
 
 def least(forms: Forms, box: Interval, rounding: Rounding) -> tuple[PerForm, PerForm]:
@@ -218,8 +219,8 @@ def linear_margins(
 def reference_margin(network: Network, box: Interval, label: int, target: int, slope: Slope) -> float:
     """The linear bound of one class on one box in float64, nothing batched and nothing clever.
 
-    Layers are written out as matrices, units are passed one by one, and rounding is to nearest. `bound` is held equal
-    to it.
+    Affine layers are written out as matrices, ReLUs are passed unit by unit, what is neither counts by its interval, and
+    rounding is to nearest. `BackwardPass` is held equal to it, and is better where it has more rules.
     """
     intervals = network.intervals(box)
     forms = [torch.zeros(value.lower[0].numel(), dtype=torch.float64) for value in intervals]
@@ -230,7 +231,7 @@ def reference_margin(network: Network, box: Interval, label: int, target: int, s
         step, form = network.steps[number - 1], forms[number]
         inputs = [intervals[index] for index in step.inputs]
         if isinstance(step.operation, Affine):
-            matrix, offset = _written_out(step.operation, inputs[0].lower)
+            matrix, offset = written_out(step.operation, inputs[0].lower)
             forms[step.inputs[0]] += form @ matrix
             constant += float(form @ offset)
         elif is_relu(step.operation):
@@ -240,11 +241,11 @@ def reference_margin(network: Network, box: Interval, label: int, target: int, s
                 line, intercept = _line(coefficient, lower[unit], upper[unit], lines[unit])
                 forms[step.inputs[0]][unit] += coefficient * line
                 constant += coefficient * intercept
-        elif step.operation.backward(form[None, None].reshape(1, 1, *intervals[number].shape[1:]), *inputs, slope=None, rounding=NEAREST) is None:
-            constant += _least_of(form, intervals[number])
-        else:
+        elif isinstance(step.operation, Add | Reshape):
             for index in step.inputs:
                 forms[index] += form
+        else:
+            constant += _least_of(form, intervals[number])
     return constant + _least_of(forms[0], intervals[0])
 
 
@@ -260,7 +261,10 @@ def _line(coefficient: float, lower: float, upper: float, slope: float) -> tuple
     return chord, -chord * lower
 
 
-def _written_out(operation: Affine, like: Tensor) -> tuple[Tensor, Tensor]:
+def written_out(
+    operation: Affine, like: Annotated[Tensor, "1 ..."]
+) -> tuple[Annotated[Tensor, "outputs inputs"], Annotated[Tensor, "outputs"]]:
+    """The matrix and the offset of an affine operation on inputs like the given one."""
     basis = torch.eye(like[0].numel(), dtype=like.dtype).reshape(-1, *like.shape[1:])
     offset = operation.forward(torch.zeros_like(like)).flatten()
     return operation.map(basis, precise=False).flatten(1).T, offset

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -662,12 +662,31 @@ class MaxPool(Operation):
     padding: ClassVar[float] = -torch.inf
 
     def forward(self, *inputs: Tensor) -> Annotated[Tensor, "... _ _"]:
-        kernel, stride, dilation = self.geometry.kernel, self.geometry.stride, self.geometry.dilation
-        top, _, left, _ = self.geometry.padding
-        return F.max_pool2d(inputs[0], kernel, stride, (top, left), dilation, self.ceil_mode)
+        return self._pooled(inputs[0], F.max_pool2d)
 
     def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
         return inputs[0].map(self.forward)
+
+    def backward(
+        self, forms: Forms, *inputs: Interval, slope: Tensor | None, rounding: Rounding
+    ) -> Pulled | None:
+        """The largest value is at least the one with the largest lower end, and at most the largest upper end."""
+        (box,) = inputs
+        _, chosen = self._pooled(box.lower, F.max_pool2d_with_indices)
+        rising = forms.clamp(min=0)
+        places = chosen.flatten(2).unsqueeze(1).expand(*forms.shape[:3], -1)
+        moved = forms.new_zeros(*forms.shape[:3], box.shape[2] * box.shape[3])
+        moved = moved.scatter_add(3, places, rising.flatten(3)).unflatten(3, box.shape[2:])
+        constant, error = summed(forms.clamp(max=0) * self.forward(box.upper).unsqueeze(1), 1, rounding)
+        # A value can be chosen by as many kernels as have it in sight.
+        reached = self.forward(box.magnitude)
+        error = error + shifted(rising, reached, math.prod(self.geometry.kernel), rounding)
+        return Pulled((moved,), constant, error)
+
+    def _pooled(self, value: Tensor, pool: Callable[..., Any]) -> Any:  # noqa: ANN401 - what the function gives
+        top, _, left, _ = self.geometry.padding
+        kernel, stride, dilation = self.geometry.kernel, self.geometry.stride, self.geometry.dilation
+        return pool(value, kernel, stride, (top, left), dilation, self.ceil_mode)
 
     def places(self, area: FeatureMap) -> Geometry:
         if self.ceil_mode:

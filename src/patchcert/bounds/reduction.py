@@ -131,14 +131,15 @@ def reduced(
     """
     if not is_piecewise_linear(network):
         return None
-    places, is_free = marked(box.upper > box.lower)
-    made = _Reduction(network, box, places, is_free, rounding)
-    for number, step in enumerate(network.steps, start=1):
-        if is_relu(step.operation):
-            made.add_units(step, number)
-    forms = margin_forms(labels, targets, classes, box.lower.dtype)
-    made.append(forms, len(network.steps))
-    return Reduced(made.small, made.free, made.known_small, places, is_free)
+    made = _Reduction(network, box, rounding)
+    try:
+        for number, step in enumerate(network.steps, start=1):
+            if is_relu(step.operation):
+                made.add_units(step, number)
+        made.append(margin_forms(labels, targets, classes, box.lower.dtype), len(network.steps))
+    except NotCovered:
+        return None
+    return Reduced(made.small, made.free, made.known_small, made.places, made.is_free)
 
 
 def is_piecewise_linear(network: Network) -> bool:
@@ -156,75 +157,83 @@ def marked(mask: Annotated[Tensor, "n ..."]) -> tuple[Annotated[Tensor, "n _"], 
     return order, rows.gather(1, order)
 
 
-class _Reduction:
-    """The reduced network, as far as it is built."""
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """Units of a ReLU that remain: their places in its flattened result, which of them count, and their number in the
+    reduced network."""
 
-    def __init__(
-        self, network: Network, box: Interval, places: Tensor, is_free: Tensor, rounding: Rounding
-    ) -> None:
+    places: Annotated[Tensor, "n v"]
+    counts: Annotated[Tensor, "n v"]
+    number: int
+
+    def mask(self, like: Annotated[Tensor, "n ..."]) -> Annotated[Tensor, "n ..."]:
+        """True at these units of a result."""
+        flags = torch.zeros_like(like, dtype=torch.bool).flatten(1)
+        return flags.scatter(1, self.places, self.counts).reshape(like.shape)
+
+
+class _Reduction:
+    """The reduced network, as far as it is built: the units that remain of each ReLU, by the number of its result."""
+
+    def __init__(self, network: Network, box: Interval, rounding: Rounding) -> None:
         self.network, self.box, self.rounding = network, box, rounding
-        self.places, self.is_free = places, is_free
-        self.free = box.map(lambda part: part.flatten(1).gather(1, places) * is_free)
+        self.places, self.is_free = marked(box.upper > box.lower)
+        self.free = box.map(lambda part: part.flatten(1).gather(1, self.places) * self.is_free)
         self.small = Network(())
+        self.intervals = network.intervals(box, rounding)
         self.known: dict[int, Interval] = {}
         self.known_small: dict[int, Interval] = {}
-        self.units: dict[int, tuple[Tensor, Tensor]] = {}
-        self.numbers: dict[int, int] = {}
-        self.intervals = network.intervals(box, rounding)
+        self.units: dict[int, _Units] = {}
 
     def add_units(self, step: Step, number: int) -> None:
         """The units of a ReLU that can bend, with bounds as tight as linear ones."""
-        source = step.inputs[0]
+        (source,) = step.inputs
         before = self.intervals[source]
+        # Intervals that are computed anew later may differ in their last bits: this makes sure that what cannot bend
+        # now never can.
+        self.known[source] = before
         places, counts = marked((before.lower < 0) & (before.upper > 0))
         if not bool(counts.any()):
             return
-        size = before.lower[0].numel()
-        forms = torch.nn.functional.one_hot(places, size).to(before.lower.dtype) * counts.unsqueeze(2)
-        self.append(forms.reshape(*places.shape, *before.shape[1:]), source)
+        forms = torch.nn.functional.one_hot(places, before.lower[0].numel()).to(before.lower.dtype)
+        forms = (forms * counts.unsqueeze(2)).reshape(*places.shape, *before.shape[1:])
+        self.append(forms, source)
         bounds = self._tight(before.map(lambda part: part.flatten(1).gather(1, places) * counts))
         last = len(self.small.steps)
         self.known_small[last] = bounds
         self.known[source] = Interval(
-            before.lower.flatten(1).scatter(1, places, _where(counts, bounds.lower, before.lower, places)),
-            before.upper.flatten(1).scatter(1, places, _where(counts, bounds.upper, before.upper, places)),
-        ).map(lambda part: part.reshape(before.shape))
+            _replaced(before.lower, places, counts, bounds.lower),
+            _replaced(before.upper, places, counts, bounds.upper),
+        )
         self.intervals = intervals_within(self.network, self.box, self.known, self.rounding)
         self.small = Network((*self.small.steps, Step(step.name, step.operation, (last,))))
-        self.units[number], self.numbers[number] = (places, counts), last + 1
+        self.units[number] = _Units(places, counts, last + 1)
 
     def append(self, forms: Forms, index: int) -> None:
-        """Forms of value `index`, as the next step of the reduced network."""
-        kept = {number: self._mask(number) for number in self.numbers}
+        """Forms of value `index`, as the next step of the reduced network.
+
+        All that can bend on the way is kept. So nothing is lost but by rounding, and the error holds for both sides.
+        """
+        kept = {number: units.mask(self.intervals[number].lower) for number, units in self.units.items()}
         whole = BackwardPass(self.network, self.intervals, rounding=self.rounding, kept=kept)
         carried = whole.carry(forms, index)
         if carried.by_interval:
             raise NotCovered(f"layer {carried.by_interval[0]!r} has no linear rule")
-        image = carried.image.flatten(2)
-        fixed = image.clone().scatter(
-            2, self.places.unsqueeze(1).expand(-1, image.shape[1], -1),
-            _gathered(image, self.places) * (~self.is_free).unsqueeze(1),
-        )
+        image, is_free = carried.image.flatten(2), self.is_free.unsqueeze(1)
+        moving = _gathered(image, self.places) * is_free
+        fixed = image.masked_fill((self.box.upper > self.box.lower).flatten(1).unsqueeze(1), 0.0)
         constant, error = summed(fixed * self.box.lower.flatten(1).unsqueeze(1), 1, self.rounding)
-        weights = [_gathered(image, self.places) * self.is_free.unsqueeze(1)]
-        inputs = [0]
-        for number, small in self.numbers.items():
+        inputs, weights = [0], [moving]
+        for number, units in self.units.items():
             if number in carried.seen:
-                places, counts = self.units[number]
-                weights.append(_gathered(carried.seen[number].flatten(2), places) * counts.unsqueeze(1))
-                inputs.append(small)
+                inputs.append(units.number)
+                seen = carried.seen[number].flatten(2)
+                weights.append(_gathered(seen, units.places) * units.counts.unsqueeze(1))
         total = carried.constant + constant
         # As in `BackwardPass`: the sum is off by a unit of itself, and an error counts twice.
         error = 2 * (carried.error + error + total.abs() * (2 * self.rounding.unit))
         step = Step("units", Mixture(tuple(weights), total, error), tuple(inputs))
         self.small = Network((*self.small.steps, step))
-
-    def _mask(self, number: int) -> Tensor:
-        """The units of a ReLU's output that remain."""
-        places, counts = self.units[number]
-        source = self.intervals[number].lower
-        flags = torch.zeros_like(source, dtype=torch.bool).flatten(1)
-        return flags.scatter(1, places, counts).reshape(source.shape)
 
     def _tight(self, before: Interval) -> Interval:
         """Bounds of the units that were appended last, by intervals and by linear bounds."""
@@ -248,5 +257,12 @@ def _gathered(
     return forms.gather(2, places.unsqueeze(1).expand(-1, forms.shape[1], -1))
 
 
-def _where(counts: Tensor, ours: Tensor, whole: Tensor, places: Tensor) -> Tensor:
-    return torch.where(counts, ours, whole.flatten(1).gather(1, places))
+def _replaced(
+    whole: Annotated[Tensor, "n ..."],
+    places: Annotated[Tensor, "n v"],
+    counts: Annotated[Tensor, "n v"],
+    values: Annotated[Tensor, "n v"],
+) -> Annotated[Tensor, "n ..."]:
+    """The whole with other values at some places, where they count."""
+    rows = whole.flatten(1)
+    return rows.scatter(1, places, torch.where(counts, values, rows.gather(1, places))).reshape(whole.shape)

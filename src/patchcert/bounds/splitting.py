@@ -119,9 +119,10 @@ class _Search:
         self.settings, self.problems, self.refute = settings, problems, refute
         count, ends = len(problems), problems.reduced.box.lower
         self.whole = ends.new_full((count,), -torch.inf)
+        self.is_new = torch.ones_like(problems.boxes, dtype=torch.bool)
         self.least = ends.new_full((count,), torch.inf)
         self.nodes = spent.clone()
-        self.is_given_up = spent >= settings.budget
+        self.is_given_up = torch.zeros_like(spent, dtype=torch.bool)
         self.is_refuted = torch.zeros_like(self.is_given_up)
         self.waiting = [Parts.whole(problems)] if count else []
 
@@ -139,8 +140,9 @@ class _Search:
         taken, missing = [], self.settings.batch
         while self.waiting and missing > 0:
             parts = self.waiting.pop()
-            failed = (self.is_refuted | self.is_given_up)[self.problems.owners[parts.problem]]
-            index = (~failed).nonzero().flatten()
+            owners = self.problems.owners[parts.problem]
+            self.is_given_up[owners[self.nodes[owners] >= self.settings.budget]] = True
+            index = (~(self.is_refuted | self.is_given_up)[owners]).nonzero().flatten()
             if len(index) > missing:
                 self.waiting.append(parts.select(index[:-missing]))
                 index = index[-missing:]
@@ -153,36 +155,40 @@ class _Search:
         problem, problems = parts.problem, self.problems
         owners = problems.owners[problem]
         self.nodes.index_add_(0, owners, torch.ones_like(owners))
-        pass_ = _PartsPass.of(parts, problems, self.settings)
-        parts, bound = pass_.ascended(parts)
-        lower = torch.where(pass_.is_empty, torch.inf, bound.lower[:, 0])
+        look = _Look.of(parts, problems, self.settings)
+        parts, bound = look.ascended(parts)
+        lower = torch.where(look.is_empty, torch.inf, bound.lower[:, 0])
         self._note(problem, lower)
         rest = (~(lower > 0)).nonzero().flatten()
         if not len(rest):
             return
-        corners = bound.minimisers(pass_.reduced.box)[:, 0]
+        corners = bound.minimisers(look.reduced.box)[:, 0]
         refuted = self.refute(problem[rest], corners[rest])
         self.is_refuted[owners[rest][refuted]] = True
-        scores = pass_.scores(bound)
-        number = torch.stack([score.amax(dim=1) for score in scores.values()], dim=1)[rest]
-        is_stuck = ~(number.amax(dim=1) > 0)
-        self.is_given_up[owners[rest][is_stuck]] = True
-        self.is_given_up |= self.nodes >= self.settings.budget
-        best = number.argmax(dim=1)
-        for place, (key, score) in enumerate(scores.items()):
-            chosen = rest[(best == place) & ~is_stuck]
+        self._halve(parts.select(rest), {key: score[rest] for key, score in look.scores(bound).items()})
+
+    def _halve(self, parts: Parts, scores: Table) -> None:
+        """Each part at the unit of the highest score; an owner of a part that has none is given up."""
+        largest = [score.amax(dim=1) for score in scores.values()]
+        tops = torch.stack([torch.zeros_like(self.least[parts.problem]), *largest], dim=1)
+        best = tops.nan_to_num(0.0).argmax(dim=1)
+        self.is_given_up[self.problems.owners[parts.problem[best == 0]]] = True
+        for place, (number, score) in enumerate(scores.items(), start=1):
+            chosen = (best == place).nonzero().flatten()
             if len(chosen):
-                self.waiting.append(parts.select(chosen).halved(key, score[chosen].argmax(dim=1)))
+                self.waiting.append(parts.select(chosen).halved(number, score[chosen].argmax(dim=1)))
 
     def _note(self, problem: Tensor, lower: Tensor) -> None:
-        first = self.whole[problem] == -torch.inf
+        """Keep the bounds: the first part of a problem is the whole."""
+        first = self.is_new[problem]
         self.whole[problem[first]] = lower[first]
+        self.is_new[problem] = False
         proven = lower > 0
         self.least.scatter_reduce_(0, problem[proven], lower[proven], "amin")
 
 
 @dataclass(frozen=True, slots=True)
-class _PartsPass:
+class _Look:
     """Parts with the reduced networks of their problems, and the intervals that hold in them."""
 
     reduced: Reduced
@@ -192,7 +198,7 @@ class _PartsPass:
     settings: Splitting
 
     @staticmethod
-    def of(parts: Parts, problems: Problems, settings: Splitting) -> "_PartsPass":
+    def of(parts: Parts, problems: Problems, settings: Splitting) -> "_Look":
         small = problems.reduced.select(problems.boxes[parts.problem])
         known = {number: _on_side(box, parts.signs[number]) for number, box in small.known.items()}
         intervals = intervals_within(small.network, small.box, known, settings.rounding)
@@ -200,7 +206,7 @@ class _PartsPass:
         outputs = problems.outputs[parts.problem]
         size = intervals[-1].lower.shape[1]
         forms = torch.nn.functional.one_hot(outputs, size).to(small.box.lower.dtype).unsqueeze(1)
-        return _PartsPass(small, intervals, forms, is_empty, settings)
+        return _Look(small, intervals, forms, is_empty, settings)
 
     def bound(self, parts: Parts, rounding: Rounding) -> LinearBound:
         halves = {number: Halves(sign, parts.multipliers[number]) for number, sign in parts.signs.items()}
