@@ -19,6 +19,9 @@ from patchcert.bounds.rounding import NEAREST, Rounding
 Table = dict[int, Annotated[Tensor, "d _"]]
 """Numbers for the units of each ReLU, by the number of its input."""
 
+_SHORTER = 0.95
+"""By this factor a step of ascent is shorter than the one before."""
+
 Refute = Callable[[Annotated[Tensor, "d"], Annotated[Tensor, "d free"]], Annotated[Tensor, "d"]]
 """Whether problems, given by their numbers, are refuted by values of the free inputs."""
 
@@ -168,7 +171,7 @@ class _Search:
         self._halve(parts.select(rest), {key: score[rest] for key, score in look.scores(bound).items()})
 
     def _halve(self, parts: Parts, scores: Table) -> None:
-        """Each part at the unit of the highest score; an owner of a part that has none is given up."""
+        """Each part at the unit of the highest score; the owner of a part without one is given up."""
         largest = [score.amax(dim=1) for score in scores.values()]
         tops = torch.stack([torch.zeros_like(self.least[parts.problem]), *largest], dim=1)
         best = tops.nan_to_num(0.0).argmax(dim=1)
@@ -214,31 +217,35 @@ class _Look:
         return whole.bound(self.forms, len(self.reduced.network.steps))
 
     def ascended(self, parts: Parts) -> tuple[Parts, LinearBound]:
-        """The parts with slopes and multipliers that bound them better, and the sound bound by these."""
-        best = parts
-        highest = self.bound(parts, NEAREST).lower[:, 0]
-        with torch.enable_grad():
-            free = [table[number].clone().requires_grad_() for table in (parts.multipliers, parts.slopes) for number in table]
-            count = len(parts.signs)
-            optimiser = torch.optim.Adam(free, self.settings.rate, maximize=True)
-            for _ in range(self.settings.iterations):
+        """The parts with slopes and multipliers that bound them better, and the sound bound by these.
+
+        Steps are those of Adam, and grow shorter. Multipliers are in units of the largest coefficient that an input of a
+        ReLU had at first: how the logits are scaled does not matter.
+        """
+        first = self.bound(parts, NEAREST)
+        best, highest = parts, first.lower[:, 0]
+        keys = [(name, number) for name in ("multipliers", "slopes") for number in parts.signs]
+        scale = _largest([first.carried.seen[number] for number in parts.signs if number in first.carried.seen])
+        units = {key: scale if key[0] == "multipliers" else 1.0 for key in keys}
+        values = {(name, number): getattr(parts, name)[number] for name, number in keys}
+        means = {key: (torch.zeros_like(values[key]), torch.zeros_like(values[key])) for key in keys}
+        for step in range(1, self.settings.iterations + 1 if keys else 1):
+            with torch.enable_grad():
+                values = {key: value.detach().requires_grad_() for key, value in values.items()}
                 tried = replace(
-                    parts,
-                    multipliers=dict(zip(parts.signs, free[:count], strict=True)),
-                    slopes=dict(zip(parts.signs, free[count:], strict=True)),
+                    parts, **{name: {number: values[name, number] for number in parts.signs} for name, _ in keys}
                 )
                 lower = self.bound(tried, NEAREST).lower[:, 0]
-                best, highest = _better(best, highest, tried, lower.detach())
-                if bool(((highest > 0) | self.is_empty).all()):
-                    break
-                optimiser.zero_grad()
-                lower.sum().backward()
-                optimiser.step()
-                with torch.no_grad():
-                    for value in free[:count]:
-                        value.clamp_(min=0)
-                    for value in free[count:]:
-                        value.clamp_(0, 1)
+                gradients = torch.autograd.grad(lower.sum(), list(values.values()), allow_unused=True)
+            best, highest = _better(best, highest, tried, lower.detach())
+            if bool(((highest > 0) | self.is_empty).all()):
+                break
+            rate = self.settings.rate * _SHORTER**step
+            for key, gradient in zip(keys, gradients, strict=True):
+                if gradient is not None:
+                    move, means[key] = _adam(gradient * units[key], means[key], step)
+                    values[key] = values[key].detach() + rate * units[key] * move
+                    values[key] = values[key].clamp(0, None if key[0] == "multipliers" else 1)
         return best, self.bound(best, self.settings.rounding)
 
     def scores(self, bound: LinearBound) -> Table:
@@ -261,6 +268,24 @@ class _Look:
 def _on_side(box: Interval, signs: Tensor) -> Interval:
     lower = torch.where(signs > 0, box.lower.clamp(min=0), box.lower)
     return Interval(lower, torch.where(signs < 0, box.upper.clamp(max=0), box.upper))
+
+
+Means = tuple[Tensor, Tensor]
+
+
+def _adam(gradient: Tensor, means: Means, step: int) -> tuple[Tensor, Means]:
+    """The direction of a step of Adam (Kingma and Ba 2015), and the means of gradients and of their squares."""
+    first, second = 0.9 * means[0] + 0.1 * gradient, 0.999 * means[1] + 0.001 * gradient.square()
+    root = (second / (1 - 0.999**step)).sqrt()
+    return first / (1 - 0.9**step) / (root + 1e-12), (first, second)
+
+
+def _largest(forms: Sequence[Annotated[Tensor, "d 1 _"]]) -> Annotated[Tensor, "d 1"] | float:
+    """The largest coefficient of each part, 1 where all are 0."""
+    if not forms:
+        return 1.0
+    found = torch.stack([each.abs().amax(dim=2) for each in forms]).amax(dim=0)
+    return torch.where(found > 0, found, 1.0)
 
 
 def _better(best: Parts, highest: Tensor, tried: Parts, lower: Tensor) -> tuple[Parts, Tensor]:
