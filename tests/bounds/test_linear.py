@@ -70,8 +70,12 @@ def test_every_member_of_a_box_has_at_least_the_bound(case, seed):
 def test_the_minimisers_of_the_form_are_members_too(case):
     box, network = box_of(case), trace(case.model)
     classes = case.model(case.images[:1]).shape[1]
-    forms = margin_forms(case.labels[:1].expand(len(box.lower)), all_targets(box, classes), classes, box.lower.dtype)
-    found = BackwardPass(network, network.intervals(box, OUTWARD), rounding=OUTWARD).bound(forms, len(network.steps))
+    forms = margin_forms(
+        case.labels[:1].expand(len(box.lower)), all_targets(box, classes), classes, box.lower.dtype
+    )
+    found = BackwardPass(network, network.intervals(box, OUTWARD), rounding=OUTWARD).bound(
+        forms, len(network.steps)
+    )
     corners = found.minimisers(box)
     for target in range(classes):
         corner = corners[:, target]
@@ -119,7 +123,14 @@ def test_outward_rounding_only_lowers_bounds_and_by_little(case):
 
 
 def two_hidden_layers(seed, widths=(3, 2), gain=2.0):
-    layers = [nn.Flatten(), nn.Linear(4, widths[0]), nn.ReLU(), nn.Linear(*widths), nn.ReLU(), nn.Linear(widths[1], 2)]
+    layers = [
+        nn.Flatten(),
+        nn.Linear(4, widths[0]),
+        nn.ReLU(),
+        nn.Linear(*widths),
+        nn.ReLU(),
+        nn.Linear(widths[1], 2),
+    ]
     return randomise(nn.Sequential(*layers), torch.Generator().manual_seed(seed), gain).double()
 
 
@@ -152,7 +163,9 @@ def test_linear_bounds_attain_the_linear_program_on_some_networks():
 def test_units_that_move_together_are_better_than_intervals():
     """relu(x) - relu(x - 1/2) is never below 0, but intervals let one unit move without the other."""
     first = linear(torch.tensor([[[[1.0]]], [[[1.0]]]]), [0.0, -0.5])
-    model = nn.Sequential(nn.Flatten(), first, nn.ReLU(), linear(torch.tensor([[1.0, -1.0], [0.0, 0.0]]), [0.125, 0.0]))
+    model = nn.Sequential(
+        nn.Flatten(), first, nn.ReLU(), linear(torch.tensor([[1.0, -1.0], [0.0, 0.0]]), [0.125, 0.0])
+    )
     network, labels = trace(model.double()), torch.tensor([0])
     box = Interval(torch.zeros(1, 1, 1, 1).double(), torch.ones(1, 1, 1, 1).double())
     assert float(network.margins(box, labels, rounding=OUTWARD)[0, 1]) < -0.37
@@ -162,7 +175,12 @@ def test_units_that_move_together_are_better_than_intervals():
 
 @torch.no_grad()
 def test_one_layer_is_bounded_exactly(generator):
-    model = randomise(nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.AvgPool2d(2, 1), nn.Flatten(), nn.Linear(12, 3)), generator)
+    model = randomise(
+        nn.Sequential(
+            nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.AvgPool2d(2, 1), nn.Flatten(), nn.Linear(12, 3)
+        ),
+        generator,
+    )
     network = trace(model.double())
     box = Interval(torch.zeros(1, 2, 4, 4).double(), torch.ones(1, 2, 4, 4).double())
     ours = linear_margins(network, box, torch.tensor([1]), torch.tensor([[0, 2]]), 3, OUTWARD)
@@ -245,7 +263,12 @@ def test_multipliers_never_help_where_the_sign_is_as_said():
 
 def test_the_linear_program_is_itself_sound():
     """The helper's relaxation of one unit on [-1, 3]: at least max(0, z), at most the chord."""
-    model = nn.Sequential(nn.Flatten(), linear(torch.tensor([[[[4.0]]]]), [-1.0]), nn.ReLU(), linear(torch.tensor([[-1.0], [0.0]]), [0.0, 0.0]))
+    model = nn.Sequential(
+        nn.Flatten(),
+        linear(torch.tensor([[[[4.0]]]]), [-1.0]),
+        nn.ReLU(),
+        linear(torch.tensor([[-1.0], [0.0]]), [0.0, 0.0]),
+    )
     network = trace(model.double())
     box = Interval(torch.zeros(1, 1, 1, 1).double(), torch.ones(1, 1, 1, 1).double())
     with torch.no_grad():

@@ -44,22 +44,25 @@ def deep(seed, shift=0.0):
 def test_margins_are_proven_if_they_are_positive(above):
     """The bias puts the least margin, found by enumeration, just above or just below 0."""
     proven = 0
-    for seed in range(8):
+    for seed in range(4):
         network = trace(deep(seed))
         with torch.no_grad():
             least = least_margin(network, network.intervals(unit_box()), 0, 1)
-        outcome, _ = solved(deep(seed, above - least), unit_box(), iterations=40)
+        outcome, _ = solved(
+            deep(seed, above - least), unit_box(), budget=60 if above > 0 else 8, iterations=40
+        )
         assert float(outcome.lower) <= above + 1e-7
         proven += bool(outcome.lower > 0)
-    assert proven >= 7 if above > 0 else proven == 0
+    assert proven >= 3 if above > 0 else proven == 0
 
 
 def bump():
     """A margin of 0.05 at least that no single bound sees: |x - 1/2| + |x - 1/4| - |x - 3/8| - 1/8 + 0.05."""
     starts = [0.5, 0.25, 0.375]
-    first = linear(torch.tensor([[[[sign, 0.0], [0.0, 0.0]]] for _ in starts for sign in (1.0, -1.0)]), [
-        -sign * start for start in starts for sign in (1.0, -1.0)
-    ])
+    first = linear(
+        torch.tensor([[[[sign, 0.0], [0.0, 0.0]]] for _ in starts for sign in (1.0, -1.0)]),
+        [-sign * start for start in starts for sign in (1.0, -1.0)],
+    )
     weights = torch.tensor([[1.0, 1.0, 1.0, 1.0, -1.0, -1.0], [0.0] * 6])
     return nn.Sequential(nn.Flatten(), first, nn.ReLU(), linear(weights, [-0.075, 0.0])).double()
 
@@ -99,10 +102,10 @@ def test_owners_that_are_refuted_end_and_others_go_on():
     def refute(problem, values):
         return problem == 0
 
-    outcome, _ = solved(deep(3, 0.0), box, refute=refute)
-    alone, _ = solved(deep(3, 0.0), Interval(box.lower[1:], box.upper[1:]))
+    outcome, _ = solved(bump(), box, refute=refute)
     assert not (outcome.lower[0] > 0)
-    assert bool(outcome.lower[1] > 0) == bool(alone.lower[0] > 0)
+    assert outcome.lower[1] > 0
+    assert outcome.nodes.tolist() == [1, 1]
 
 
 @torch.no_grad()
@@ -125,7 +128,9 @@ def test_batches_change_no_verdict(batch):
 
 
 def test_a_network_without_units_that_bend_is_given_up_or_proven_at_once():
-    model = nn.Sequential(nn.Flatten(), linear(torch.tensor([[1.0, 0, 0, 0], [0.0, 0, 0, 0]]), [0.5, 0.0])).double()
+    model = nn.Sequential(
+        nn.Flatten(), linear(torch.tensor([[1.0, 0, 0, 0], [0.0, 0, 0, 0]]), [0.5, 0.0])
+    ).double()
     outcome, _ = solved(model, unit_box())
     assert float(outcome.lower) == pytest.approx(0.5)
     with torch.no_grad():

@@ -31,7 +31,9 @@ class Program:
     def _add_equalities(self, step, number):
         source = step.inputs[0]
         if isinstance(step.operation, Affine):
-            matrix, offset = (part.numpy() for part in written_out(step.operation, self.intervals[source].lower))
+            matrix, offset = (
+                part.numpy() for part in written_out(step.operation, self.intervals[source].lower)
+            )
         else:
             matrix = np.eye(self.starts[number + 1] - self.starts[number])
             offset = np.zeros(len(matrix))
@@ -55,7 +57,9 @@ class Program:
         lower, upper = self.ends[0]
         bounds = [*zip(lower, upper, strict=True), *[(None, None)] * (len(self.cost) - len(lower))]
         rows = [self._rows([*self.equalities, *equalities]), self._rows(inequalities)]
-        found = linprog(self.cost, *(rows[1] if inequalities else (None, None)), *rows[0], bounds, method="highs")
+        found = linprog(
+            self.cost, *(rows[1] if inequalities else (None, None)), *rows[0], bounds, method="highs"
+        )
         if found.status == 2:
             return np.inf
         assert found.status == 0, found.message

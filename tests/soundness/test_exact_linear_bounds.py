@@ -107,7 +107,11 @@ def test_lines_of_a_relu_hold_at_both_ends_and_at_the_bend(seed, spread, kind):
     generator = torch.Generator().manual_seed(seed)
     operation = trace(nn.Sequential(nn.ReLU())).steps[0].operation
     box, forms = some_box((2, 9), generator, spread), ill_scaled((2, 3, 9), generator, spread)
-    slopes = {"half": torch.full((2, 1, 9), 0.5), "given": torch.rand(2, 3, 9, generator=generator), "none": None}
+    slopes = {
+        "half": torch.full((2, 1, 9), 0.5),
+        "given": torch.rand(2, 3, 9, generator=generator),
+        "none": None,
+    }
     pulled = operation.backward(forms, box, slope=slopes[kind], rounding=FLOAT32)
     lower, upper = fractions(box.lower), fractions(box.upper)
     zero = np.clip(0, lower, upper)
@@ -125,7 +129,10 @@ def test_lines_of_a_relu_touch_it(seed, spread):
     """The chord meets both ends, the lower line the bend: a lazy line would not."""
     generator = torch.Generator().manual_seed(seed)
     operation = trace(nn.Sequential(nn.ReLU())).steps[0].operation
-    box = Interval(-torch.rand(1, 9, generator=generator).double() - 0.1, torch.rand(1, 9, generator=generator).double() + 0.1)
+    box = Interval(
+        -torch.rand(1, 9, generator=generator).double() - 0.1,
+        torch.rand(1, 9, generator=generator).double() + 0.1,
+    )
     forms = -torch.rand(1, 1, 9, generator=generator).double() * 2.0**spread
     pulled = operation.backward(forms, box, slope=None, rounding=FLOAT64)
     for z in (box.lower, box.upper):
@@ -143,12 +150,20 @@ def test_mixtures_hold_in_fractions(seed, spread):
     mixture = Mixture(weights, offset, error)
     boxes = [some_box((2, size), generator, spread) for size in (3, 5)]
     forms = ill_scaled((2, 2, 4), generator, spread)
-    pulled, interval = mixture.backward(forms, *boxes, slope=None, rounding=FLOAT32), mixture.interval(*boxes, rounding=FLOAT32)
+    pulled, interval = (
+        mixture.backward(forms, *boxes, slope=None, rounding=FLOAT32),
+        mixture.interval(*boxes, rounding=FLOAT32),
+    )
     for row in range(2):
         matrices = [fractions(weight[row]) for weight in weights]
         ends = [(fractions(box.lower[row]), fractions(box.upper[row])) for box in boxes]
-        least = sum(np.minimum(matrix * low, matrix * high).sum(axis=1) for matrix, (low, high) in zip(matrices, ends, strict=True))
-        assert (fractions(interval.lower[row]) <= least + fractions(offset[row]) - fractions(error[row])).all()
+        least = sum(
+            np.minimum(matrix * low, matrix * high).sum(axis=1)
+            for matrix, (low, high) in zip(matrices, ends, strict=True)
+        )
+        assert (
+            fractions(interval.lower[row]) <= least + fractions(offset[row]) - fractions(error[row])
+        ).all()
         for form in range(2):
             exact = fractions(forms[row, form])
             constant, lost = claim(pulled, row, form)
@@ -216,7 +231,9 @@ def test_bounds_of_networks_that_nearly_cancel_hold_at_every_corner(kind, seed, 
 def test_reduced_networks_are_the_whole_within_their_error(seed, spread):
     """Followed unit by unit in fractions, every mixture is off by its error at most."""
     generator = torch.Generator().manual_seed(seed)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)
+    )
     for parameter in model.parameters():
         parameter.copy_(ill_scaled(parameter.shape, generator, spread))
     image = torch.rand(1, 1, 2, 2, generator=generator)
@@ -225,7 +242,7 @@ def test_reduced_networks_are_the_whole_within_their_error(seed, spread):
     small = reduced(trace(model), box, torch.tensor([1]), torch.tensor([[0, 2]]), 3, FLOAT32)
     for number in range(4):
         free = torch.tensor([[float(number & 1), float(number >> 1)]])
-        member = small.filled(image, free)
+        member = small.filled(torch.tensor([0]), image, free)
         exact = exact_margin(model, member, 1)[[0, 2]]
         values, off = followed(small, free)
         assert (np.abs(values - exact) <= off).all()

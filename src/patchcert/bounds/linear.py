@@ -219,8 +219,8 @@ def linear_margins(
 def reference_margin(network: Network, box: Interval, label: int, target: int, slope: Slope) -> float:
     """The linear bound of one class on one box in float64, nothing batched and nothing clever.
 
-    Affine layers are written out as matrices, ReLUs are passed unit by unit, what is neither counts by its interval, and
-    rounding is to nearest. `BackwardPass` is held equal to it, and is better where it has more rules.
+    Affine layers are written out as matrices, ReLUs are passed unit by unit, what is neither counts by its interval,
+    and rounding is to nearest. `BackwardPass` is held equal to it, and is better where it has more rules.
     """
     intervals = network.intervals(box)
     forms = [torch.zeros(value.lower[0].numel(), dtype=torch.float64) for value in intervals]

@@ -78,9 +78,9 @@ class Interval:
 class Operation(ABC):
     """One step of a network. A class of operations is either abstract or final: no subclass has subclasses.
 
-    `forward` and `interval` suffice for certificates. With `backward`, linear bounds are tighter. With `places`, patches are bounded on windows alone, which is
-    much faster. An operation without a rule of its own in `patchcert.windows` is then bounded by its `interval` on
-    what the outputs of a window see of the map.
+    `forward` and `interval` suffice for certificates. With `backward`, linear bounds follow it. With `places`, patches
+    are bounded on windows alone, which is much faster. An operation without a rule of its own in `patchcert.windows` is
+    then bounded by its `interval` on what the outputs of a window see of the map.
     """
 
     arity: ClassVar[int] = 1

@@ -72,9 +72,7 @@ class Mixture(Operation):
         return torch.stack([_applied(weight.abs(), box.magnitude) for weight, box in pairs]).sum(dim=0)
 
 
-def _applied(
-    weight: Annotated[Tensor, "n u v"], value: Annotated[Tensor, "n v"]
-) -> Annotated[Tensor, "n u"]:
+def _applied(weight: Annotated[Tensor, "n u v"], value: Annotated[Tensor, "n v"]) -> Annotated[Tensor, "n u"]:
     return (weight @ value.unsqueeze(2)).squeeze(2)
 
 
@@ -105,12 +103,15 @@ class Reduced:
         return Reduced(Network(steps), _selected(self.box, boxes), known, places, is_free)
 
     def filled(
-        self, images: Annotated[Tensor, "n ..."], values: Annotated[Tensor, "n free"]
-    ) -> Annotated[Tensor, "n ..."]:
-        """The images with the free places filled."""
-        rows = images.flatten(1)
-        chosen = torch.where(self.is_free, values, rows.gather(1, self.places))
-        return rows.scatter(1, self.places, chosen).reshape(images.shape)
+        self,
+        boxes: Annotated[Tensor, "chosen"],
+        images: Annotated[Tensor, "chosen ..."],
+        values: Annotated[Tensor, "chosen free"],
+    ) -> Annotated[Tensor, "chosen ..."]:
+        """Images in some of the boxes, with the free places filled."""
+        places, is_free, rows = self.places[boxes], self.is_free[boxes], images.flatten(1)
+        chosen = torch.where(is_free, values, rows.gather(1, places))
+        return rows.scatter(1, places, chosen).reshape(images.shape)
 
 
 def _selected(interval: Interval, boxes: Annotated[Tensor, "chosen"]) -> Interval:
@@ -129,7 +130,7 @@ def reduced(
 
     Layer by layer: the bounds of the units that remain are tightened before those of later layers are computed.
     """
-    if not is_piecewise_linear(network):
+    if not all(is_lossless(step.operation) for step in network.steps):
         return None
     made = _Reduction(network, box, rounding)
     try:
@@ -142,11 +143,9 @@ def reduced(
     return Reduced(made.small, made.free, made.known_small, made.places, made.is_free)
 
 
-def is_piecewise_linear(network: Network) -> bool:
-    """Whether every step is a ReLU, or carries forms back without loss."""
-    return all(
-        is_relu(step.operation) or isinstance(step.operation, Affine | Add | Reshape) for step in network.steps
-    )
+def is_lossless(operation: Operation) -> bool:
+    """Whether forms are carried back through the operation without loss, where it is a ReLU by its straight units."""
+    return is_relu(operation) or isinstance(operation, Affine | Add | Reshape)
 
 
 def marked(mask: Annotated[Tensor, "n ..."]) -> tuple[Annotated[Tensor, "n _"], Annotated[Tensor, "n _"]]:

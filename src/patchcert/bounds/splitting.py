@@ -219,13 +219,15 @@ class _Look:
     def ascended(self, parts: Parts) -> tuple[Parts, LinearBound]:
         """The parts with slopes and multipliers that bound them better, and the sound bound by these.
 
-        Steps are those of Adam, and grow shorter. Multipliers are in units of the largest coefficient that an input of a
-        ReLU had at first: how the logits are scaled does not matter.
+        Steps are those of Adam, and grow shorter. Multipliers are in units of the largest coefficient that an input of
+        a ReLU had at first: how the logits are scaled does not matter.
         """
         first = self.bound(parts, NEAREST)
         best, highest = parts, first.lower[:, 0]
         keys = [(name, number) for name in ("multipliers", "slopes") for number in parts.signs]
-        scale = _largest([first.carried.seen[number] for number in parts.signs if number in first.carried.seen])
+        scale = _largest(
+            [first.carried.seen[number] for number in parts.signs if number in first.carried.seen]
+        )
         units = {key: scale if key[0] == "multipliers" else 1.0 for key in keys}
         values = {(name, number): getattr(parts, name)[number] for name, number in keys}
         means = {key: (torch.zeros_like(values[key]), torch.zeros_like(values[key])) for key in keys}
@@ -233,7 +235,8 @@ class _Look:
             with torch.enable_grad():
                 values = {key: value.detach().requires_grad_() for key, value in values.items()}
                 tried = replace(
-                    parts, **{name: {number: values[name, number] for number in parts.signs} for name, _ in keys}
+                    parts,
+                    **{name: {number: values[name, number] for number in parts.signs} for name, _ in keys},
                 )
                 lower = self.bound(tried, NEAREST).lower[:, 0]
                 gradients = torch.autograd.grad(lower.sum(), list(values.values()), allow_unused=True)

@@ -27,6 +27,7 @@ from patchcert.certificates.checks import (
 from patchcert.certificates.classifier import AnyThreat, Certificates, Classifier, Columns, first_row
 from patchcert.certificates.refinement import (
     DEFAULT_BUDGET,
+    Limits,
     Refine,
     Refined,
     Refinement,
@@ -117,6 +118,12 @@ class IntervalBounds(Classifier):
             shape = (0, len(threat.placements(*images.shape[-2:])), proof.classes)
             return torch.cat(pieces) if pieces else images.new_empty(shape)
 
+    def limits(self, images: Images) -> Limits:
+        """The layers at which refinement stops, for images of this size."""
+        with torch.no_grad(), precise_arithmetic():
+            dtype = bound_dtype(self.model, images, self.dtype)
+            return Limits.of(trace(model_of_type(self.model, dtype)), images[:1].to(dtype))
+
     def describe(self) -> dict[str, Any]:
         dtype = self.dtype or torch.promote_types(weight_dtype(self.model, torch.float32), torch.float32)
         settings = {
@@ -136,10 +143,7 @@ class IntervalBounds(Classifier):
 
     @staticmethod
     def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
-        """A certified image has positive margins, where there are margins, and is not broken."""
-        both = first_row(columns["certified"] & columns["broken"]) if "broken" in columns else None
-        if both is not None:
-            return f"row {both} is both certified and broken"
+        """A certified image has positive margins, where there are margins."""
         if "margin" not in columns:
             return ""
         row = first_row(columns["certified"] & ~(columns["margin"] > 0))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from patchcert.bounds import Interval, Network, Rounding
 from patchcert.bounds.linear import SLOPES, BackwardPass, margin_forms
-from patchcert.bounds.reduction import is_piecewise_linear, marked, reduced
-from patchcert.bounds.splitting import Problems, Splitting
+from patchcert.bounds.reduction import is_lossless, marked, reduced
+from patchcert.bounds.splitting import Problems, Refute, Splitting
 from patchcert.certificates.checks import logits_of
 from patchcert.errors import InvalidInput
 from patchcert.tensors import Images, Labels, PerImage, PlacementMargins
@@ -43,12 +43,32 @@ def check_refinement(refine: object, budget: object, verdicts_only: bool) -> Non
             hint=f"{DEFAULT_BUDGET} is usual",
         )
     if budget is not None and refine != "split":
-        raise InvalidInput("budget is a setting of refine='split'", hint="set refine='split', or leave it out")
+        raise InvalidInput(
+            "budget is a setting of refine='split'", hint="set refine='split', or leave it out"
+        )
     if refine is not None and verdicts_only:
         raise InvalidInput(
             "verdicts_only does not find out which placements are open, which refine needs",
             hint="leave one of them out",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Layers that refinement stops at: `by_interval` have no linear rule and count by their intervals, and `unsplit`
+    bend otherwise than a ReLU, so that branch and bound does not begin. Bounds are sound either way."""
+
+    by_interval: tuple[str, ...]
+    unsplit: tuple[str, ...]
+
+    @staticmethod
+    def of(network: Network, images: Images) -> "Limits":
+        """Those of a network on images of this size."""
+        intervals = network.intervals(Interval.point(images[:1]))
+        forms = torch.ones_like(intervals[-1].lower).unsqueeze(1)
+        carried = BackwardPass(network, intervals).carry(forms, len(network.steps))
+        bending = tuple(step.name for step in network.steps if not is_lossless(step.operation))
+        return Limits(tuple(reversed(carried.by_interval)), bending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +103,7 @@ class Refinement:
         work = _Work(self, images, labels, margins, is_sound)
         work.search()
         work.bound()
-        if self.kind == "split" and is_piecewise_linear(self.audit):
+        if self.kind == "split":
             work.split()
         return Refined(_rounded_down(work.margins, margins.dtype), work.confirmed(), work.found)
 
@@ -117,7 +137,7 @@ class _Work:
         return ~(self.margins > 0) & ~own & wanted
 
     def search(self) -> None:
-        """Sign-gradient steps at the open placements of least margin: at one first, at more where that breaks nothing."""
+        """Sign-gradient steps at open placements of least margin: at one first, at more where that breaks nothing."""
         for first, last in ((0, 1), (1, 4), (4, 16)):
             left = self.open()
             chosen = left.flatten(1).any(dim=1).nonzero().flatten()
@@ -179,22 +199,26 @@ class _Work:
                 return
             boxes, outputs = counts.nonzero(as_tuple=True)
             problems = Problems(small, boxes, outputs, image[boxes])
-
-            def refute(problem: Tensor, values: Tensor) -> Tensor:
-                rows = boxes[problem]
-                changed = small.select(rows).filled(self.pixels[image[rows]], values)
-                return self._try(image[rows], changed)
-
             splitting = Splitting(self.rounding, self.settings.budget)
-            outcome = splitting.solve(problems, self.nodes, refute)
+            outcome = splitting.solve(problems, self.nodes, self._refute(problems, image))
             self.nodes = outcome.nodes
             self.is_given_up |= outcome.is_given_up
             lower = torch.full_like(targets, -torch.inf, dtype=torch.float64)
             lower[boxes, outputs] = outcome.lower
             self._raise(image, placement, targets, counts, lower)
 
+    def _refute(self, problems: Problems, image: Annotated[Tensor, "b"]) -> Refute:
+        """Tries values of the free inputs of problems on the images of their boxes."""
+
+        def refute(problem: Tensor, values: Tensor) -> Tensor:
+            boxes = problems.boxes[problem]
+            changed = problems.reduced.filled(boxes, self.pixels[image[boxes]], values)
+            return self._try(image[boxes], changed)
+
+        return refute
+
     def confirmed(self) -> PerImage:
-        """The broken images, asked once more: of logits that are nearly equal a model may say otherwise in another batch."""
+        """The broken images, asked once more: in another batch a model may answer nearly equal logits otherwise."""
         return self.broken & (logits_of(self.settings.model, self.found).argmax(dim=1) != self.labels)
 
     def _batches(self, forms: int | None) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -229,7 +253,9 @@ class _Work:
             lambda part: part[:, 0]
         )
 
-    def _raise(self, image: Tensor, placement: Tensor, targets: Tensor, counts: Tensor, lower: Tensor) -> None:
+    def _raise(
+        self, image: Tensor, placement: Tensor, targets: Tensor, counts: Tensor, lower: Tensor
+    ) -> None:
         """Higher margins where bounds are higher; a NaN changes nothing."""
         rows, places = counts.nonzero(as_tuple=True)
         where = image[rows], placement[rows], targets[rows, places]

@@ -180,6 +180,12 @@ def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDA
         votes = found.ballots.estimation.cpu().numpy()
         columns["selected"] = found.ballots.selected.cpu().numpy().astype(small)
         columns["votes"] = votes.astype(np.min_scalar_type(int(votes.max())))
+    if found.broken is not None:
+        columns["broken"] = found.broken.cpu().numpy()
+    if found.broken is not None and found.counterexamples is not None:
+        kept = found.broken.nonzero().flatten()
+        columns["adversarial"] = found.counterexamples[kept].float().cpu().numpy()
+        columns["adversarial_row"] = kept.cpu().numpy()
     return columns
 
 
