@@ -10,6 +10,7 @@ from hypothesis import event, given
 from scipy.optimize import linprog
 from torch import nn
 
+import patchcert as pc
 from linear_programs import least_margin, relaxed_margin
 from patchcert.bounds import Interval, Rounding, trace
 from patchcert.bounds.linear import (
@@ -23,6 +24,8 @@ from patchcert.bounds.linear import (
     parallel,
     reference_margin,
 )
+from patchcert.bounds.reduction import reduced
+from patchcert.bounds.splitting import Problems, Splitting
 from patchcert.testing.networks import ResidualBlock, linear, randomise
 from strategies import cases, seeds
 
@@ -276,3 +279,35 @@ def test_the_linear_program_is_itself_sound():
         assert relaxed_margin(network, intervals, 0, 1) == pytest.approx(-3.0)
         assert least_margin(network, intervals, 0, 1) == pytest.approx(-3.0)
     assert linprog(np.array([1.0]), bounds=[(0, 1)]).status == 0
+
+
+def open_properties(name, patch, count):
+    """The traced network, and boxes of images of MNIST with classes that intervals leave open."""
+    model, digits = pc.load(name), pc.load_dataset("mnist-mini").split("test")[torch.arange(40)]
+    images, labels = digits.floats(), digits.labels
+    left = pc.placement_margins(model, images, labels, patch) < 0
+    image, placement, target = left.nonzero()[:: int(left.sum()) // count][:count].T
+    corners = patch.placements(28, 28).corners[placement]
+    boxes = patch.boxes(images[image].double(), corners[:, None])
+    return trace(model.double()), Interval(boxes.lower[:, 0], boxes.upper[:, 0]), labels[image], target
+
+
+@torch.no_grad()
+def test_no_bound_of_a_trained_network_is_above_its_linear_program():
+    """HiGHS solves the relaxation from the other side; with slopes that ascend, ours comes close to it."""
+    network, box, labels, targets = open_properties("mnist-1-pixel-mlp", pc.Patch(5), 4)
+    ours = linear_margins(network, box, labels, targets[:, None], 10, OUTWARD)[:, 0]
+    small = reduced(network, box, labels, targets[:, None], 10, OUTWARD)
+    rows = torch.arange(len(labels))
+    problems = Problems(small, rows, torch.zeros_like(rows), rows)
+    whole = Splitting(OUTWARD, budget=1, iterations=60).solve(
+        problems, torch.zeros_like(rows), lambda problem, _: problem < 0
+    )
+    for row in rows.tolist():
+        single = Interval(box.lower[row : row + 1], box.upper[row : row + 1])
+        intervals = network.intervals(single, OUTWARD)
+        program = relaxed_margin(network, intervals, int(labels[row]), int(targets[row]))
+        apart = program - float(network.margins(single, labels[row : row + 1])[0, targets[row]])
+        assert ours[row] <= program + 1e-6
+        assert whole.lower[row] <= program + 1e-6
+        assert whole.lower[row] >= min(0.0, program - 0.05 * apart) - 1e-6

@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 from scipy.optimize import linprog
+from scipy.sparse import csr_array
 
 from patchcert.bounds.linear import written_out
 from patchcert.bounds.operations import Affine, is_relu
@@ -66,10 +67,10 @@ class Program:
         return found.fun
 
     def _rows(self, constraints):
-        table = np.zeros((len(constraints), len(self.cost)))
-        for row, (terms, _) in enumerate(constraints):
-            for place, value in terms.items():
-                table[row, place] = value
+        rows = np.repeat(np.arange(len(constraints)), [len(terms) for terms, _ in constraints])
+        places = [place for terms, _ in constraints for place in terms]
+        values = [value for terms, _ in constraints for value in terms.values()]
+        table = csr_array((values, (rows, places)), shape=(len(constraints), len(self.cost)))
         return table, np.array([bound for _, bound in constraints])
 
 
