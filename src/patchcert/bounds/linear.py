@@ -183,6 +183,16 @@ class BackwardPass:
         return lower - (lower.abs() * (4 * self.rounding.unit) + self.rounding.tiny)
 
 
+def linear_interval(look: BackwardPass, index: int) -> Interval:
+    """Linear bounds of all features of value `index`, from below and from above."""
+    rows, size = look.intervals[index].shape
+    forms = torch.eye(
+        size, dtype=look.intervals[index].lower.dtype, device=look.intervals[index].lower.device
+    )
+    lower = look.bound(torch.cat([forms, -forms]).expand(rows, -1, -1), index).lower
+    return Interval(lower[:, :size], -lower[:, size:])
+
+
 def least(forms: Forms, box: Interval, rounding: Rounding) -> tuple[PerForm, PerForm]:
     """The least value of the forms in the box, and its error: a product, added to one that is 0."""
     lower, upper = box.lower.unsqueeze(1), box.upper.unsqueeze(1)

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from patchcert.bounds.forms import Forms, Pulled, shifted, summed, underflow
 from patchcert.bounds.geometry import NotCovered
-from patchcert.bounds.linear import BackwardPass, adaptive, intervals_within, margin_forms, parallel
+from patchcert.bounds.linear import (
+    BackwardPass,
+    adaptive,
+    intervals_within,
+    linear_interval,
+    margin_forms,
+    parallel,
+)
 from patchcert.bounds.network import Network, Step
 from patchcert.bounds.operations import Add, Affine, Interval, Operation, Reshape, is_relu
 from patchcert.bounds.rounding import Rounding
@@ -197,9 +204,13 @@ class _Reduction:
         forms = torch.nn.functional.one_hot(places, before.lower[0].numel()).to(before.lower.dtype)
         forms = (forms * counts.unsqueeze(2)).reshape(*places.shape, *before.shape[1:])
         self.append(forms, source)
-        bounds = self._tight(before.map(lambda part: part.flatten(1).gather(1, places) * counts))
         last = len(self.small.steps)
-        self.known_small[last] = bounds
+        self.known_small[last] = before.map(lambda part: part.flatten(1).gather(1, places) * counts)
+        intervals = intervals_within(self.small, self.free, self.known_small, self.rounding)
+        for slope in (adaptive, parallel):
+            look = BackwardPass(self.small, intervals, slope, self.rounding)
+            self.known_small[last] = self.known_small[last].intersection(linear_interval(look, last))
+        bounds = self.known_small[last]
         self.known[source] = Interval(
             _replaced(before.lower, places, counts, bounds.lower),
             _replaced(before.upper, places, counts, bounds.upper),
@@ -233,21 +244,6 @@ class _Reduction:
         error = 2 * (carried.error + error + total.abs() * (2 * self.rounding.unit))
         step = Step("units", Mixture(tuple(weights), total, error), tuple(inputs))
         self.small = Network((*self.small.steps, step))
-
-    def _tight(self, before: Interval) -> Interval:
-        """Bounds of the units that were appended last, by intervals and by linear bounds."""
-        index = len(self.small.steps)
-        intervals = intervals_within(self.small, self.free, self.known_small, self.rounding)
-        size = before.lower.shape[1]
-        forms = torch.eye(size, dtype=before.lower.dtype, device=before.lower.device)
-        forms = torch.cat([forms, -forms]).expand(len(before.lower), -1, -1)
-        lower = torch.stack(
-            [
-                BackwardPass(self.small, intervals, slope, self.rounding).bound(forms, index).lower
-                for slope in (adaptive, parallel)
-            ]
-        ).amax(dim=0)
-        return before.intersection(Interval(lower[:, :size], -lower[:, size:]))
 
 
 def _gathered(

@@ -90,6 +90,11 @@ class Parts:
         return replace(pair, signs={**pair.signs, number: signs})
 
     @property
+    def halves(self) -> dict[int, Halves]:
+        """The sides with their multipliers."""
+        return {number: Halves(sign, self.multipliers[number]) for number, sign in self.signs.items()}
+
+    @property
     def _tables(self) -> tuple[Table, Table, Table]:
         return self.signs, self.multipliers, self.slopes
 
@@ -212,8 +217,7 @@ class _Look:
         return _Look(small, intervals, forms, is_empty, settings)
 
     def bound(self, parts: Parts, rounding: Rounding) -> LinearBound:
-        halves = {number: Halves(sign, parts.multipliers[number]) for number, sign in parts.signs.items()}
-        whole = BackwardPass(self.reduced.network, self.intervals, parts.slopes, rounding, halves)
+        whole = BackwardPass(self.reduced.network, self.intervals, parts.slopes, rounding, parts.halves)
         return whole.bound(self.forms, len(self.reduced.network.steps))
 
     def ascended(self, parts: Parts) -> tuple[Parts, LinearBound]:
