@@ -32,6 +32,7 @@ def test_verdicts_alone_conform():
     check_certifier(partial(IntervalBounds, verdicts_only=True), sparse=True)
 
 
+@pytest.mark.slow
 def test_refined_bounds_conform():
     check_certifier(partial(IntervalBounds, refine="split", budget=20))
 

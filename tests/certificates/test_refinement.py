@@ -1,18 +1,23 @@
 """Refinement proves more than intervals, breaks only by members of the threat, and leaves open what it cannot tell."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import event, given, settings
 from torch import nn
 
 import patchcert as pc
+from patchcert.bounds import Rounding, trace
 from patchcert.certificates.refinement import DEFAULT_BUDGET, Limits, _rounded_down
 from patchcert.errors import InvalidInput
 from patchcert.testing.brute_force import members, reached_margins
 from patchcert.testing.networks import randomise
+from patchcert.windows.dense import dense_linear_margins
 from strategies import cases
 
 PATCH = pc.Patch(2)
+OUTWARD = Rounding.outward(torch.float64)
 
 
 def model_of(seed, *hidden, gain=1.0):
@@ -210,6 +215,23 @@ def test_placement_margins_are_refined_too(found):
     refined = pc.IntervalBounds(model, refine="linear").placement_margins(images[2:5], labels[2:5], patch)
     assert (refined >= plain).all()
     assert (refined > plain).any()
+
+
+@torch.no_grad()
+def test_open_placements_have_the_linear_bounds_of_the_dense_way(found):
+    """Where intervals leave a class open, the batches of refinement give the bound of a box by itself."""
+    model, patch, images, labels, _ = found
+    images, labels = images[3:5], labels[3:5]
+    plain = pc.placement_margins(model, images, labels, patch)
+    refined = pc.IntervalBounds(model, refine="linear").placement_margins(images, labels, patch)
+    network, corners = trace(copy.deepcopy(model).double()), patch.placements(28, 28).corners
+    for image, placement, target in (plain < 0).nonzero().tolist():
+        rows = slice(image, image + 1)
+        dense = dense_linear_margins(
+            network, images[rows].double(), labels[rows], patch, corners[placement][None], OUTWARD
+        )
+        expected = max(float(dense[0, 0, target]), float(plain[image, placement, target]))
+        assert float(refined[image, placement, target]) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def test_no_images_are_no_certificates():
