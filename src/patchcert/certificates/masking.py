@@ -142,7 +142,7 @@ class DoubleMasking(_Masked):
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         check_images(self.model, images)
         check_call(progress)
-        copies = _Copies(self, images)
+        copies = MaskedCopies(self, images)
         owners = torch.arange(len(images), device=images.device)
         return copies.predictions(copies.singles(progress=progress).said, owners)
 
@@ -161,7 +161,7 @@ class DoubleMasking(_Masked):
         """A placement is proven if some mask that covers it says the label with every second mask."""
         check_inputs(self.model, images, labels)
         check_call(progress)
-        copies = _Copies(self, images)
+        copies = MaskedCopies(self, images)
         check_labels(labels, copies.classes)
         covering = self._covering(threat, copies.masks).to(images.device)
         rows = _Rows(copies, labels, self.needed_lead)
@@ -190,7 +190,7 @@ class DoubleMasking(_Masked):
         copy, so that their leads are upper bounds.
         """
         check_inputs(self.model, images, labels)
-        copies = _Copies(self, images)
+        copies = MaskedCopies(self, images)
         check_labels(labels, copies.classes)
         covering = self._covering(threat, copies.masks).to(images.device)
         rows = _Rows(copies, labels, self.needed_lead)
@@ -250,7 +250,7 @@ class MaskedDetection(_Masked):
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         check_images(self.model, images)
         check_call(progress)
-        copies = _Copies(self, images)
+        copies = MaskedCopies(self, images)
         return self._predictions(copies.whole_images(), copies.singles(progress=progress))
 
     def certify(
@@ -259,7 +259,7 @@ class MaskedDetection(_Masked):
         """A placement is proven if some mask that covers it says the label, with confidence."""
         check_inputs(self.model, images, labels)
         check_call(progress)
-        copies = _Copies(self, images)
+        copies = MaskedCopies(self, images)
         check_labels(labels, copies.classes)
         covering = self._covering(threat, copies.masks).to(images.device)
         whole, singles = copies.whole_images(), copies.singles(labels, progress)
@@ -321,7 +321,7 @@ class _Answers:
         return _Answers(*(torch.cat(column).reshape(shape) for column in columns))
 
 
-class _Copies:
+class MaskedCopies:
     """Copies of images of which parts are hidden, shown to the model in batches of one shape."""
 
     def __init__(self, settings: _Masked, images: Images) -> None:
@@ -421,7 +421,7 @@ class _Copies:
 class _Rows:
     """For each image and mask the least lead of the label over the second masks looked at so far."""
 
-    def __init__(self, copies: _Copies, labels: Labels, needed: float) -> None:
+    def __init__(self, copies: MaskedCopies, labels: Labels, needed: float) -> None:
         self.copies, self.labels, self.needed = copies, labels, needed
         singles = copies.singles(labels)
         self.said, self.least = singles.said, singles.lead
