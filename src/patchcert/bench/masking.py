@@ -39,7 +39,7 @@ MASKED_CASES = (MaskedCase("resnet18", 32, 5, 6), MaskedCase("resnet18", 32, 5, 
 def run_masked_case(case: MaskedCase, machine: Machine) -> dict[str, Any]:
     """Passes per second of the bare network and behind masks, in half precision on a GPU and float32 on a CPU.
 
-    On a CPU the network has an eighth of the channels (`filters`). `bare` and `masked` are of the same run, precision and
+    On a CPU the network has an eighth of the channels (`filters`). `bare` and `masked` are of one run, precision and
     batch size. `hours` is how long certificates of 10,000 images take if none of them leaves early.
     """
     precision: Precision = "bfloat16" if machine.device.type == "cuda" else "float32"
