@@ -2,15 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS_STAMP := .venv/.installed-docs
 WORKERS ?= 2
 
-.PHONY: help install demo test test-all check format clean
+.PHONY: help install demo test test-all check docs format clean
 
 help:
 	@echo "make demo      train, certify and attack a small model in about a minute; no network needed"
 	@echo "make test      run the tests"
 	@echo "make test-all  run the slow tests too"
 	@echo "make check     lint, formatting, types, import order"
+	@echo "make docs      build the documentation into site/; no network needed once installed"
 	@echo "make format    mend what lint and formatting can mend"
 
 install: $(STAMP)
@@ -37,9 +39,17 @@ check: $(STAMP)
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+# What the site is built with is installed on first use, so that tests do without it.
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $(DOCS_STAMP)
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist site

@@ -1,25 +1,38 @@
 """What the documents show can be run as it stands."""
 
+import importlib.util
+import json
 import os
 import re
 import shlex
+import struct
 from pathlib import Path
 
 import pytest
 import typer
 
+import patchcert as pc
 from patchcert.cli.app import create_app
 from patchcert.models import registry
 
 ROOT = Path(__file__).parents[1]
 NEEDS_OWN_FILES = ("folder:~/photos",)
+TUTORIAL = ROOT / "docs" / "guides" / "tutorial.md"
+
+
+def made_by(name):
+    """A module that makes parts of the documents."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "making" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def examples():
     pages = (
         page for folder in ("concepts", "guides") for page in sorted((ROOT / "docs" / folder).glob("*.md"))
     )
-    for path in [ROOT / "README.md", *pages]:
+    for path in [ROOT / "README.md", *(page for page in pages if page != TUTORIAL)]:
         for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)):
             if not any(text in code for text in NEEDS_OWN_FILES):
                 yield pytest.param(code, id=f"{path.name}-{number}")
@@ -30,6 +43,63 @@ def test_examples_run(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_builders", dict(registry._builders))
     exec(compile(code, "example", "exec"), {"__name__": "example"})
+
+
+def test_the_notebook_is_its_page_and_prints_what_the_page_says(capsys):
+    text = TUTORIAL.read_text()
+    notebook = TUTORIAL.with_suffix(".ipynb").read_text()
+    assert notebook == made_by("notebook").as_text(text), "run `python docs/making/notebook.py`"
+    names = {"__name__": "__main__"}
+    for cell in json.loads(notebook)["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "cell", "exec"), names)
+    printed = [line for line in capsys.readouterr().out.splitlines() if set(line) - set("#.")]
+    promised = "".join(re.findall(r"^```text\n(.*?)^```", text, re.M | re.S)).splitlines()
+    assert [re.sub(r"\d+", "N", line) for line in printed] == [re.sub(r"\d+", "N", line) for line in promised]
+    assert printed[:2] == promised[:2]  # a stored model, and nothing that is drawn
+
+
+def test_pictures_are_those_that_are_drawn(tmp_path):
+    made_by("pictures").draw(tmp_path)
+    drawn, stored = ({each.name: size(each) for each in folder.iterdir()} for folder in (tmp_path, PICTURES))
+    assert drawn == stored, "run `python docs/making/pictures.py`"
+
+
+PICTURES = ROOT / "docs" / "pictures"
+
+
+def size(png):
+    """Width and height, which stand in the first chunk."""
+    return struct.unpack(">II", png.read_bytes()[16:24])
+
+
+def test_every_page_is_in_the_navigation_once():
+    nav = re.findall(r"[:-] (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(nav) == sorted([*pages, "contributing.md"])
+
+
+def test_every_page_is_on_the_map():
+    index = (ROOT / "docs" / "index.md").read_text()
+    linked = {target.partition("#")[0] for target in re.findall(r"\]\(([^)]*)\)", index)}
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - linked == {"index.md"}
+
+
+def test_the_reference_has_every_public_name():
+    text = (ROOT / "docs" / "reference.md").read_text()
+    described = {name.split(".")[0] for name in re.findall(r"^::: patchcert\.(\S+)$", text, re.M)}
+    assert described == set(pc.__all__)
+
+
+def test_nothing_in_the_site_is_loaded_from_elsewhere():
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "font: false" in settings
+    assert "http" not in settings
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert not re.search(r"!\[[^\]]*\]\(https?:|<(?:img|script|link|iframe)\b", page.read_text()), (
+            page.name
+        )
 
 
 def test_the_first_example_prints_what_the_readme_says(capsys):

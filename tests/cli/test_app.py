@@ -24,8 +24,9 @@ def command(monkeypatch):
     return install
 
 
-def test_version(capsys):
-    assert run(["--version"]) == 0
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version(capsys, option):
+    assert run([option]) == 0
     assert capsys.readouterr().out == f"patchcert {__version__}\n"
 
 

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patchcert.cli.app import run
 from patchcert.cli.options import parse_bytes, parse_device, parse_dtype, parse_placements, parse_threat
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.threats import Patch, SparsePixels, shapes
@@ -103,3 +104,19 @@ def test_devices_and_types():
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(InvalidInput, match="the device 'cuda' cannot be used"):
         parse_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["certify", "x", "--limit", "0"], "'0' is not a whole number of at least 1."),
+        (["certify", "x", "--limit", "1.5"], "'1.5' is not a whole number of at least 1."),
+        (["report", "x", "--maps", "-1"], "'-1' is not a whole number of at least 0."),
+        (["bench", "--spend", "-1"], "'-1' is not a number of at least 0."),
+        (["attack", "x", "--largest-drop", "2"], "'2' is not a number from 0 to 1."),
+        (["attack", "x", "--largest-drop", "nan"], "'nan' is not a number from 0 to 1."),
+    ],
+)
+def test_numbers_beyond_their_limits_are_refused_in_words(arguments, message, capsys):
+    assert run(arguments) == 2
+    assert message in capsys.readouterr().err

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from patchcert import __version__
+from patchcert.cli.examples import GroupedCommand, epilog
 from patchcert.cli.output import print_error, say
 from patchcert.errors import InvalidInput, PatchcertError
 from patchcert.files import STORAGE_ERRORS
@@ -112,10 +113,12 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 
 def _register(app: typer.Typer, name: str) -> None:
     module = importlib.import_module(f"patchcert.cli.{name}")
-    if hasattr(module, "app"):
-        app.add_typer(module.app, name=name, help=COMMANDS[name])
-    else:
-        app.command(name)(getattr(module, name))
+    if not hasattr(module, "app"):
+        app.command(name, cls=GroupedCommand, epilog=epilog(name))(getattr(module, name))
+        return
+    for each in module.app.registered_commands:
+        each.epilog = epilog(f"{name} {each.name or each.callback.__name__}")
+    app.add_typer(module.app, name=name, help=COMMANDS[name], epilog=epilog(name))
 
 
 def _elsewhere() -> None:
@@ -124,7 +127,7 @@ def _elsewhere() -> None:
 
 def _root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version and exit.")] = False,
     modules: Annotated[
         list[str] | None,
         typer.Option(

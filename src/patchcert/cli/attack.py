@@ -20,6 +20,7 @@ from patchcert.cli.options import (
     SparseOption,
     SplitOption,
     check_evidence_file,
+    number_option,
     parse_device,
     parse_settings,
     parse_threat,
@@ -54,9 +55,9 @@ def attack(
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
     images: Annotated[
-        int | None, typer.Option(min=1, help="N images, drawn at random by --seed; 400 by default.")
+        int | None, number_option("N images, drawn at random by --seed; 400 by default.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="The first N images instead of a draw.")] = None,
+    limit: Annotated[int | None, number_option("The first N images instead of a draw.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draw of images and of the attack.")] = 0,
     steps: Annotated[int, typer.Option(help="Gradient steps per restart.")] = USUAL_STEPS,
     step_size: Annotated[float | None, typer.Option(help="Length of a step; 0.05, sparse 0.1.")] = None,
@@ -80,10 +81,11 @@ def attack(
     ] = False,
     tune: Annotated[
         int | None,
-        typer.Option(min=1, help="Choose the defense's settings on the last N training images."),
+        number_option("Choose the defense's settings on the last N training images."),
     ] = None,
     largest_drop: Annotated[
-        float, typer.Option(min=0, max=1, help="With --tune: clean accuracy that a defense may cost.")
+        float,
+        number_option("With --tune: clean accuracy that a defense may cost.", kind=float, least=0, most=1),
     ] = 0.02,
     certified_only: Annotated[
         bool,
@@ -92,7 +94,7 @@ def attack(
     save_images: Annotated[
         bool, typer.Option("--save-images", help="Keep the broken images in the evidence.")
     ] = False,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Images and restarts at once.")] = None,
+    batch_size: Annotated[int | None, number_option("Images and restarts at once.")] = None,
     device: DeviceOption = "auto",
     out: EvidenceOption = None,
 ) -> None:

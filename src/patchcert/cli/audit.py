@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.options import DataSearchOption, DeviceOption, parse_device
+from patchcert.cli.options import (
+    DataSearchOption,
+    DeviceOption,
+    number_option,
+    parse_device,
+)
 from patchcert.cli.output import print_json, say
 from patchcert.errors import InvalidInput
 
@@ -39,9 +44,7 @@ def audit(
     ] = False,
     again: Annotated[
         int,
-        typer.Option(
-            "--reprove", min=0, help="Prove and attack this many random images of each model again."
-        ),
+        number_option("Prove and attack this many random images of each model again.", "--reprove", least=0),
     ] = 0,
     runs: Annotated[
         list[Path] | None,

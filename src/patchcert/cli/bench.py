@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchcert.cli.options import DeviceOption, parse_device
+from patchcert.cli.options import (
+    DeviceOption,
+    number_option,
+    parse_device,
+)
 from patchcert.cli.output import print_json, say
 from patchcert.errors import InvalidInput
 
@@ -20,17 +24,15 @@ if TYPE_CHECKING:
 def bench(
     device: DeviceOption = "auto",
     only: Annotated[str | None, typer.Option(help="Only the cases whose name holds this text.")] = None,
-    patch: Annotated[int | None, typer.Option(min=1, help="Side of the patch in pixels: 5.")] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Images at once: 256 on a GPU, 32 on a CPU.")
-    ] = None,
+    patch: Annotated[int | None, number_option("Side of the patch in pixels: 5.")] = None,
+    batch: Annotated[int | None, number_option("Images at once: 256 on a GPU, 32 on a CPU.")] = None,
     certify_images: Annotated[
-        int | None, typer.Option(min=1, help="Images to certify: 10,000 on a GPU, one batch on a CPU.")
+        int | None, number_option("Images to certify: 10,000 on a GPU, one batch on a CPU.")
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder of the data: certify its test images, not random ones.")
     ] = None,
-    spend: Annotated[float, typer.Option(min=0, help="Seconds to repeat each call for.")] = 1.0,
+    spend: Annotated[float, number_option("Seconds to repeat each call for.", kind=float, least=0)] = 1.0,
     sizes: Annotated[bool, typer.Option(help="Also measure larger images.")] = False,
     source: Annotated[
         Path | None, typer.Option("--from", help="Measure nothing: show what --json printed into this file.")

@@ -17,6 +17,7 @@ from patchcert.cli.options import (
     SparseOption,
     SplitOption,
     check_evidence_file,
+    number_option,
     parse_bytes,
     parse_device,
     parse_dtype,
@@ -48,7 +49,7 @@ def certify(
     data: DataOption = None,
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N images.")] = None,
+    limit: Annotated[int | None, number_option("Only the first N images.")] = None,
     method: Annotated[
         str | None,
         typer.Option(

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, final
 
 import typer
 
-from patchcert.cli.options import DeviceOption, parse_device
+from patchcert.cli.options import (
+    DeviceOption,
+    number_option,
+    parse_device,
+)
 from patchcert.cli.output import print_error, print_json, progress_bar, say, stderr_console
 
 if TYPE_CHECKING:
@@ -37,7 +41,7 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds and a worse model.")] = False,
     device: DeviceOption = "cpu",
     threads: Annotated[
-        int, typer.Option(min=1, help="CPU threads; more are faster on idle cores, with other weights.")
+        int, number_option("CPU threads; more are faster on idle cores, with other weights.")
     ] = 1,
 ) -> None:
     """Train a small model, prove it against 2x2 patches, attack it, and write a page about it.

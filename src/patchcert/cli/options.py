@@ -1,6 +1,7 @@
 """Options that several commands share, and how their words become threats, sizes, devices and settings."""
 
 import inspect
+import math
 import os
 import re
 import types
@@ -18,11 +19,35 @@ if TYPE_CHECKING:
     from patchcert.certificates import AnyThreat
     from patchcert.threats.sparse import SparseBound
 
+
+def number_option(
+    words: str,
+    *names: str,
+    kind: type[int] | type[float] = int,
+    least: float = 1,
+    most: float = math.inf,
+) -> Any:  # noqa: ANN401 - what typer makes of an option
+    """An option that takes a number of a kind within limits; help calls it N, and a mistake says what they are."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            expected = "a whole number" if kind is int else "a number"
+            limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise typer.BadParameter(f"{text!r} is not {expected} {limits}.")
+        return value
+
+    return typer.Option(*names, parser=read, metavar="N", help=words)
+
+
 PatchOption = Annotated[str | None, typer.Option(help="A rectangle, HEIGHTxWIDTH or SIDE: 5x5, 2x8, 5.")]
 ShapeOption = Annotated[
     str | None, typer.Option(help="Another shape, like diamond:25, or a file with a stamp (PNG or # and .).")
 ]
-SparseOption = Annotated[int | None, typer.Option(min=1, help="Any K pixels, anywhere.")]
+SparseOption = Annotated[int | None, number_option("Any N pixels, anywhere.")]
 PlacementsOption = Annotated[
     str | None, typer.Option(help="Where the patch may be: everywhere, corners, 'top,left;...' or a file.")
 ]

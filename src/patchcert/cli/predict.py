@@ -13,6 +13,7 @@ from patchcert.cli.options import (
     PlacementsOption,
     ShapeOption,
     SplitOption,
+    number_option,
     parse_device,
     parse_threat,
 )
@@ -46,7 +47,7 @@ def predict(
     data: DataOption = None,
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N images.")] = None,
+    limit: Annotated[int | None, number_option("Only the first N images.")] = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Say what the classifier of a kind of proof predicts: the function that its certificates are about.

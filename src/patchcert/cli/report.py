@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.options import DataSearchOption
+from patchcert.cli.options import (
+    DataSearchOption,
+    number_option,
+)
 from patchcert.cli.output import print_error, print_json, say
 from patchcert.errors import InvalidInput
 
@@ -22,7 +25,7 @@ def report(
         Path | None, typer.Option(help="The page; by default report.html in the folder of a single run.")
     ] = None,
     data_dir: DataSearchOption = None,
-    maps: Annotated[int, typer.Option(min=0, help="Certificate maps per run.")] = 8,
+    maps: Annotated[int, number_option("Certificate maps per run.", least=0)] = 8,
 ) -> None:
     """Put runs and their evidence into one self-contained HTML page.
 

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.options import DataFolderOption, DeviceOption, parse_device
+from patchcert.cli.options import (
+    DataFolderOption,
+    DeviceOption,
+    number_option,
+    parse_device,
+)
 from patchcert.cli.output import print_json, print_table, say
 from patchcert.errors import DataError, InvalidInput
 
@@ -40,8 +45,8 @@ def reproduce(
         list[str] | None, typer.Option(help="Only rows with all these words: 'MNIST all mlp'. Repeatable.")
     ] = None,
     device: DeviceOption = "auto",
-    jobs: Annotated[int, typer.Option(min=1, help="How many runs at once on the device.")] = 1,
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds for each run.")] = None,
+    jobs: Annotated[int, number_option("How many runs at once on the device.")] = 1,
+    seeds: Annotated[int | None, number_option("How many seeds for each run.")] = None,
     tf32: Annotated[
         bool, typer.Option("--tf32", help="Train with products rounded to TF32; certificates never are.")
     ] = False,

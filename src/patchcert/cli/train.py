@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from patchcert.cli.options import DataSearchOption, DeviceOption, parse_device
+from patchcert.cli.options import (
+    DataSearchOption,
+    DeviceOption,
+    number_option,
+    parse_device,
+)
 from patchcert.cli.output import print_json, say, stderr_console
 from patchcert.errors import InvalidInput
 
@@ -39,7 +44,7 @@ def train(
     device: DeviceOption = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Resume an unfinished run.")] = False,
     data_dir: DataSearchOption = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    threads: Annotated[int | None, number_option("CPU threads.")] = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")
     ] = False,

@@ -54,12 +54,14 @@ _HIDDEN = (
     re.compile(r"\]\([^)]*\)"),
 )
 SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "README.md": ("3.11", "96.0%", "68.0%"),
+    "README.md": ("3.11", "96.0%", "68.0%", "0 %"),
     "docs/concepts/votes.md": ("8 of 32", "64 times"),
     "docs/decisions/0005-one-setting-per-table-row.md": ("2 points", "16 points"),
     "docs/decisions/0006-which-seed-counts.md": ("1 of 3", "2.30"),
-    "docs/guides/command-line.md": ("95 %",),
+    "docs/guides/command-line.md": ("95 %", "0 %"),
     "docs/guides/reproduce.md": ("1 of 3", "95 %", "1.2 times", "0.05", "0.9", "0.01", "0.001", "5 %"),
+    "docs/guides/zero-percent.md": ("0 %",),
+    "docs/index.md": ("0 %",),
     "docs/guides/train.md": ("1.0", "0.0", "0.5", "10.0", "20.0", "2.30"),
 }
 """By document, what looks like a result and is none: settings, definitions, levels of confidence, versions, log(10);

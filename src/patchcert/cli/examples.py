@@ -1,0 +1,86 @@
+"""What help shows beside options: examples of every command, and which options belong together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from typer.core import TyperCommand
+
+EXAMPLES: Mapping[str, tuple[str, str]] = {
+    "demo": ("patchcert demo --quick", "patchcert demo --out demo-run"),
+    "train": (
+        "patchcert train paper-mnist --scale 0.1 --out runs/mlp",
+        "patchcert train paper-mnist --set model.name=cnn2 --set threat.stamp=2x2",
+    ),
+    "choose": (
+        "patchcert choose trial.toml --out trials/results",
+        "patchcert choose trial.toml --device cuda --data-dir ~/data",
+    ),
+    "certify": (
+        "patchcert certify zoo:mnist-5x5-cnn2 --limit 100",
+        "patchcert certify runs/mlp --method masking --masks 6 --patch 3x3",
+    ),
+    "predict": (
+        "patchcert predict runs/masked --limit 10",
+        "patchcert predict zoo:mnist-2x2-cnn2 digit.png --method masking --setting masks=6",
+    ),
+    "attack": (
+        "patchcert attack zoo:mnist-5x5-cnn2 --images 100 --search sweep",
+        "patchcert attack runs/mlp --certified-only",
+    ),
+    "reproduce": (
+        "patchcert reproduce strategy-detail-5x5 --scale quick",
+        "patchcert reproduce all --from results",
+    ),
+    "audit": ("patchcert audit results", "patchcert audit results --reprove 20 --data-dir ~/data"),
+    "report": ("patchcert report runs/mlp", "patchcert report runs/mlp runs/cnn2 --out page.html"),
+    "bench": ("patchcert bench", "patchcert bench --only mlp --json"),
+    "trim": (
+        "patchcert trim runs/cnn5w --out runs/cnn5w-trimmed",
+        "patchcert trim runs/cnn5w --half --out runs/cnn5w-trimmed",
+    ),
+    "zoo": ("patchcert zoo list", "patchcert zoo show mnist-5x5-cnn2"),
+    "zoo list": ("patchcert zoo list", "patchcert zoo list --json"),
+    "zoo show": ("patchcert zoo show mnist-5x5-cnn2", "patchcert zoo show mnist-5x5-mlp --zoo my-zoo"),
+    "zoo spec": ("patchcert zoo spec mnist-5x5-cnn2", "patchcert zoo spec mnist-5x5-mlp --zoo my-zoo"),
+    "zoo copy": (
+        "patchcert zoo copy mnist-5x5-cnn2 --out runs/cnn2",
+        "patchcert zoo copy mnist-5x5-mlp --zoo my-zoo --out runs/mlp",
+    ),
+    "zoo add": ("patchcert zoo add runs/mlp --zoo my-zoo", "patchcert zoo add runs/mlp --results results"),
+    "data": ("patchcert data list", "patchcert data fetch mnist"),
+    "data list": ("patchcert data list", "patchcert data list --data-dir ~/data"),
+    "data fetch": ("patchcert data fetch mnist", "patchcert data fetch cifar10 --data-dir ~/data"),
+    "data verify": ("patchcert data verify mnist", "patchcert data verify cifar10 --data-dir ~/data"),
+    "data labels": (
+        "patchcert data labels mnist --out labels.bin",
+        "patchcert data labels cifar10 --data-dir ~/data --out labels.bin",
+    ),
+}
+"""Two command lines for each command."""
+
+PANELS: Mapping[str, tuple[str, ...]] = {
+    "Threat": ("patch", "shape", "sparse", "bound", "placements"),
+    "Images": ("data", "data_dir", "split", "images", "limit"),
+    "Proof": ("method", "setting", "masks", "dtype", "memory_budget"),
+    "Attack": ("seed", "steps", "step_size", "restarts", "loss", "search", "certified_only", "batch_size"),
+    "Defense": ("defense", "adaptive", "tune", "largest_drop"),
+}
+"""Options that belong together, wherever they occur; all others are just options."""
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help has a panel for options that belong together."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - from version to version others
+        """Put two or more options of a panel into it, then print."""
+        for panel, names in PANELS.items():
+            options = [each for each in self.params if each.name in names]
+            for option in options if len(options) > 1 else ():
+                vars(option)["rich_help_panel"] = panel
+        super().format_help(ctx, formatter)
+
+
+def epilog(command: str) -> str | None:
+    """The examples of a command as its help ends with them; None for one that has none."""
+    found = EXAMPLES.get(command)
+    return None if found is None else "Examples:\n\n" + "\n\n".join(f"- `{line}`" for line in found)

@@ -1,0 +1,55 @@
+import re
+import shlex
+
+import pytest
+import typer
+
+from patchcert.cli.app import COMMANDS, create_app, run
+from patchcert.cli.examples import EXAMPLES, PANELS
+
+
+def commands():
+    """Every command by the words that call it, those below `data` and `zoo` included."""
+    found = {}
+    for name in COMMANDS:
+        command = typer.main.get_command(create_app([name])).commands[name]
+        found[name] = command
+        found |= {f"{name} {below}": each for below, each in getattr(command, "commands", {}).items()}
+    return found
+
+
+def test_every_command_has_two_examples_that_it_can_read():
+    known = commands()
+    assert set(EXAMPLES) == set(known)
+    for name, lines in EXAMPLES.items():
+        for line in lines:
+            assert f"{line} ".startswith(f"patchcert {name} ")
+            words = shlex.split(line)[1:]
+            below = f"{words[0]} {words[1]}" if len(words) > 1 else ""
+            command = known.get(below, known[words[0]])
+            options = {option for parameter in command.params for option in parameter.opts}
+            assert {word for word in words if word[:2] == "--"} <= options, line
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_help_ends_with_the_examples_and_speaks_of_no_ranges(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run([*name.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(line in shown.partition("Examples:")[2] for line in EXAMPLES[name])
+    assert not re.search(r"range|x>=|<=x", shown)
+
+
+def test_options_that_belong_together_have_a_panel(capsys):
+    assert run(["certify", "--help"]) == 0
+    shown = capsys.readouterr().out
+    panels = dict(re.findall(r"╭─ (\w+) ─+╮\n(.*?)╰", shown, re.DOTALL))
+    assert list(panels) == ["Arguments", "Options", "Threat", "Images", "Proof"]
+    assert "--patch" in panels["Threat"]
+    assert "--limit" in panels["Images"]
+    assert "--method" in panels["Proof"]
+
+
+def test_panels_name_options_that_there_are():
+    names = {parameter.name for command in commands().values() for parameter in command.params}
+    assert {name for panel in PANELS.values() for name in panel} <= names
