@@ -26,6 +26,7 @@ _SHORTER = 0.95
 _WORTH_CUTTING = 0.2
 """A part is cut where a unit loses at least this share of what is missing."""
 
+_LOWER_LINE, _A_LITTLE = 0.1, 1e-9
 _GAP = 1e-6
 """A linear program whose units are all this near to their ReLU says nothing of where to cut."""
 
@@ -301,7 +302,10 @@ class _Look:
         return _Polished(better, sound, self.reduced.box.clamped(points), scores)
 
     def scores(self, bound: LinearBound) -> Table:
-        """How much the bound may lose at each unit that can bend; 0 at the others."""
+        """How much the bound may lose at each unit that can bend, a little at least; 0 at the others.
+
+        The chord is furthest from the ReLU at its bend. Lower lines count less: their slopes can still ascend.
+        """
         found = {}
         for number, step in enumerate(self.reduced.network.steps, start=1):
             if not is_relu(step.operation):
@@ -312,7 +316,7 @@ class _Look:
             forms = bound.carried.seen.get(number)
             weight = torch.zeros_like(box.lower) if forms is None else forms[:, 0]
             gap = box.upper * -box.lower / (box.upper - box.lower)
-            size = torch.where(weight < 0, -weight, 0.1 * weight) + 1e-9
+            size = torch.where(weight < 0, -weight, _LOWER_LINE * weight) + _A_LITTLE
             found[source] = torch.where(is_bent, size * gap, 0.0)
         return found
 
