@@ -53,7 +53,7 @@ def test_margins_are_proven_if_they_are_positive(above):
         )
         assert float(outcome.lower) <= above + 1e-7
         proven += bool(outcome.lower > 0)
-    assert proven >= 3 if above > 0 else proven == 0
+    assert proven == 4 if above > 0 else proven == 0
 
 
 def bump():
@@ -109,7 +109,7 @@ def test_owners_that_are_refuted_end_and_others_go_on():
 
 
 @torch.no_grad()
-def test_candidates_are_corners_of_the_box():
+def test_candidates_lie_in_the_box():
     met = []
 
     def refute(problem, values):
@@ -118,7 +118,7 @@ def test_candidates_are_corners_of_the_box():
 
     solved(deep(1, -5.0), unit_box(), budget=20, refute=refute)
     assert met
-    assert all(((values == 0) | (values == 1)).all() for values in met)
+    assert all(((values >= 0) & (values <= 1)).all() for values in met)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 512])

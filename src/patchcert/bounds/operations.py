@@ -66,6 +66,10 @@ class Interval:
         """What lies in both; `lower` above `upper` where nothing does."""
         return Interval(torch.maximum(self.lower, other.lower), torch.minimum(self.upper, other.upper))
 
+    def clamped(self, value: Tensor) -> Tensor:
+        """The nearest member."""
+        return torch.minimum(torch.maximum(value, self.lower), self.upper)
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "Interval":
         """Both ends through a function that never falls."""
         return Interval(function(self.lower), function(self.upper))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from patchcert.bounds.linear import BackwardPass, Halves, LinearBound, intervals_within
 from patchcert.bounds.operations import Interval, is_relu
+from patchcert.bounds.programs import solve
 from patchcert.bounds.reduction import Reduced
 from patchcert.bounds.rounding import NEAREST, Rounding
 
@@ -21,6 +22,13 @@ Table = dict[int, Annotated[Tensor, "d _"]]
 
 _SHORTER = 0.95
 """By this factor a step of ascent is shorter than the one before."""
+
+_WORTH_CUTTING = 0.2
+"""A part is cut where a unit loses at least this share of what is missing."""
+
+_LOWER_LINE, _A_LITTLE = 0.1, 1e-9
+_GAP = 1e-6
+"""A linear program whose units are all this near to their ReLU says nothing of where to cut."""
 
 Refute = Callable[[Annotated[Tensor, "d"], Annotated[Tensor, "d free"]], Annotated[Tensor, "d"]]
 """Whether problems, given by their numbers, are refuted by values of the free inputs."""
@@ -164,16 +172,17 @@ class _Search:
         owners = problems.owners[problem]
         self.nodes.index_add_(0, owners, torch.ones_like(owners))
         look = _Look.of(parts, problems, self.settings)
-        parts, bound = look.ascended(parts)
+        polished = look.polished(*look.ascended(parts))
+        parts, bound = polished.parts, polished.bound
         lower = torch.where(look.is_empty, torch.inf, bound.lower[:, 0])
         self._note(problem, lower)
         rest = (~(lower > 0)).nonzero().flatten()
         if not len(rest):
             return
-        corners = bound.minimisers(look.reduced.box)[:, 0]
-        refuted = self.refute(problem[rest], corners[rest])
-        self.is_refuted[owners[rest][refuted]] = True
-        self._halve(parts.select(rest), {key: score[rest] for key, score in look.scores(bound).items()})
+        for candidates in (bound.minimisers(look.reduced.box)[:, 0], polished.points):
+            refuted = self.refute(problem[rest], candidates[rest])
+            self.is_refuted[owners[rest][refuted]] = True
+        self._halve(parts.select(rest), {number: score[rest] for number, score in polished.scores.items()})
 
     def _halve(self, parts: Parts, scores: Table) -> None:
         """Each part at the unit of the highest score; the owner of a part without one is given up."""
@@ -193,6 +202,16 @@ class _Search:
         self.is_new[problem] = False
         proven = lower > 0
         self.least.scatter_reduce_(0, problem[proven], lower[proven], "amin")
+
+
+@dataclass(frozen=True, slots=True)
+class _Polished:
+    """Parts with their bound, inputs that may refute them, and what each unit is worth cutting."""
+
+    parts: Parts
+    bound: LinearBound
+    points: Annotated[Tensor, "d free"]
+    scores: Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +274,38 @@ class _Look:
                     values[key] = values[key].clamp(0, None if key[0] == "multipliers" else 1)
         return best, self.bound(best, self.settings.rounding)
 
+    def polished(self, parts: Parts, bound: LinearBound) -> "_Polished":
+        """The parts with the best slopes and multipliers there are, where the ascent has not found them.
+
+        It has not where even the unit that loses most loses little of what is missing: cutting it would not help. There
+        a linear program says where to cut, and its least point may well be a counterexample.
+        """
+        scores, lower, points = self.scores(bound), bound.lower[:, 0], self.reduced.box.centre
+        most = torch.stack([lower.new_zeros(len(lower)), *(score.amax(dim=1) for score in scores.values())])
+        is_weak = ~(lower > 0) & ~self.is_empty & (most.amax(dim=0) < _WORTH_CUTTING * -lower)
+        if not scores or not bool(is_weak.any()):
+            return _Polished(parts, bound, points, scores)
+        tried = replace(parts, multipliers=_copied(parts.multipliers), slopes=_copied(parts.slopes))
+        for row in is_weak.nonzero().flatten().tolist():
+            signs = {number: sign[row].cpu().numpy() for number, sign in parts.signs.items()}
+            output = int(self.forms[row, 0].argmax())
+            found = solve(self.reduced.network, self.intervals, signs, output, row)
+            if found is not None:
+                points[row] = torch.from_numpy(found.values).to(points)
+                for number, duals in found.duals.items():
+                    tried.multipliers[number][row] = torch.from_numpy(duals.multipliers).to(points)
+                    tried.slopes[number][row] = torch.from_numpy(duals.slopes).to(points)
+                    if any(each.gaps.max(initial=0.0) > _GAP for each in found.duals.values()):
+                        scores[number][row] = torch.from_numpy(duals.gaps).to(points).clamp(min=0)
+        better, _ = _better(parts, lower, tried, self.bound(tried, self.settings.rounding).lower[:, 0])
+        sound = self.bound(better, self.settings.rounding)
+        return _Polished(better, sound, self.reduced.box.clamped(points), scores)
+
     def scores(self, bound: LinearBound) -> Table:
-        """How much the bound may lose at each unit that can bend; 0 at the others."""
+        """How much the bound may lose at each unit that can bend, a little at least; 0 at the others.
+
+        The chord is furthest from the ReLU at its bend. Lower lines count less: their slopes can still ascend.
+        """
         found = {}
         for number, step in enumerate(self.reduced.network.steps, start=1):
             if not is_relu(step.operation):
@@ -267,9 +316,13 @@ class _Look:
             forms = bound.carried.seen.get(number)
             weight = torch.zeros_like(box.lower) if forms is None else forms[:, 0]
             gap = box.upper * -box.lower / (box.upper - box.lower)
-            size = torch.where(weight < 0, -weight, 0.1 * weight) + 1e-9
+            size = torch.where(weight < 0, -weight, _LOWER_LINE * weight) + _A_LITTLE
             found[source] = torch.where(is_bent, size * gap, 0.0)
         return found
+
+
+def _copied(table: Table) -> Table:
+    return {number: value.clone() for number, value in table.items()}
 
 
 def _on_side(box: Interval, signs: Tensor) -> Interval:

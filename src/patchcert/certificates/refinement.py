@@ -27,6 +27,7 @@ DEFAULT_BUDGET = 2000
 fewer than a tenth."""
 
 _STEPS, _STEP_SIZE = 30, 0.1
+"""Three times across the range of a pixel, so that signs may change on the way."""
 _LIVE_COPIES = 12
 """How many tensors of forms are alive at once."""
 _UNITS = 64
@@ -152,16 +153,17 @@ class _Work:
         """From the clean patch and from a grey one; what breaks needs no further steps."""
         for is_grey in (False, True):
             rows = (~self.broken[image]).nonzero().flatten()
+            if not len(rows):
+                return
             image, placement = image[rows], placement[rows]
             box = self._boxes(image, placement).map(lambda part: part.to(self.images.dtype))
             current = box.centre if is_grey else self.images[image]
-            owners, labels = image, self.labels[image]
             for step in range(_STEPS + 1):
-                gradient, leads = self._slope(current, labels)
+                gradient, leads = self._slope(current, self.labels[image])
                 wrong = (leads <= 0).nonzero().flatten()
                 if len(wrong):
-                    self._try(owners[wrong], current[wrong])
-                if step == _STEPS or bool(self.broken[owners].all()):
+                    self._try(image[wrong], current[wrong])
+                if step == _STEPS or bool(self.broken[image].all()):
                     break
                 current = (current - _STEP_SIZE * gradient.sign()).clamp(box.lower, box.upper)
 
