@@ -34,6 +34,11 @@ def test_verdicts_alone_conform():
     check_certifier(partial(IntervalBounds, verdicts_only=True), sparse=True)
 
 
+@pytest.mark.slow
+def test_refined_bounds_conform():
+    check_certifier(partial(IntervalBounds, refine="split", budget=20))
+
+
 class SeesRetainedPixels(nn.Module):
     """A model of images as one of ablated images: those pixels that are gone are black."""
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from patchcert.bench import Case
+from patchcert.bench import Case, MaskedCase
+from patchcert.bench.report import contradictions
 from patchcert.cli.app import run
 
 
@@ -12,6 +13,7 @@ from patchcert.cli.app import run
 def tiny_cases(monkeypatch):
     cases = (Case("mlp", "tiny", 2, 1, 8), Case("cnn2", "tiny", 3, 3, 8))
     monkeypatch.setattr("patchcert.bench.CASES", cases)
+    monkeypatch.setattr("patchcert.bench.MASKED_CASES", (MaskedCase("resnet18", 8, 2, 3),))
 
 
 def test_measurements_are_json_that_can_be_shown_again(tiny_cases, tmp_path, capsys):
@@ -57,8 +59,8 @@ def test_the_patch_can_have_another_size(tiny_cases, capsys):
 
 
 def test_a_case_that_does_not_exist_is_answered_with_those_that_do(tiny_cases, capsys):
-    assert run(["bench", "--only", "resnet"]) == 2
-    assert "no case holds 'resnet'" in capsys.readouterr().err
+    assert run(["bench", "--only", "vgg"]) == 2
+    assert "no case holds 'vgg'" in capsys.readouterr().err
 
 
 def test_a_file_without_measurements_is_refused(tmp_path, capsys):
@@ -66,3 +68,23 @@ def test_a_file_without_measurements_is_refused(tmp_path, capsys):
     other.write_text("{}")
     assert run(["bench", "--from", str(other)]) == 2
     assert "holds no measurements" in capsys.readouterr().err
+
+
+def test_masked_passes_are_measured_beside_those_of_the_bare_network(tiny_cases, tmp_path, capsys):
+    assert run(["bench", "--device", "cpu", "--spend", "0", "--only", "masks", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    (case,) = facts["masked"]
+    assert (case["case"], case["passes"], case["precision"]) == (
+        "resnet18 8px 2x2, 3 x 3 masks",
+        45,
+        "float32",
+    )
+    assert case["ratio"] == case["masked"] / case["bare"]
+    assert 0 < case["fraction_of_floor"] < 1.5
+    stored = tmp_path / "bench.json"
+    stored.write_text(json.dumps(facts))
+    assert run(["bench", "--from", str(stored), "--markdown"]) == 0
+    assert "| resnet18 8px 2x2, 3 x 3 masks | 8 | float32 |" in capsys.readouterr().out
+    assert not contradictions(facts)
+    case["ratio"] *= 1.1
+    assert contradictions(facts)

@@ -8,6 +8,7 @@ import torch
 
 import patchcert as pc
 from patchcert.certificates import IntervalBounds
+from patchcert.certificates.refinement import Limits
 from patchcert.cli.app import run
 from patchcert.data import load_dataset
 from patchcert.errors import RunError
@@ -386,3 +387,46 @@ def test_other_kinds_of_proof_that_prove_nothing_are_not_told_of_bounds(capsys):
     arguments = ("--patch", 9, "--method", "masking", "--masks", 3)
     assert certify("zoo:mnist-2x2-cnn2", "--data", "mnist-mini", "--limit", 2, *arguments) == 0
     assert "bounds are wide" not in capsys.readouterr().err
+
+
+def test_refinement_counts_proven_broken_and_open_images(capsys, tmp_path):
+    out = tmp_path / "refined.npz"
+    asked = ("zoo:mnist-5x5-cnn2", "--data", "mnist-mini", "--limit", 9, "--refine", "split", "--out", out)
+    assert certify(*asked, "--setting", "budget=50") == 0
+    summary = answer(capsys)
+    assert summary["certified"] + summary["broken"] + summary["open"] == summary["correct"]
+    assert summary["broken"] > 0
+    assert summary["classifier"]["refine"] == "split"
+    assert summary["classifier"]["budget"] == 50
+    assert summary["refinement"] == {"by_interval": [], "unsplit": []}
+    found = Evidence.read(out)
+    model, digits = pc.load("mnist-5x5-cnn2"), load_dataset("mnist-mini").test
+    assert len(found.adversarial()) == found.broken == summary["broken"]
+    for index, image in found.adversarial().items():
+        changed = torch.from_numpy(image)[None]
+        assert pc.Patch(5).contains(digits.take(9).floats()[index : index + 1], changed).all()
+        assert model(changed).argmax() != digits.labels[index]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--refine", "exact"), "refine is 'exact'; expected 'linear', 'split' or None"),
+        (("--refine", "linear", "--setting", "budget=5"), "budget is a setting of refine='split'"),
+        (("--refine", "linear", "--sparse", 1), "linear bounds exist for patches"),
+        (("--refine", "linear", "--method", "ablation", "--setting", "retained=3"), "--refine is a setting"),
+    ],
+)
+def test_refinements_that_mean_nothing_are_mistakes(capsys, model_file, words, message):
+    threat = () if "--sparse" in words else ("--patch", 2)
+    assert certify(model_file, "--data", "mnist-mini", "--limit", 2, *threat, *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_layers_that_stop_the_refinement_are_named(capsys, model_file, monkeypatch):
+    monkeypatch.setattr(IntervalBounds, "limits", lambda *_: Limits(("tanh",), ("tanh", "pool")))
+    assert certify(model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 2, "--refine", "split") == 0
+    shown = capsys.readouterr()
+    assert "without a linear rule, bounded by intervals: tanh" in shown.err
+    assert "no branch and bound: tanh, pool bend otherwise than a ReLU" in shown.err
+    assert json.loads(shown.out)["refinement"] == {"by_interval": ["tanh"], "unsplit": ["tanh", "pool"]}

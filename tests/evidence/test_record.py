@@ -15,6 +15,7 @@ from patchcert.certificates import Certificates
 from patchcert.errors import RunError
 from patchcert.evidence import Certification, Evidence, EvidenceFolder, Question, Selection, refuted
 from patchcert.evidence.measuring import certificate_columns
+from patchcert.evidence.record import VERSION
 
 RESULTS = Path(__file__).parents[2] / "results"
 INTERVALS = {"name": "IntervalBounds", "dtype": "float32"}
@@ -263,3 +264,19 @@ def test_a_folder_knows_which_images_are_proven(subject, tmp_path):
     )
     assert folder.proven(pc.Patch(1), subject.selection, subject.weights, torch.tensor([25])) is None
     assert folder.files() == (folder.file(found.question),)
+
+
+def test_rows_that_are_both_certified_and_broken_are_refused(tmp_path):
+    question = Question("certify", pc.Patch(2), Selection("mnist-mini", limit=3), {"name": "IntervalBounds"})
+    columns = {
+        "index": np.arange(3),
+        "label": np.zeros(3, np.int8),
+        "prediction": np.zeros(3, np.int8),
+        "certified": np.array([True, False, True]),
+        "broken": np.array([False, True, True]),
+    }
+    evidence = Evidence(columns, {"version": VERSION, **question.to_dict(), "weights_sha256": "0" * 64})
+    with pytest.raises(RunError, match="row 2 is both certified and broken"):
+        evidence.write(tmp_path / "evidence.npz")
+    columns["certified"][2] = False
+    assert evidence.write(tmp_path / "evidence.npz").broken == 2

@@ -22,7 +22,6 @@ from patchcert.report.summary import (
     BROKEN_CLEAN,
     Pictures,
     RunSummary,
-    guarantee_of,
     summarise_run,
 )
 from patchcert.threats import Patch
@@ -127,10 +126,10 @@ def test_attacks_on_images_with_other_labels_are_refused(run, changed):
 
 def test_a_guarantee_is_what_the_evidence_says(run, voted_run):
     rows = voted_run.certificates[0]
-    assert guarantee_of(rows).confidence == 0.95
+    assert rows.guarantee.confidence == 0.95
     stated = replace(rows, meta={**rows.meta, "guarantee": {"promise": "detection", "confidence": 0.9}})
-    assert (guarantee_of(stated).promise, guarantee_of(stated).confidence) == ("detection", 0.9)
-    assert guarantee_of(run.certificates[0]).is_deterministic
+    assert (stated.guarantee.promise, stated.guarantee.confidence) == ("detection", 0.9)
+    assert run.certificates[0].guarantee.is_deterministic
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
-"""The cases, and what is measured of each: dense bounds, the sweep, certification, a training step, and the attack."""
+"""The cases, and what is measured of each: dense bounds, the sweep, certification, a training step, the attack, and
+linear bounds."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +12,7 @@ from torch import Generator, Tensor, nn
 
 from patchcert.attacks import AttackResult, PatchAttack, default_batch_size, reference_patch_attack
 from patchcert.bench.floor import Ceilings, Work, seconds, synchronise
-from patchcert.bounds import Network, precise_arithmetic, trace
+from patchcert.bounds import Network, Rounding, precise_arithmetic, trace
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.certificates import certify
 from patchcert.data import Split, load_dataset
@@ -21,7 +23,7 @@ from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings,
 from patchcert.train.step import CapturedStep, Plan, Trainee, TrainingStep
 from patchcert.train.strategies import AllPlacements
 from patchcert.train.strategy import Subject, margin_loss
-from patchcert.windows.dense import dense_margins
+from patchcert.windows.dense import dense_linear_margins, dense_margins
 from patchcert.windows.passes import clean_pass
 from patchcert.windows.sweep import PlacementSweep, default_budget
 
@@ -131,6 +133,7 @@ def run_case(case: Case, machine: Machine) -> dict[str, Any]:
         "dense_gigabytes": dense_gigabytes,
         "step_gigabytes": step_gigabytes,
         "attack": _attack_rates(case, machine),
+        "linear": _linear_bounds(model, case, machine),
         "step_ratio": dense_step / step,
         "sweep_ratio": dense_step / exact,
         "certification_ratio": dense_step / certification,
@@ -260,6 +263,26 @@ def _reset_peak(device: torch.device) -> None:
 
 def _peak(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
+
+
+def _linear_bounds(model: nn.Module, case: Case, machine: Machine) -> dict[str, float]:
+    """Linear bounds of one image at as many placements as fit, scaled up to all; the model stays as it is."""
+    images, labels = case.images(1, machine.device)
+    network, corners = (
+        trace(copy.deepcopy(model).double()),
+        case.threat.placements(case.size, case.size).corners,
+    )
+    largest = max(value.numel() for value in network.values(images.double()))
+    boxes = min(len(corners), max(1, default_budget(machine.device) // (8 * 12 * 10 * largest)))
+    chosen, rounding = corners[:boxes].to(machine.device), Rounding.outward(torch.float64)
+
+    @torch.no_grad()
+    def bound() -> None:
+        dense_linear_margins(network, images.double(), labels, case.threat, chosen, rounding)
+
+    with precise_arithmetic():
+        micro = _micro(bound, machine, 1) * len(corners) / boxes
+    return {"microseconds": micro, "boxes": boxes, "seconds": micro / 1e3}
 
 
 def _attack_rates(case: Case, machine: Machine) -> dict[str, float]:

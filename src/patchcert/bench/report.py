@@ -13,6 +13,9 @@ from patchcert.report.tables import Column, Table
 Facts = Mapping[str, Any]
 
 _ATTACK = "Attack, image-steps (forward and backward) per second, without early stops"
+_LINEAR = "Linear bounds of all placements and classes, in float64 and sound, best of three slopes"
+_MEASURED_LATER = {_ATTACK: "attack", _LINEAR: "linear"}
+"""Tables of figures that older files do not have."""
 _TABLES = {
     "Microseconds per image, all placements": (
         ("dense forward", "{dense_forward:,.1f}"),
@@ -45,13 +48,31 @@ _TABLES = {
         ("times faster", "{attack[ratio]:.1f}x"),
         ("images x restarts x steps", "{attack[images]} x {attack[restarts]} x {attack[steps]}"),
     ),
+    _LINEAR: (
+        ("microseconds per image", "{linear[microseconds]:,.1f}"),
+        ("boxes at once", "{linear[boxes]:,}"),
+        ("seconds for 1,000 images", "{linear[seconds]:,.1f}"),
+    ),
 }
 """Of each table the title, and for each column its heading and how it shows the figures of a case."""
 _ROUNDING = 1e-9
 """Figures are stored with all their digits: what follows from others differs by a few roundings at most."""
 
 
-def summary(machine: Machine, cases: Sequence[Facts]) -> dict[str, Any]:
+_MASKED = (
+    ("filters", "{filters}"),
+    ("precision", "{precision}"),
+    ("batch", "{batch:,}"),
+    ("bare network", "{bare:,.0f}"),
+    ("behind masks", "{masked:,.0f}"),
+    ("share of bare", "{ratio:.0%}"),
+    ("share of floor", "{fraction_of_floor:.0%}"),
+    ("passes per certificate", "{passes:,}"),
+    ("hours for 10,000 certificates, none left early", "{hours:,.2f}"),
+)
+
+
+def summary(machine: Machine, cases: Sequence[Facts], masked: Sequence[Facts] = ()) -> dict[str, Any]:
     """Device, ceilings and all figures in plain types."""
     ceilings, device = machine.ceilings, machine.device
     processor = f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
@@ -63,6 +84,7 @@ def summary(machine: Machine, cases: Sequence[Facts]) -> dict[str, Any]:
         "tf32_teraflops": ceilings.tf32 / 1e12,
         "bandwidth_gigabytes": ceilings.bandwidth / 1e9,
         "cases": list(cases),
+        **({"masked": list(masked)} if masked else {}),
     }
 
 
@@ -88,6 +110,10 @@ def contradictions(facts: Facts) -> tuple[str, ...]:
             stated = case["attack"]["ratio"] if name == "attack.ratio" else case.get(name)
             if stated is None or abs(stated - expected) > _ROUNDING * abs(expected):
                 found.append(f"{case['case']}: {name} is {stated}, but its parts give {expected}")
+    for case in facts.get("masked", ()):
+        expected = case["masked"] / case["bare"]
+        if abs(case["ratio"] - expected) > _ROUNDING * expected:
+            found.append(f"{case['case']}: ratio is {case['ratio']}, but its parts give {expected}")
     return tuple(found)
 
 
@@ -114,7 +140,19 @@ def _heading(facts: Facts) -> str:
 
 
 def _tables(facts: Facts) -> list[Table]:
-    cases = facts["cases"]
+    cases, masked = facts["cases"], facts.get("masked", ())
+    return [*_case_tables(cases), *([_masked_table(masked)] if masked else [])]
+
+
+def _masked_table(cases: Sequence[Facts]) -> Table:
+    return Table(
+        "Forward passes per second, on whole images and on masked copies",
+        (Column("case", numeric=False), *(Column(name) for name, _ in _MASKED)),
+        tuple((case["case"], *(form.format(**case) for _, form in _MASKED)) for case in cases),
+    )
+
+
+def _case_tables(cases: Sequence[Facts]) -> list[Table]:
     return [
         Table(
             title,
@@ -122,7 +160,7 @@ def _tables(facts: Facts) -> list[Table]:
             tuple((case["case"], *(_cell(form, case) for _, form in columns)) for case in cases),
         )
         for title, columns in _TABLES.items()
-        if title != _ATTACK or any("attack" in case for case in cases)
+        if cases and (title not in _MEASURED_LATER or any(_MEASURED_LATER[title] in case for case in cases))
     ]
 
 

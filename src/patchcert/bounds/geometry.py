@@ -169,6 +169,29 @@ def _convolve_by_product(value: Tensor, weight: Tensor, geometry: Geometry, grou
     return output.permute(0, 3, 1, 2)
 
 
+def convolve_back(
+    value: Annotated[Tensor, "n outputs _ _"],
+    weight: Annotated[Tensor, "outputs _ _ _"],
+    geometry: Geometry,
+    groups: int,
+    size: tuple[int, int],
+) -> Annotated[Tensor, "n c _ _"]:
+    """The transposed map of the convolution of maps of this size: what each output weighs, summed where it looks.
+
+    It is written as a matrix product. A product is summed over the outputs of its group, and then over at most as many
+    places as the kernel has.
+    """
+    top, bottom, left, right = geometry.padding
+    rows = value.unflatten(1, (groups, -1)).permute(1, 0, 3, 4, 2).flatten(1, 3)
+    columns = weight.flatten(1).unflatten(0, (groups, -1))
+    is_plain = groups == 1
+    below = blocked_product(rows[0], columns[0])[None] if is_plain else blocked_product(rows, columns)
+    below = below.unflatten(1, (len(value), -1)).permute(1, 0, 3, 2).flatten(1, 2)
+    padded = (size[0] + top + bottom, size[1] + left + right)
+    folded = F.fold(below, padded, geometry.kernel, geometry.dilation, 0, geometry.stride)
+    return folded[:, :, top : top + size[0], left : left + size[1]]
+
+
 def under_kernel(
     padded: Annotated[Tensor, "n c _ _"], geometry: Geometry, height: int, width: int
 ) -> Annotated[Tensor, "n c _ _ _ _"]:

@@ -1,5 +1,6 @@
 """The operations that networks are made of. Each states, side by side, all that is known of it: its value, its interval
-bound with rounding, which outputs see which inputs, and which layers and functions of PyTorch are lowered to it.
+bound and its linear bound with rounding, which outputs see which inputs, and which layers and functions of PyTorch are
+lowered to it.
 
 Weights are read from the layer at every call, so bounds can be differentiated and trained through.
 """
@@ -11,15 +12,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Size, Tensor, nn
 
-from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places, convolve
+from patchcert.bounds.forms import Forms, Pulled, shifted, summed, underflow
+from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places, convolve, convolve_back
 from patchcert.bounds.lowering import BATCH_SIZE, Lowered, function_rule, layer_rule, pair, refuse
-from patchcert.bounds.rounding import Rounding, blocked_product, lifted, summed_roundings
+from patchcert.bounds.rounding import NEAREST, Rounding, blocked_product, lifted, summed_roundings
 from patchcert.errors import ModelError, UnsupportedLayer
 
 Source = Callable[[], Tensor]
@@ -55,6 +57,19 @@ class Interval:
     def shape(self) -> Size:
         return self.lower.shape
 
+    @property
+    def magnitude(self) -> Tensor:
+        """The largest absolute values."""
+        return torch.maximum(self.lower.abs(), self.upper.abs())
+
+    def intersection(self, other: "Interval") -> "Interval":
+        """What lies in both; `lower` above `upper` where nothing does."""
+        return Interval(torch.maximum(self.lower, other.lower), torch.minimum(self.upper, other.upper))
+
+    def clamped(self, value: Tensor) -> Tensor:
+        """The nearest member."""
+        return torch.minimum(torch.maximum(value, self.lower), self.upper)
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "Interval":
         """Both ends through a function that never falls."""
         return Interval(function(self.lower), function(self.upper))
@@ -67,9 +82,9 @@ class Interval:
 class Operation(ABC):
     """One step of a network. A class of operations is either abstract or final: no subclass has subclasses.
 
-    `forward` and `interval` suffice for certificates. With `places`, patches are bounded on windows alone, which is
-    much faster. An operation without a rule of its own in `patchcert.windows` is then bounded by its `interval` on
-    what the outputs of a window see of the map.
+    `forward` and `interval` suffice for certificates. With `backward`, linear bounds follow it. With `places`, patches
+    are bounded on windows alone, which is much faster. An operation without a rule of its own in `patchcert.windows` is
+    then bounded by its `interval` on what the outputs of a window see of the map.
     """
 
     arity: ClassVar[int] = 1
@@ -94,6 +109,16 @@ class Operation(ABC):
     @abstractmethod
     def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
         """Contains every output for inputs in the given intervals, and for one input is the tightest such bound."""
+
+    def backward(
+        self, forms: Forms, *inputs: Interval, slope: Tensor | None, rounding: Rounding
+    ) -> Pulled | None:
+        """Forms of the output, written by inputs in the given intervals; see `forms` for what then holds.
+
+        `slope` is, for activations that bend, the slope in [0, 1] of the lower line of each element, which may be any.
+        None where there is no rule: the output then counts by its interval alone.
+        """
+        return None
 
     def places(self, area: FeatureMap) -> Geometry | Places:
         """How outputs see the places of a map: through a sliding kernel, at their own place alone, or all of them.
@@ -126,6 +151,12 @@ class Add(Operation):
             lower = lower - lower.abs() * (4 * rounding.unit)
             upper = upper + upper.abs() * (4 * rounding.unit)
         return Interval(lower, upper)
+
+    def backward(
+        self, forms: Forms, *inputs: Interval, slope: Tensor | None, rounding: Rounding
+    ) -> Pulled | None:
+        is_plain = inputs[0].shape == inputs[1].shape
+        return Pulled.exactly(forms, forms, forms) if is_plain else None
 
     def places(self, area: FeatureMap) -> Places:
         return Places.KEPT
@@ -163,6 +194,11 @@ class Reshape(Operation):
 
     def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
         return inputs[0].map(self.reshape)
+
+    def backward(
+        self, forms: Forms, *inputs: Interval, slope: Tensor | None, rounding: Rounding
+    ) -> Pulled | None:
+        return Pulled.exactly(forms, forms.reshape(*forms.shape[:2], *inputs[0].shape[1:]))
 
     def places(self, area: FeatureMap) -> Places:
         return Places.KEPT
@@ -234,6 +270,11 @@ class Monotone(Operation):
         lower = lower - (lower.abs() * slack + rounding.tiny)
         return Interval(lower, upper + (upper.abs() * slack + rounding.tiny))
 
+    def backward(
+        self, forms: Forms, *inputs: Interval, slope: Tensor | None, rounding: Rounding
+    ) -> Pulled | None:
+        return _relu_backward(forms, inputs[0], slope, rounding) if self.is_relu else None
+
     def precisely(self, value: Tensor) -> Tensor:
         """The function rounded from float64: a float32 may not hold its constants, such as a tiny slope, and libraries
         compute it differently in the last bits for other sizes."""
@@ -246,6 +287,29 @@ class Monotone(Operation):
 def is_relu(operation: Operation) -> bool:
     """Whether the operation is max(x, 0), for which there are kernels."""
     return isinstance(operation, Monotone) and operation.is_relu
+
+
+def _relu_backward(forms: Forms, box: Interval, slope: Tensor | None, rounding: Rounding) -> Pulled:
+    """Where a form counts an output positively, the output is at least slope * z; negatively, at most the chord.
+
+    Products of a coefficient with a number in [0, 1] lie, rounded, between 0 and the coefficient: so the new one is the
+    old one times some slope in [0, 1] exactly, and no line has to be rounded. The intercept is that of this very slope:
+    |A| max(z, 0) <= |A'| z + t at both ends of l <= z <= u, and so between them, if t is |A'| (-l) at least, and
+    (|A| - |A'|) u at least.
+    """
+    lower, upper = box.lower.unsqueeze(1), box.upper.unsqueeze(1)
+    if slope is None:
+        slope = (upper > -lower).to(forms.dtype)
+    is_bent = (lower < 0) & (upper > 0)
+    straight = (lower >= 0).to(forms.dtype)
+    slope = torch.where(is_bent, slope.clamp(0, 1), straight)
+    chord = torch.where(is_bent, upper / (upper - lower).where(is_bent, 1), straight)
+    rising, falling = forms.clamp(min=0) * slope, forms.clamp(max=0) * chord.clamp(0, 1)
+    lost = forms.clamp(max=0) - falling
+    intercept = torch.minimum(falling * (-lower).clamp(min=0), lost * upper.clamp(min=0))
+    # A difference and a product.
+    constant, error = summed(intercept, 2, rounding)
+    return Pulled((rising + falling,), constant, error)
 
 
 # max(x, 0) and limits that are numbers of every type are exact.
@@ -329,6 +393,13 @@ class Affine(Operation):
         offset = self.offset(like)
         return None if offset is None else offset.abs()
 
+    def transposed(self, value: Tensor, inputs: Size) -> tuple[Tensor, int] | None:
+        """W' y for inputs of this shape, and the most roundings that a product meets, that of its weight included.
+
+        None where there is no rule.
+        """
+        return None
+
     def forward(self, *inputs: Tensor) -> Tensor:
         output = self.map(inputs[0], precise=False)
         offset = self.offset(output)
@@ -340,6 +411,34 @@ class Affine(Operation):
             return self._outward_interval(box, rounding)
         centre = self.forward(box.centre)
         return Interval.around(centre, self.absolute_map(box.radius, precise=False))
+
+    def backward(
+        self, forms: Forms, *inputs: Interval, slope: Tensor | None, rounding: Rounding
+    ) -> Pulled | None:
+        (box,) = inputs
+        found = self.transposed(forms.flatten(0, 1), box.shape[1:])
+        if found is None:
+            return None
+        rows, roundings = found
+        moved = rows.unflatten(0, forms.shape[:2])
+        constant, error = self._offset_of(forms, rounding)
+        if rounding.is_outward:
+            magnitude = box.magnitude
+            reached = self.absolute_map(magnitude, precise=True)
+            error = error + shifted(forms, reached, roundings, rounding) + underflow(magnitude, rounding)
+        return Pulled((moved,), constant, error)
+
+    def _offset_of(self, forms: Forms, rounding: Rounding) -> tuple[Tensor, Tensor]:
+        """What the forms make of the offset, and the error of that."""
+        like = forms[0, :1].detach()
+        offset, magnitude = self.offset(like), self.offset_magnitude(like)
+        if offset is None or magnitude is None:
+            nothing = forms.new_zeros(forms.shape[:2])
+            return nothing, nothing
+        constant, _ = summed(forms * offset, 0, NEAREST)
+        # The offset may be rounded as often as a scale, and its product once.
+        _, error = summed(forms * magnitude, SCALE_ROUNDINGS + 1, rounding)
+        return constant, error
 
     def _outward_interval(self, box: Interval, rounding: Rounding) -> Interval:
         """Each rounded operation adds its error bound to the radius, which is widened for its own rounding.
@@ -390,6 +489,11 @@ class Linear(Affine):
     def roundings(self, value: Tensor) -> int:
         return summed_roundings(self.weight().shape[1])
 
+    def transposed(self, value: Annotated[Tensor, "... _"], inputs: Size) -> tuple[Tensor, int] | None:
+        weight = self.weight()
+        rows = blocked_product(value.flatten(0, -2), weight)
+        return rows.unflatten(0, value.shape[:-1]), summed_roundings(weight.shape[0])
+
     def places(self, area: FeatureMap) -> Places:
         if not area.is_flat:
             raise NotCovered("a linear layer acts on an unflattened map")
@@ -432,6 +536,11 @@ class Convolution(Affine):
 
     def roundings(self, value: Tensor) -> int:
         return summed_roundings(math.prod(self.weight().shape[1:]))
+
+    def transposed(self, value: Maps, inputs: Size) -> tuple[Tensor, int] | None:
+        weight = self.weight()
+        moved = convolve_back(value, weight, self.geometry, self.groups, (inputs[1], inputs[2]))
+        return moved, summed_roundings(len(weight) // self.groups) + math.prod(self.geometry.kernel)
 
     def places(self, area: FeatureMap) -> Geometry:
         return self.geometry
@@ -505,6 +614,9 @@ class ChannelScale(Affine):
     def roundings(self, value: Tensor) -> int:
         return SCALE_ROUNDINGS
 
+    def transposed(self, value: ByChannel, inputs: Size) -> tuple[Tensor, int] | None:
+        return self.map(value, precise=True), SCALE_ROUNDINGS
+
     def places(self, area: FeatureMap) -> Places:
         if area.is_flat:
             raise NotCovered("a flattened map is scaled feature by feature")
@@ -554,12 +666,31 @@ class MaxPool(Operation):
     padding: ClassVar[float] = -torch.inf
 
     def forward(self, *inputs: Tensor) -> Annotated[Tensor, "... _ _"]:
-        kernel, stride, dilation = self.geometry.kernel, self.geometry.stride, self.geometry.dilation
-        top, _, left, _ = self.geometry.padding
-        return F.max_pool2d(inputs[0], kernel, stride, (top, left), dilation, self.ceil_mode)
+        return self._pooled(inputs[0], F.max_pool2d)
 
     def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
         return inputs[0].map(self.forward)
+
+    def backward(
+        self, forms: Forms, *inputs: Interval, slope: Tensor | None, rounding: Rounding
+    ) -> Pulled | None:
+        """The largest value is at least the one with the largest lower end, and at most the largest upper end."""
+        (box,) = inputs
+        _, chosen = self._pooled(box.lower, F.max_pool2d_with_indices)
+        rising = forms.clamp(min=0)
+        places = chosen.flatten(2).unsqueeze(1).expand(*forms.shape[:3], -1)
+        moved = forms.new_zeros(*forms.shape[:3], box.shape[2] * box.shape[3])
+        moved = moved.scatter_add(3, places, rising.flatten(3)).unflatten(3, box.shape[2:])
+        constant, error = summed(forms.clamp(max=0) * self.forward(box.upper).unsqueeze(1), 1, rounding)
+        # A value can be chosen by as many kernels as have it in sight.
+        reached = self.forward(box.magnitude)
+        error = error + shifted(rising, reached, math.prod(self.geometry.kernel), rounding)
+        return Pulled((moved,), constant, error)
+
+    def _pooled(self, value: Tensor, pool: Callable[..., Any]) -> Any:  # noqa: ANN401 - what the function gives
+        top, _, left, _ = self.geometry.padding
+        kernel, stride, dilation = self.geometry.kernel, self.geometry.stride, self.geometry.dilation
+        return pool(value, kernel, stride, (top, left), dilation, self.ceil_mode)
 
     def places(self, area: FeatureMap) -> Geometry:
         if self.ceil_mode:
@@ -615,6 +746,15 @@ class AveragePool(Affine):
         # As a convolution: 1/area, the product and area - 1 sums, area + 1. As a library pools: area - 1 sums, the
         # divisor and the division, area + 1. Two are to spare.
         return self.most(value) + 3
+
+    def transposed(self, value: ChannelMaps, inputs: Size) -> tuple[Tensor, int] | None:
+        geometry = self.geometry(inputs[1], inputs[2])
+        if geometry is None:
+            return None
+        weights = equal_weights(geometry, value)
+        moved = convolve_back(value, weights, geometry, value.shape[1], (inputs[1], inputs[2]))
+        # 1/area, a product of one term, and the sums over the places of the kernel.
+        return moved, 1 + summed_roundings(1) + math.prod(geometry.kernel)
 
     def places(self, area: FeatureMap) -> Geometry | Places:
         geometry = self.geometry(area.height, area.width)

@@ -191,10 +191,11 @@ class PartVotes(Classifier):
     def _base(self, images: Images, views: Views, with_probe: bool) -> FixedBatches:
         numbers = torch.arange(self.batch_size, device=images.device)
         images = images.to(weight_dtype(self.model, images.dtype))
-        sample = encode_visible(images[numbers % len(images)], views[numbers % len(views)])
+        owner = numbers // len(views) % len(images)
+        sample = encode_visible(images[owner], views[numbers % len(views)])
         base = FixedBatches(self.model, sample, self.batch_size, self.precision)
         if with_probe:
-            base.check_company(sample, needed_lead(self) / 4)
+            base.check_company(sample, needed_lead(self) / 4, owner)
         return base
 
     def _logits(

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, Self, final
 
 import numpy as np
 import torch
@@ -76,6 +76,8 @@ class Certificates:
     `radius` is how many pixels may change, -1 where nothing is proven, and `ballots` are the votes behind it.
     With masks, `lead` is the share by which the label leads on every copy that the proof needs (at most, where it
     fails), and `weakest_masks` are the numbers of the two masks of the copy with the least lead that was looked at.
+    `broken` says where a member of the threat was found that the classifier gets wrong, and `counterexamples` are these
+    members, elsewhere the clean images; what is predicted rightly and neither certified nor broken is open.
     """
 
     certified: Annotated[Tensor, "n"]
@@ -89,13 +91,15 @@ class Certificates:
     ballots: Ballots | None = None
     lead: Annotated[Tensor, "n"] | None = None
     weakest_masks: Annotated[Tensor, "n 2"] | None = None
+    broken: Annotated[Tensor, "n"] | None = None
+    counterexamples: Annotated[Tensor, "n c h w"] | None = None
 
     def __repr__(self) -> str:
         right = int((self.predictions == self.labels).sum())
-        return (
-            f"Certificates({len(self)} images, {right} right, {int(self.certified.sum())} certified: "
-            f"{self.guarantee})"
-        )
+        counts = f"{right} right, {int(self.certified.sum())} certified"
+        if self.broken is not None and self.open is not None:
+            counts += f", {int(self.broken.sum())} broken, {int(self.open.sum())} open"
+        return f"Certificates({len(self)} images, {counts}: {self.guarantee})"
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -109,6 +113,13 @@ class Certificates:
     def certified_accuracy(self) -> float:
         """The share of images that are certified; NaN without images."""
         return _share(self.certified)
+
+    @property
+    def open(self) -> Annotated[Tensor, "n"] | None:
+        """Predicted rightly, but neither certified nor broken; None where nothing was tried to break."""
+        if self.broken is None:
+            return None
+        return (self.predictions == self.labels) & ~self.certified & ~self.broken
 
     @property
     def least_margin(self) -> Annotated[Tensor, "n"] | None:
@@ -173,6 +184,14 @@ class Classifier(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """The method's name and every setting that decides a verdict, as plain JSON; evidence is named by it."""
+
+    @classmethod
+    def described(cls, model: nn.Module, description: Mapping[str, Any]) -> Self:
+        """The classifier of a model of which `describe` says this."""
+        names = {each.name for each in fields(cls)} - {"model"}  # pyright: ignore[reportArgumentType]
+        given = {name: value for name, value in description.items() if name in names}
+        settings = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        return cls(model, **settings)  # pyright: ignore[reportCallIssue]
 
     def images_per_block(self, device: torch.device) -> int | None:
         """How many images an interruptible proof certifies at a time; None where verdicts do not depend on it."""

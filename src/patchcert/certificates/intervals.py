@@ -25,6 +25,14 @@ from patchcert.certificates.checks import (
     weight_dtype,
 )
 from patchcert.certificates.classifier import AnyThreat, Certificates, Classifier, Columns, first_row
+from patchcert.certificates.refinement import (
+    DEFAULT_BUDGET,
+    Limits,
+    Refine,
+    Refined,
+    Refinement,
+    check_refinement,
+)
 from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, Logits, Margins, PlacementMargins
@@ -54,20 +62,27 @@ class IntervalBounds(Classifier):
     is dropped as soon as it is decided: the same images are certified in less time, but there are no margins, worst
     placements and maps, except where that saves nothing: against sparse changes, and where placements are bounded
     one by one.
+
+    With `refine` patches that intervals leave open are looked at again: by linear bounds ("linear"), and then by branch
+    and bound ("split") on at most `budget` parts for each image. An image then ends proven, broken by a member of the
+    threat, or open.
     """
 
     model: nn.Module
     dtype: torch.dtype | None = None
     memory_budget: int | None = None
     verdicts_only: bool = False
+    refine: Refine | None = None
+    budget: int | None = None
     predicts_as_its_model: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        budget = self.memory_budget
-        if budget is not None and (not isinstance(budget, int) or budget < 1):
+        memory = self.memory_budget
+        if memory is not None and (not isinstance(memory, int) or memory < 1):
             raise InvalidInput(
-                f"memory_budget is {budget!r}; expected a positive number of bytes", hint="2 GiB are 2**31"
+                f"memory_budget is {memory!r}; expected a positive number of bytes", hint="2 GiB are 2**31"
             )
+        check_refinement(self.refine, self.budget, self.verdicts_only)
 
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         """The class of the largest logit."""
@@ -91,7 +106,7 @@ class IntervalBounds(Classifier):
     def placement_margins(
         self, images: Images, labels: Labels, threat: Patch, progress: Progress | None = None
     ) -> PlacementMargins:
-        """Proven margins with the patch at each of its placements."""
+        """Proven margins with the patch at each of its placements; those of broken images are not refined."""
         if not isinstance(threat, Patch):
             raise InvalidInput(
                 f"{threat} has no placements", hint="use certify for threats without placements"
@@ -99,20 +114,37 @@ class IntervalBounds(Classifier):
         check_call(progress)
         with torch.no_grad(), precise_arithmetic(), subnormals_kept():
             proof = _Proof.of(self, images, labels, threat, progress)
-            pieces = [proof.margins(chunk) for chunk in proof.chunks()]
+            pieces = [proof.refined(chunk).margins for chunk in proof.chunks()]
             shape = (0, len(threat.placements(*images.shape[-2:])), proof.classes)
             return torch.cat(pieces) if pieces else images.new_empty(shape)
 
+    def limits(self, images: Images) -> Limits:
+        """The layers at which refinement stops, for images of this size."""
+        with torch.no_grad(), precise_arithmetic():
+            dtype = bound_dtype(self.model, images, self.dtype)
+            return Limits.of(trace(model_of_type(self.model, dtype)), images[:1].to(dtype))
+
     def describe(self) -> dict[str, Any]:
         dtype = self.dtype or torch.promote_types(weight_dtype(self.model, torch.float32), torch.float32)
-        settings = {"memory_budget": self.memory_budget, "verdicts_only": self.verdicts_only or None}
+        settings = {
+            "memory_budget": self.memory_budget,
+            "verdicts_only": self.verdicts_only or None,
+            "refine": self.refine,
+            "budget": (self.budget or DEFAULT_BUDGET) if self.refine == "split" else None,
+        }
         given = {name: value for name, value in settings.items() if value is not None}
         return {"name": "IntervalBounds", "dtype": str(dtype).removeprefix("torch."), **given}
+
+    @classmethod
+    def described(cls, model: nn.Module, description: Mapping[str, Any]) -> "IntervalBounds":
+        settings = {name: value for name, value in description.items() if name not in ("name", "dtype")}
+        return cls(model, getattr(torch, description["dtype"]), **settings)
 
     def images_per_block(self, device: torch.device) -> int | None:
         if device.type != "cpu":
             return GPU_BLOCK
-        return None if self.describe()["dtype"] == "float32" else FLOAT64_BLOCK
+        is_fixed = self.describe()["dtype"] != "float32" or self.refine is not None
+        return FLOAT64_BLOCK if is_fixed else None
 
     @staticmethod
     def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
@@ -144,6 +176,7 @@ class _Proof:
     classes: int
     budget: int
     image_budget: int
+    refinement: Refinement | None
     progress: Progress | None
 
     @staticmethod
@@ -181,6 +214,7 @@ class _Proof:
             classes=logits.shape[1],
             budget=budget,
             image_budget=bounds.memory_budget or default_image_budget(images.device),
+            refinement=_refinement(bounds, audit, network, threat, budget),
             progress=progress,
         )
 
@@ -225,14 +259,18 @@ class _Proof:
     def _bounded(self, chunk: slice) -> Certificates:
         """Some of the images over all placements; NaN counts as the weakest of all, and stays NaN."""
         assert isinstance(self.threat, Patch)
-        margins, labels = self.margins(chunk), self.labels[chunk]
+        refined, labels = self.refined(chunk), self.labels[chunk]
+        margins = refined.margins
         own = labels[:, None, None].expand(-1, margins.shape[1], 1)
         others = margins.scatter(2, own, torch.inf).amin(dim=2)
         weakest = torch.where(others.isnan(), -torch.inf, others).argmin(dim=1)
         corners = self.threat.placements(*self.images.shape[-2:]).corners.to(labels.device)
         least = margins.amin(dim=1)
         proven = (others > 0) & (self.is_sound[chunk] & least.isfinite().all(dim=1))[:, None]
-        return replace(self._verdicts(chunk, least, corners[weakest]), placements=proven)
+        found = replace(self._verdicts(chunk, least, corners[weakest]), placements=proven)
+        if self.refinement is None:
+            return found
+        return replace(found, broken=refined.broken, counterexamples=refined.counterexamples)
 
     def _bounded_sparse(self, chunk: slice) -> Certificates:
         """Some of the images against sparse changes."""
@@ -258,8 +296,15 @@ class _Proof:
             worst_placement=worst_placement,
         )
 
+    def refined(self, chunk: slice) -> Refined:
+        """The margins of some of the images at every placement, refined where that is asked for."""
+        margins, images = self.margins(chunk), self.images[chunk]
+        if self.refinement is None:
+            return Refined(margins, torch.zeros_like(self.is_sound[chunk]), images)
+        return self.refinement.refined(images, self.labels[chunk], margins, self.is_sound[chunk])
+
     def margins(self, chunk: slice) -> PlacementMargins:
-        """The margins of some of the images at every placement."""
+        """The margins of some of the images at every placement, by intervals."""
         images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
         assert isinstance(threat, Patch)
         if self.sweep is not None:
@@ -277,3 +322,17 @@ class _Proof:
     def _clean_pass(self, chunk: slice) -> Clean:
         images = self.images[chunk]
         return exact_clean_pass(self.audit, images, self.labels[chunk], images.dtype)
+
+
+def _refinement(
+    bounds: IntervalBounds, audit: Network, network: Network, threat: AnyThreat, memory_budget: int
+) -> Refinement | None:
+    if bounds.refine is None:
+        return None
+    if not isinstance(threat, Patch):
+        raise InvalidInput(
+            f"refine is {bounds.refine!r}, but linear bounds exist for patches, and the threat is {threat}",
+            hint="leave refine out for threats without placements",
+        )
+    budget = bounds.budget or DEFAULT_BUDGET
+    return Refinement(bounds.model, audit, network, threat, bounds.refine, budget, memory_budget)

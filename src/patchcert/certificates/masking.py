@@ -7,7 +7,7 @@ rules and their proofs.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,11 @@ class _Masked(Classifier, _Settings):
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
         return {"name": type(self).__name__, "masked_threat": self.threat.to_dict(), **plain}
 
+    @classmethod
+    def described(cls, model: nn.Module, description: Mapping[str, Any]) -> Self:
+        threat = Patch.from_dict(description["masked_threat"])
+        return super().described(model, {**description, "threat": threat})
+
     def surrogate(self) -> nn.Module:
         """The mean of the model's softmax over a few fixed masks and pairs of masks, in logarithms."""
         return _MeanOverMasks(self)
@@ -137,7 +142,7 @@ class DoubleMasking(_Masked):
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         check_images(self.model, images)
         check_call(progress)
-        copies = _Copies(self, images)
+        copies = MaskedCopies(self, images)
         owners = torch.arange(len(images), device=images.device)
         return copies.predictions(copies.singles(progress=progress).said, owners)
 
@@ -156,7 +161,7 @@ class DoubleMasking(_Masked):
         """A placement is proven if some mask that covers it says the label with every second mask."""
         check_inputs(self.model, images, labels)
         check_call(progress)
-        copies = _Copies(self, images)
+        copies = MaskedCopies(self, images)
         check_labels(labels, copies.classes)
         covering = self._covering(threat, copies.masks).to(images.device)
         rows = _Rows(copies, labels, self.needed_lead)
@@ -175,6 +180,24 @@ class DoubleMasking(_Masked):
             lead=lead,
             weakest_masks=rows.weakest,
         )
+
+    def placement_leads(
+        self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
+    ) -> Annotated[Tensor, "n p"]:
+        """The least lead of the label over the row of the best mask that covers each placement.
+
+        A placement is proven where it exceeds `needed_lead`. Rows that cannot be proven are left at their first wrong
+        copy, so that their leads are upper bounds.
+        """
+        check_inputs(self.model, images, labels)
+        copies = MaskedCopies(self, images)
+        check_labels(labels, copies.classes)
+        covering = self._covering(threat, copies.masks).to(images.device)
+        rows = _Rows(copies, labels, self.needed_lead)
+        rows.look_at_pairs(covering, for_map=True, progress=progress)
+        covers = copies.masks.covers(_patch(threat)).to(images.device)
+        hidden = torch.where(covers, 0.0, -torch.inf)
+        return torch.stack([(row + hidden).amax(dim=1) for row in rows.least])
 
     def _map(
         self, threat: AnyThreat, masks: MaskSet, least: Annotated[Tensor, "n m"]
@@ -227,7 +250,7 @@ class MaskedDetection(_Masked):
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         check_images(self.model, images)
         check_call(progress)
-        copies = _Copies(self, images)
+        copies = MaskedCopies(self, images)
         return self._predictions(copies.whole_images(), copies.singles(progress=progress))
 
     def certify(
@@ -236,7 +259,7 @@ class MaskedDetection(_Masked):
         """A placement is proven if some mask that covers it says the label, with confidence."""
         check_inputs(self.model, images, labels)
         check_call(progress)
-        copies = _Copies(self, images)
+        copies = MaskedCopies(self, images)
         check_labels(labels, copies.classes)
         covering = self._covering(threat, copies.masks).to(images.device)
         whole, singles = copies.whole_images(), copies.singles(labels, progress)
@@ -298,7 +321,7 @@ class _Answers:
         return _Answers(*(torch.cat(column).reshape(shape) for column in columns))
 
 
-class _Copies:
+class MaskedCopies:
     """Copies of images of which parts are hidden, shown to the model in batches of one shape."""
 
     def __init__(self, settings: _Masked, images: Images) -> None:
@@ -398,7 +421,7 @@ class _Copies:
 class _Rows:
     """For each image and mask the least lead of the label over the second masks looked at so far."""
 
-    def __init__(self, copies: _Copies, labels: Labels, needed: float) -> None:
+    def __init__(self, copies: MaskedCopies, labels: Labels, needed: float) -> None:
         self.copies, self.labels, self.needed = copies, labels, needed
         singles = copies.singles(labels)
         self.said, self.least = singles.said, singles.lead

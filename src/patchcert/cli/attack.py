@@ -287,7 +287,7 @@ def totals(summaries: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _say_of_proofs(target: str, evidence: "Evidence") -> None:
     """What the attack means for the proofs of the images."""
-    broken = evidence.columns["index"][evidence.broken].tolist()
+    broken = evidence.columns["index"][evidence.broken_rows].tolist()
     if broken:
         print_error(
             f"FALSE PROOF: {len(broken)} of {evidence.total} certified images of {target} were broken: {broken[:20]}",

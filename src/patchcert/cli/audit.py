@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FOUND = 1
 README, PAGE = "README.md", "docs/results.md"
-MEASUREMENTS = ("docs/performance/*.json", "docs/measurements/*.json")
+MEASUREMENTS = ("docs/performance/*.json", "docs/measurements/*.json", "trials/results/**/*")
 ENTRIES, PAPER = "src/patchcert/zoo/entries", "src/patchcert/papers/chiang2020"
 
 
@@ -114,8 +114,9 @@ class Checkout:
 
     @property
     def measurements(self) -> tuple[Path, ...]:
-        """Measurements that no rows of images stand behind, which the manifest lists too."""
-        return tuple(sorted(file for pattern in MEASUREMENTS for file in self.root.glob(pattern)))
+        """Measurements of speed, or only written down, and trials on held-out images: the manifest lists them too."""
+        found = (file for pattern in MEASUREMENTS for file in self.root.glob(pattern))
+        return tuple(sorted(file for file in found if file.is_file()))
 
     @cached_property
     def sources(self) -> "Sources":

@@ -18,7 +18,7 @@ from patchcert.errors import InvalidInput
 if TYPE_CHECKING:
     import torch
 
-    from patchcert.bench import Case, Machine
+    from patchcert.bench import Case, Machine, MaskedCase
 
 
 def bench(
@@ -45,7 +45,8 @@ def bench(
     """Time per image for all placements of a patch: dense bounds, the engine, certification, a training step.
 
     Also the rate of the patch attack, with images and restarts in shared batches, against a plain loop over
-    restarts: 400 images and 80 restarts on a GPU, one batch and 8 on a CPU.
+    restarts: 400 images and 80 restarts on a GPU, one batch and 8 on a CPU; and the rate of forward passes behind
+    masks, against the bare network.
     """
     from patchcert.bench.report import markdown, show
 
@@ -74,14 +75,15 @@ def _read(source: Path) -> dict[str, Any]:
     return facts
 
 
-def _cases(only: str | None, patch: int | None, sizes: bool) -> "list[Case]":
-    from patchcert.bench import CASES, SIZES
+def _cases(only: str | None, patch: int | None, sizes: bool) -> "list[Case | MaskedCase]":
+    from patchcert.bench import CASES, MASKED_CASES, SIZES
 
-    known = [replace(case, patch=patch or case.patch) for case in (*CASES, *(SIZES if sizes else ()))]
-    cases = [case for case in known if only is None or only in case.name]
-    if not cases:
-        raise InvalidInput(f"no case holds {only!r}", hint=f"cases: {', '.join(case.name for case in CASES)}")
-    return cases
+    known = (*CASES, *(SIZES if sizes else ()), *MASKED_CASES)
+    cases = [replace(case, patch=patch or case.patch) for case in known]
+    chosen = [case for case in cases if only is None or only in case.name]
+    if not chosen:
+        raise InvalidInput(f"no case holds {only!r}", hint=f"cases: {'; '.join(case.name for case in known)}")
+    return chosen
 
 
 def _machine(
@@ -105,12 +107,15 @@ def _machine(
     )
 
 
-def _measure(cases: "list[Case]", machine: "Machine") -> dict[str, Any]:
-    from patchcert.bench import run_case
+def _measure(cases: "list[Case | MaskedCase]", machine: "Machine") -> dict[str, Any]:
+    from patchcert.bench import MaskedCase, run_case, run_masked_case
     from patchcert.bench.report import summary
 
-    measurements = []
+    measurements, masked = [], []
     for case in cases:
         say(f"measuring {case.name} ...")
-        measurements.append(run_case(case, machine))
-    return summary(machine, measurements)
+        if isinstance(case, MaskedCase):
+            masked.append(run_masked_case(case, machine))
+        else:
+            measurements.append(run_case(case, machine))
+    return summary(machine, measurements, masked)

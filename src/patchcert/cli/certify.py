@@ -28,7 +28,7 @@ from patchcert.cli.target import Target, choose_classifier, open_data, open_targ
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from patchcert.evidence import Certification, Evidence
+    from patchcert.evidence import Certification, Evidence, Subject
 
 DIFFERS = 1
 LEAST_BUDGET = 100_000
@@ -69,6 +69,13 @@ def certify(
     memory_budget: Annotated[
         str | None, typer.Option(help="Interval bounds: memory to work in, like 2GiB.")
     ] = None,
+    refine: Annotated[
+        str | None,
+        typer.Option(
+            help="Interval bounds: what they leave open goes on to linear bounds (linear), then to branch and bound "
+            "(split, with --setting budget=2000 parts for each image)."
+        ),
+    ] = None,
     out: EvidenceOption = None,
 ) -> None:
     """Prove for each image that no member of the threat changes the prediction.
@@ -88,7 +95,11 @@ def certify(
     budget, place = _parse_budget(memory_budget), local_device(parse_device(device))
     check_evidence_file(out)
     opened.model.to(place)
-    settings = {"dtype": None if dtype is None else parse_dtype(dtype), "memory_budget": budget}
+    settings = {
+        "dtype": None if dtype is None else parse_dtype(dtype),
+        "memory_budget": budget,
+        "refine": refine,
+    }
     given = [*(setting or ()), *([] if masks is None else [f"masks={masks}"])]
     classifier = choose_classifier(opened, threat, method, given, settings)
     dataset = open_data(opened, data, data_dir)
@@ -104,10 +115,11 @@ def certify(
             return
         count = len(subject.positions())
         say(f"certifying {count} {split} images of {dataset.name} against {threat} on {place}")
+        limits = _limits(subject, refine)
         evidence = _prove(certification, count)
     _advise(evidence)
     card = _compare(opened, evidence)
-    print_json({**summarise(evidence), **card})
+    print_json({**summarise(evidence), **limits, **card})
     if card.get("card", {}).get("differences"):
         raise typer.Exit(DIFFERS)
 
@@ -140,6 +152,20 @@ def _advise(evidence: "Evidence") -> None:
     say("bounds are wide for networks that were not trained on them, and for large patches")
     if isinstance(evidence.threat, Patch):
         say("hint: --method masking --masks 6 needs no bounds and works with any network")
+
+
+def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
+    """Say which layers stop the refinement."""
+    from patchcert.certificates import IntervalBounds
+
+    if refine is None or not isinstance(subject.classifier, IntervalBounds):
+        return {}
+    limits = subject.classifier.limits(subject.images(subject.positions()[:1]).floats())
+    if limits.by_interval:
+        say(f"without a linear rule, bounded by intervals: {', '.join(limits.by_interval)}")
+    if limits.unsplit and refine == "split":
+        say(f"no branch and bound: {', '.join(limits.unsplit)} bend otherwise than a ReLU")
+    return {"refinement": {"by_interval": list(limits.by_interval), "unsplit": list(limits.unsplit)}}
 
 
 def _compare(target: Target, evidence: "Evidence") -> dict[str, Any]:

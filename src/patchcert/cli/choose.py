@@ -128,11 +128,15 @@ def _ranked(asked: Trials, out: Path) -> list[dict[str, Any]]:
     """All trials that are done, the one with the most certified images first."""
     from patchcert.evidence import EvidenceFolder
     from patchcert.train.run_folder import SPEC, Run
+    from patchcert.train.spec import read_spec
 
     rows = []
     for trial in asked.trials:
         if (out / trial.name / SPEC).is_file():
             run = Run.open(out / trial.name)
+            if run.spec.fingerprint() != read_spec(asked.spec, asked.changes(trial)).fingerprint():
+                say(f"{out / trial.name} is not counted: it was trained with another specification")
+                continue
             found = [proof for proof in EvidenceFolder(run.evidence_folder).all() if _answers(asked, proof)]
             rows += [_row(trial, run, proof) for proof in found]
     return sorted(rows, key=lambda row: -row["certified"])

@@ -61,7 +61,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Threat": ("patch", "shape", "sparse", "bound", "placements"),
     "Images": ("data", "data_dir", "split", "images", "limit"),
-    "Proof": ("method", "setting", "masks", "dtype", "memory_budget"),
+    "Proof": ("method", "setting", "masks", "dtype", "memory_budget", "refine"),
     "Attack": ("seed", "steps", "step_size", "restarts", "loss", "search", "certified_only", "batch_size"),
     "Defense": ("defense", "adaptive", "tune", "largest_drop"),
 }

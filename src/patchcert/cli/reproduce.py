@@ -172,11 +172,11 @@ def _show(
 def _write_document(views: "Sequence[TableView]", path: Path, folder: Path) -> None:
     from patchcert.evidence.results import Results
     from patchcert.files import write_text
-    from patchcert.papers.chiang2020.view import document
+    from patchcert.papers.chiang2020.audit import results_page
 
     if any(view.quick for view in views):
         raise InvalidInput("a quick look is no result, so --write does not write it down")
-    write_text(path, document(views, Results(folder).all()))
+    write_text(path, results_page(views, Results(folder)))
     say(f"wrote {path}")
 
 

@@ -48,10 +48,11 @@ class Audit:
 
 
 def audit_results(folder: Path, beside: Sequence[Path] = ()) -> Audit:
-    """Every check that needs nothing but the folder; `beside` are measurements that its manifest lists as well."""
+    """Every check that needs nothing but the folder; `beside` are measurements, and trials on held-out images, that its
+    manifest lists as well."""
     manifest = Manifest.read(folder)
     findings = [*_against_manifest(manifest, folder, beside)]
-    for file in sorted(folder.rglob("*.npz")):
+    for file in (*sorted(folder.rglob("*.npz")), *(file for file in beside if file.suffix == ".npz")):
         findings += audit_evidence(file)
     runs = sorted(file.parent for file in folder.glob(f"*/{SUMMARY}"))
     for run in runs:
@@ -120,7 +121,7 @@ def _labels(evidence: Evidence) -> str:
 
 
 def _verdicts(evidence: Evidence) -> str:
-    """Certified is exactly what is predicted rightly and has a positive margin, or a radius that is wide enough."""
+    """Certified is exactly what is predicted rightly and has a positive margin, or a radius or lead that suffices."""
     columns = evidence.columns
     if evidence.kind != "certify":
         return ""
@@ -129,6 +130,8 @@ def _verdicts(evidence: Evidence) -> str:
         proven, by = right & (columns["margin"] > 0), "margin"
     elif "radius" in columns:
         proven, by = right & (columns["radius"] >= evidence.threat.pixels), "radius"
+    elif evidence.meta["classifier"]["name"] == "DoubleMasking":
+        proven, by = right & (columns["lead"] > evidence.meta["classifier"]["slack"]), "lead"
     else:
         return ""
     wrong = np.flatnonzero(proven != columns["certified"])

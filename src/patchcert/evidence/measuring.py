@@ -226,6 +226,12 @@ def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDA
     if found.weakest_masks is not None:
         first, second = found.weakest_masks.cpu().numpy().astype(np.int16).T
         columns |= {"first_mask": first, "second_mask": second}
+    if found.broken is not None:
+        columns["broken"] = found.broken.cpu().numpy()
+    if found.broken is not None and found.counterexamples is not None:
+        kept = found.broken.nonzero().flatten()
+        columns["adversarial"] = found.counterexamples[kept].float().cpu().numpy()
+        columns["adversarial_row"] = kept.cpu().numpy()
     return columns
 
 

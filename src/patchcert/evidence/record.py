@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from patchcert.certificates import ABSTAINED, AnyThreat, method_named
+from patchcert.certificates import ABSTAINED, AnyThreat, Guarantee, method_named
 from patchcert.data import count_test_images
 from patchcert.errors import PatchcertError, RunError
 from patchcert.files import atomic_write
@@ -29,8 +29,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "attack": ("index", "label", "prediction", "prediction_after", "succeeded", "top", "left", "steps"),
 }
 """What every file of a kind has. Certificates may add margin, worst_top and worst_left, or radius, selected and votes,
-or lead, first_mask and second_mask;
-attacks a margin, and the images that they kept: `adversarial`, whose rows are named by `adversarial_row`."""
+or lead, first_mask and second_mask, and broken; attacks a margin. Both may add images that are classified wrongly:
+`adversarial`, whose rows are named by `adversarial_row`."""
 _NOT_ASKED = ("batch_size", "verdicts_only")
 
 
@@ -221,17 +221,29 @@ class Evidence:
         return int(np.count_nonzero(self.columns["certified"]))
 
     @property
+    def broken(self) -> int | None:
+        """How many a proof has found a counterexample of; None where it has not looked for any."""
+        return int(np.count_nonzero(self.columns["broken"])) if "broken" in self.columns else None
+
+    @property
     def withstood(self) -> int:
         """How many are predicted rightly under attack."""
         return int(np.count_nonzero(~self.columns["succeeded"]))
 
     @property
-    def broken(self) -> NDArray[np.bool_]:
+    def broken_rows(self) -> NDArray[np.bool_]:
         """Which images an attack has broken; an alert breaks nothing where proofs promise detection."""
         method = method_named(self.meta["classifier"].get("name", ""))
         is_alert = self.columns["prediction_after"] == ABSTAINED
         forgiven = is_alert & (method is not None and method.promise == "detection")
         return self.columns["succeeded"] & ~forgiven
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What certificates promise; evidence that does not say it has the error rate among its settings."""
+        if "guarantee" in self.meta:
+            return Guarantee(**self.meta["guarantee"])
+        return Guarantee(confidence=1 - self.meta["classifier"].get("error_rate", 0.0))
 
     @property
     def is_undefended(self) -> bool:
@@ -270,7 +282,7 @@ class Evidence:
         )
 
     def adversarial(self) -> dict[int, NDArray[np.float32]]:
-        """The attacked images that were kept, by position in the data set."""
+        """The attacked images, or counterexamples, that were kept, by position in the data set."""
         if "adversarial" not in self.columns:
             return {}
         index = self.columns["index"][self.columns["adversarial_row"]]
@@ -340,6 +352,10 @@ class Evidence:
         broken = np.flatnonzero(self.columns["certified"] & (prediction != label))
         if broken.size:
             return f"row {broken[0]} is certified, but predicted wrongly"
+        if "broken" in self.columns:
+            both = np.flatnonzero(self.columns["certified"] & self.columns["broken"])
+            if both.size:
+                return f"row {both[0]} is both certified and broken"
         method = method_named(self.meta["classifier"].get("name", ""))
         return "" if method is None else method.contradiction(self.columns, self.meta)
 
@@ -352,7 +368,7 @@ def refuted(proven: Evidence, attacked: Evidence) -> NDArray[np.integer]:
     if proven.subject != attacked.subject:
         return np.empty(0, np.int64)
     certified = proven.columns["index"][proven.columns["certified"]]
-    broken = attacked.columns["index"][attacked.broken]
+    broken = attacked.columns["index"][attacked.broken_rows]
     return np.intersect1d(certified, broken)
 
 

@@ -1,4 +1,4 @@
-"""Images on a page: PNG data addresses, certificate maps, images behind masks, and images that an attack broke.
+"""Images on a page: PNG data addresses, certificate maps, and images that an attack broke.
 
 One file pixel per image pixel; the page enlarges them.
 """
@@ -16,19 +16,21 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from patchcert.certificates import placement_margins
+from patchcert.certificates import Classifier, IntervalBounds, method_named
+from patchcert.certificates.masking import DoubleMasking
 from patchcert.data import Split
 from patchcert.errors import InvalidInput
 from patchcert.evidence import Evidence
 from patchcert.tensors import Labels, PlacementMargins
-from patchcert.threats import Patch, threat_from_dict
-from patchcert.threats.masks import masks_covering
+from patchcert.threats import Patch
 
 Pixels = NDArray[np.uint8]
 
 UNPROVEN = ((122, 36, 4), (214, 84, 22), (246, 178, 132), (247, 240, 232))
 PROVEN = ((228, 238, 246), (138, 188, 226), (42, 122, 190), (8, 62, 122))
 NOWHERE = (128, 128, 128)
+COPIES_FOR_MAPS = 6000
+"""Forward passes that a page may spend on maps of proofs by masks: some seconds on a CPU for small networks."""
 
 
 def data_address(pixels: Pixels) -> str:
@@ -91,7 +93,11 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class CertificateMap:
-    """An image with its least margin at every placement of the patch; NaN where no placement is allowed."""
+    """An image with its least margin at every placement of the patch; NaN where no placement is allowed.
+
+    For proofs by masks it is the lead that counts beyond what rounding takes, and `copy` is the image behind the two
+    masks that leave the label the least lead. For votes it is 1 where a placement is proven, else -1.
+    """
 
     index: int
     image: Pixels
@@ -100,6 +106,7 @@ class CertificateMap:
     certified: bool
     patch: Patch
     margins: NDArray[np.float64]
+    copy: Pixels | None = None
 
     @property
     def weakest(self) -> Box:
@@ -111,20 +118,6 @@ class CertificateMap:
     def least(self) -> float:
         """The margin at the weakest placement."""
         return float(np.nanmin(self.margins))
-
-
-@dataclass(frozen=True, eq=False)
-class MaskedImage:
-    """An image, and its copy behind the masks where the label's lead was least of all copies that were looked at."""
-
-    index: int
-    image: Pixels
-    copy: Pixels
-    label: int
-    prediction: int
-    certified: bool
-    lead: float
-    masks: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,18 +149,16 @@ def colour_limit(maps: Sequence[CertificateMap]) -> float:
 
 
 def certificate_maps(model: nn.Module, images: Split, rows: Evidence, count: int) -> list[CertificateMap]:
-    """The maps of `count` telling rows. Margins at single placements are what only interval bounds have."""
-    threat, kind = rows.threat, rows.meta["classifier"]
-    chosen = telling_rows(rows, count)
-    if kind["name"] != "IntervalBounds" or not isinstance(threat, Patch) or not len(chosen):
+    """The maps of `count` telling rows, or of as few as can be proven again in some seconds."""
+    threat, classifier = rows.threat, _classifier(model, rows)
+    if classifier is None or not isinstance(threat, Patch):
+        return []
+    chosen = telling_rows(rows, min(count, _affordable(classifier, images)))
+    if not len(chosen):
         return []
     columns = {name: rows.columns[name][chosen] for name in ("index", "label", "prediction", "certified")}
     split = images[torch.from_numpy(columns["index"]).long()]
-    device, dtype = next(model.parameters()).device, getattr(torch, kind["dtype"])
-    margins = placement_margins(
-        model, split.floats().to(device), split.labels.to(device), threat, dtype=dtype
-    )
-    grids = _grids(_least(margins.cpu(), split.labels), threat, split.image_size)
+    grids = _grids(_placement_margins(classifier, split, threat), threat, split.image_size)
     return [
         CertificateMap(
             index=int(columns["index"][at]),
@@ -177,51 +168,60 @@ def certificate_maps(model: nn.Module, images: Split, rows: Evidence, count: int
             certified=bool(columns["certified"][at]),
             patch=threat,
             margins=grids[at],
+            copy=_weakest_copy(classifier, split.images[at].numpy(), rows, int(chosen[at])),
         )
         for at in range(len(chosen))
     ]
 
 
-def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage]:
-    """`count` telling rows of a proof by masks, each with its weakest copy; none of other kinds of proof."""
-    if "first_mask" not in rows.columns:
-        return []
-    kind = rows.meta["classifier"]
-    _, height, width = images.image_size
-    threat = threat_from_dict(kind["masked_threat"])
-    assert isinstance(threat, Patch)
-    masks = kind["masks"] if isinstance(kind["masks"], int) else tuple(kind["masks"])
-    hidden = masks_covering(threat, height, width, masks, kind["patches"]).hidden.numpy()
-    fill = np.rint(255 * np.clip(np.atleast_1d(kind["fill"]), 0, 1)).astype(np.uint8)
-    found = []
-    for row in telling_rows(rows, count).tolist():
-        values = {name: column[row].item() for name, column in rows.columns.items() if column.ndim == 1}
-        image = images.images[values["index"]].numpy()
-        pair = values["first_mask"], values["second_mask"]
-        found.append(
-            MaskedImage(
-                index=values["index"],
-                image=image,
-                copy=np.where(hidden[pair[0]] | hidden[pair[1]], fill[:, None, None], image),
-                label=values["label"],
-                prediction=values["prediction"],
-                certified=values["certified"],
-                lead=values["lead"],
-                masks=tuple(sorted(set(pair))),
-            )
-        )
-    return found
+def _classifier(model: nn.Module, rows: Evidence) -> Classifier | None:
+    """The classifier that was certified; None where its certificates have no map."""
+    description = rows.meta["classifier"]
+    method = method_named(description["name"])
+    has_map = rows.guarantee.is_deterministic and description.get("patches", 1) == 1
+    return method.described(model, description) if method is not None and has_map else None
+
+
+def _affordable(classifier: Classifier, images: Split) -> int:
+    """How many images can be mapped with COPIES_FOR_MAPS forward passes."""
+    if not isinstance(classifier, DoubleMasking):
+        return len(images)
+    masks = len(classifier.mask_set(*images.image_size[1:]))
+    return COPIES_FOR_MAPS // (masks * (masks + 1) // 2)
+
+
+def _placement_margins(classifier: Classifier, split: Split, threat: Patch) -> Annotated[Tensor, "n p"]:
+    """What is above 0 where a placement is proven."""
+    device = next(classifier.model.parameters()).device
+    images, labels = split.floats().to(device), split.labels.to(device)
+    if isinstance(classifier, IntervalBounds):
+        return _least(classifier.placement_margins(images, labels, threat).cpu(), split.labels)
+    if isinstance(classifier, DoubleMasking):
+        return (classifier.placement_leads(images, labels, threat) - classifier.needed_lead).cpu()
+    proven = classifier.certify(images, labels, threat).placements
+    assert proven is not None
+    return torch.where(proven, 1.0, -1.0).cpu()
+
+
+def _weakest_copy(classifier: Classifier, image: Pixels, rows: Evidence, row: int) -> Pixels | None:
+    """The image behind the masks that the evidence names."""
+    if not isinstance(classifier, DoubleMasking) or "first_mask" not in rows.columns:
+        return None
+    masks = classifier.mask_set(*image.shape[1:]).hidden.numpy()
+    hidden = masks[rows.columns["first_mask"][row]] | masks[rows.columns["second_mask"][row]]
+    fill = np.clip(np.broadcast_to(np.atleast_1d(classifier.fill), len(image)), 0, 1)
+    return np.where(hidden, np.rint(255 * fill).astype(np.uint8)[:, None, None], image)
 
 
 def telling_rows(rows: Evidence, count: int) -> NDArray[np.intp]:
-    """Rows over the whole range of margins or leads: proofs from the widest to the narrowest, then failures likewise.
+    """Rows over the whole range of margins: proofs from the widest to the narrowest, then failures likewise.
 
-    Half of the rows are certified and half are not, as far as there are enough of either. Without margins and leads
+    Half of the rows are certified and half are not, as far as there are enough of either. Without margins or leads
     they are spread over the images in their order.
     """
     certified = rows.columns["certified"]
-    widths = rows.columns.get("margin", rows.columns.get("lead", np.zeros(rows.total)))
-    order = np.argsort(-widths, kind="stable")
+    strength = rows.columns.get("margin", rows.columns.get("lead", np.zeros(rows.total)))
+    order = np.argsort(-strength, kind="stable")
     proven, unproven = order[certified[order]], order[~certified[order]]
     failures = min(len(unproven), max(count // 2, count - len(proven)))
     return np.concatenate([_spread(proven, count - failures), _spread(unproven, failures)])

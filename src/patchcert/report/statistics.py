@@ -96,8 +96,11 @@ def count(evidence: Evidence) -> dict[str, Any]:
     total, right = evidence.total, evidence.correct
     counts = {"images": total, "correct": right}
     if evidence.kind == "certify":
-        proven = evidence.certified
-        return {**counts, "certified": proven, **accuracies(total, clean=right, certified=proven)}
+        proven, refuted = evidence.certified, evidence.broken
+        counts["certified"] = proven
+        if refuted is not None:
+            counts |= {"broken": refuted, "open": right - proven - refuted}
+        return {**counts, **accuracies(total, clean=right, certified=proven)}
     broken = evidence.columns["succeeded"] & (evidence.columns["prediction"] == evidence.columns["label"])
     return {
         **counts,

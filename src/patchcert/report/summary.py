@@ -16,15 +16,7 @@ from patchcert.data import Dataset, ImageShape, load_dataset
 from patchcert.errors import DataError, InvalidInput, RunError
 from patchcert.evidence import Evidence, EvidenceFolder, refuted
 from patchcert.files import sha256
-from patchcert.report.pictures import (
-    AttackedImage,
-    CertificateMap,
-    MaskedImage,
-    Pixels,
-    attacked_images,
-    certificate_maps,
-    masked_images,
-)
+from patchcert.report.pictures import AttackedImage, CertificateMap, Pixels, attacked_images, certificate_maps
 from patchcert.report.statistics import Proportion
 from patchcert.train.run_folder import EVIDENCE, Run
 from patchcert.train.spec import write_spec
@@ -67,7 +59,6 @@ class RunSummary:
     certificates: Sequence[Evidence] = ()
     attacks: Sequence[Evidence] = ()
     maps: Sequence[CertificateMap] = ()
-    masked: Sequence[MaskedImage] = ()
     attacked: Sequence[AttackedImage] = ()
     thumbnails: Pixels | None = None
     classes: Sequence[str] = ()
@@ -108,7 +99,7 @@ class RunSummary:
     @property
     def guarantee(self) -> Guarantee:
         """What the headline's certificates promise."""
-        return Guarantee() if self.headline is None else guarantee_of(self.headline)
+        return Guarantee() if self.headline is None else self.headline.guarantee
 
     @cached_property
     def headline_attacks(self) -> tuple[Evidence, ...]:
@@ -208,13 +199,6 @@ class RunSummary:
                     )
 
 
-def guarantee_of(rows: Evidence) -> Guarantee:
-    """What certificates promise; evidence that does not say it has the error rate among its classifier's settings."""
-    if "guarantee" in rows.meta:
-        return Guarantee(**rows.meta["guarantee"])
-    return Guarantee(confidence=1 - rows.meta["classifier"].get("error_rate", 0.0))
-
-
 @dataclass(frozen=True)
 class Pictures:
     """How many pictures a page shows, and where the images are found."""
@@ -257,7 +241,6 @@ def _with_pictures(summary: RunSummary, run: Run, dataset: Dataset, pictures: Pi
     return replace(
         summary,
         maps=certificate_maps(run.model(), dataset.test, rows, pictures.maps),
-        masked=masked_images(dataset.test, rows, pictures.maps),
         attacked=attacked_images(dataset.test, summary.headline_attacks, pictures.attacked),
         thumbnails=dataset.test.images[index].numpy() if few else None,
     )

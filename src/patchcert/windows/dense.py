@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import NEAREST, Network, Rounding
+from patchcert.bounds.linear import linear_margins
+from patchcert.bounds.network import zero_at_label
 from patchcert.tensors import Corners, Images, Labels, PlacementMargins
 from patchcert.threats import Patch
 from patchcert.windows.sweep import rows_within
@@ -24,6 +26,23 @@ def dense_margins(
     boxes = threat.boxes(images, corners, epsilon).flatten(0, 1)
     repeated = labels.repeat_interleave(len(corners))
     return network.margins(boxes, repeated, rounding=rounding).unflatten(0, (len(images), len(corners)))
+
+
+def dense_linear_margins(
+    network: Network,
+    images: Images,
+    labels: Labels,
+    threat: Patch,
+    corners: Corners,
+    rounding: Rounding = NEAREST,
+) -> PlacementMargins:
+    """Margins by linear bounds, of all classes, with the patch at each of the corners."""
+    boxes = threat.boxes(images, corners).flatten(0, 1)
+    repeated = labels.repeat_interleave(len(corners))
+    classes = network.values(images[:1])[-1].shape[1]
+    targets = torch.arange(classes, device=images.device).expand(len(repeated), -1)
+    margins = linear_margins(network, boxes, repeated, targets, classes, rounding)
+    return zero_at_label(margins, repeated).unflatten(0, (len(images), len(corners)))
 
 
 def reference_margins(

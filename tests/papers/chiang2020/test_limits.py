@@ -11,6 +11,7 @@ from torch import nn
 from patchcert.bounds import NEAREST, Interval, trace
 from patchcert.bounds.sparse import FirstLayer, sparse_first_layer
 from patchcert.papers.chiang2020.limits import conflicts, main, most_certified
+from patchcert.threats import SparsePixels
 from strategies import seeds
 
 
@@ -32,7 +33,7 @@ def pairs_of_images(seed, levels):
 @given(seeds(), st.sampled_from([1, 2, 5]), st.integers(1, 5), st.sampled_from(["tight", "per-pixel"]))
 def test_the_intervals_of_conflicting_images_meet_at_every_neuron(seed, levels, pixels, bound):
     images = pairs_of_images(seed, levels)
-    found = conflicts(images, torch.tensor([0, 1]), pixels, kernel=3)
+    found = conflicts(images, torch.tensor([0, 1]), SparsePixels(pixels, bound), kernel=3)
     assert torch.equal(found, found.T)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(1, 30, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(750, 2)).double()
@@ -51,7 +52,7 @@ def test_nine_full_differences_under_a_kernel_can_be_told_apart_and_eight_cannot
     images[0, 0, :3, :3] = 1
     images[1, 0, :3, :3] = 1
     images[1, 0, 0, 0] = 0
-    found = conflicts(images, torch.tensor([0, 1, 2]), pixels=4, kernel=3)
+    found = conflicts(images, torch.tensor([0, 1, 2]), SparsePixels(4), kernel=3)
     assert not found[0, 2]
     assert found[0, 1]
     model = nn.Sequential(
@@ -65,7 +66,7 @@ def test_nine_full_differences_under_a_kernel_can_be_told_apart_and_eight_cannot
 
 
 def test_images_of_one_label_do_not_conflict():
-    assert not conflicts(torch.zeros(3, 1, 4, 4), torch.tensor([1, 1, 1]), 1, 3).any()
+    assert not conflicts(torch.zeros(3, 1, 4, 4), torch.tensor([1, 1, 1]), SparsePixels(1), 3).any()
 
 
 def test_one_of_each_group_counts():
@@ -89,6 +90,14 @@ def test_the_command_counts_the_embedded_images(capsys):
 def test_wider_kernels_tell_more_apart():
     test = torch.rand(30, 1, 12, 12, generator=torch.Generator().manual_seed(0))
     labels = F.one_hot(torch.arange(30) % 3).argmax(dim=1)
-    narrow, wide = (conflicts(test, labels, 3, kernel) for kernel in (3, 5))
+    narrow, wide = (conflicts(test, labels, SparsePixels(3), kernel) for kernel in (3, 5))
     assert (wide <= narrow).all()
     assert narrow.any()
+
+
+def test_a_looser_bound_has_more_conflicts():
+    test = torch.rand(30, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(30) % 3
+    tight, loose = (conflicts(test, labels, SparsePixels(2, bound), 3) for bound in ("tight", "per-pixel"))
+    assert (tight <= loose).all()
+    assert int(tight.sum()) < int(loose.sum())

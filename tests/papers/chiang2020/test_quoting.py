@@ -57,9 +57,9 @@ def test_the_documents_say_what_the_evidence_gives(sources):
             "README.md",
             "68.92<!--= row ours 5x5 certified -->",
             "69.92",
-            "line {line} has '69.92 %', which no query gives",
+            "has '69.92 %', which no query gives",
         ),
-        ("README.md", "96.0% are right", "97.0% are right", "line {line} has '97.0%', which no query gives"),
+        ("README.md", "96.0% are right", "97.0% are right", "has '97.0%', which no query gives"),
         ("docs/guides/zoo.md", "52<!--", "5<!--", "5, but 52 is what"),
         ("docs/guides/train.md", "17.8<!--", "27.8<!--", "27.8, but 17.8 is what"),
         (
@@ -78,9 +78,8 @@ def test_the_documents_say_what_the_evidence_gives(sources):
     ],
 )
 def test_altered_figures_are_noticed(forged, name, before, after, what):
-    line = 1 + (ROOT / name).read_text().partition(before)[0].count("\n")
     (found,) = alter(forged, name, before, after)
-    assert found.startswith(what.format(line=line))
+    assert what in found
 
 
 def test_a_stored_measurement_and_its_table_are_held_to_each_other(forged):
@@ -112,6 +111,7 @@ def test_what_was_altered_is_made_again(forged):
         ("row large-models 'cifar 2x2 all cnn5w' certified", 52.92),
         ("row large-models 'cifar 2x2 all cnn5w' seconds / 60", 19.82),
         ("run 02fe3563fc47b749 certified", 11.35),
+        ("run 2f6638f95f26f5f6 certified '25x1 line'", 27.54),
         ("superseded 22526a400f41b9e1 certified", 67.80),
         ("superseded 46902b72277c3492 certified", 17.75),
         ("superseded 46902b72277c3492 loss", 1.93),
@@ -138,6 +138,7 @@ def test_queries(sources, query, value):
         ("row theirs 2x2 certified", "there is no table 'theirs'"),
         ("row large-models 'cifar 5x5 guided(20) cnn5w' spread", "gives no number"),
         ("run 0000000000000000 certified", "there is no run"),
+        ("run 2f6638f95f26f5f6 certified '5x1 line'", "has 0 proofs against Patch\\(5x1 line, everywhere\\)"),
         ("superseded 0000000000000000 certified", "no superseded run"),
         ("compare luck above", "rows are not compared by 'luck'"),
         ("json docs/performance/h200.json cases.99.placements", "there is nothing at '99'"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from patchcert.evidence import Question, Selection
+from patchcert.evidence.manifest import Superseded
 from patchcert.evidence.results import Results, collect, collect_all
 from patchcert.papers.chiang2020.counting import CountedRow, CountedRun, count_rows
 from patchcert.papers.chiang2020.tables import find_table
@@ -151,6 +152,14 @@ def test_rows_with_three_seeds_are_compared_in_three_ways():
         [19 - paper, 18 - paper, 56.5 / 3 - paper]
     )
     assert "mean over seeds" in [column.name for column in TableView.of(TABLE, [row]).to_table().columns]
+
+
+def test_what_was_superseded_is_listed_with_why():
+    sums = {"run": "f" * 16, "weights_sha256": "0" * 64, "sha256": "1" * 64}
+    counts = {"seed": 2019, "training_loss": 0.5, "images": 100, "right": 90, "counted": 60}
+    line = Superseded(training="mnist, mlp", evidence_of="certify Patch", why="a reason", **sums, **counts)
+    page = document([TableView.of(TABLE, [])], (), [line])
+    assert "| mnist, mlp | 2019 | certify Patch | 100 | 90 | 60 | a reason |" in page
 
 
 def test_json_holds_the_counts_of_every_run():

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from patchcert.evidence.audit import Finding
+from patchcert.evidence.manifest import Manifest
 from patchcert.evidence.results import Results
 from patchcert.papers.chiang2020.counting import count_rows
 from patchcert.papers.chiang2020.tables import (
@@ -45,7 +46,7 @@ def all_views(results: Results) -> tuple[TableView, ...]:
 
 def results_page(views: Sequence[TableView], results: Results) -> str:
     """The page of results that the evidence gives."""
-    return document(views, results.all())
+    return document(views, results.all(), Manifest.read(results.folder).superseded)
 
 
 def audit_page(page: Path, expected: str) -> tuple[Finding, ...]:

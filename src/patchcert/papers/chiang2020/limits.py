@@ -8,8 +8,8 @@ Two images meet, whatever the weights, if over all pixels that a neuron sees the
 where d is how far the images differ at a pixel. Say the neuron is larger on the first image: by at most the sum of
 |w| d over the pixels where w pulls that way. There the first image can make it fall, and the second rise, by a total
 of |w| (1 + d). The k largest falls are no less than the sum of all falls, each times its share, and so are the
-k largest rises; both sums together are the sum of |w| d. This is about the bound `tight`; on grey images the other
-two are looser, so that the same images meet.
+k largest rises; both sums together are the sum of |w| d. This is about the bound `tight`. Under `per-pixel`, which is
+the paper's, falls and rises are |w| each, a total of 2 |w|, so that the shares are d / 2.
 """
 
 import json
@@ -26,6 +26,7 @@ from torch import Tensor
 from patchcert.data import load_dataset
 from patchcert.defenses.watermarking import window_sums
 from patchcert.tensors import Images, Labels
+from patchcert.threats import SparsePixels
 
 Conflicts = Annotated[Tensor, "n n"]
 """True for two images of which one at most is certified."""
@@ -34,17 +35,20 @@ Conflicts = Annotated[Tensor, "n n"]
 _TOLERANCE = 1e-3
 
 
-def conflicts(images: Images, labels: Labels, pixels: int, kernel: int) -> Conflicts:
+def conflicts(images: Images, labels: Labels, threat: SparsePixels, kernel: int) -> Conflicts:
     """Of grey images, for a first layer of square kernels of odd side, with zeros around the image and any stride."""
-    rows = [_largest_sum(images, image, kernel) <= pixels - _TOLERANCE for image in images]
+    is_tight = threat.bound == "tight"
+    rows = [_largest_sum(images, image, kernel, is_tight) <= threat.pixels - _TOLERANCE for image in images]
     return torch.stack(rows) & (labels[:, None] != labels)
 
 
-def _largest_sum(images: Images, image: Annotated[Tensor, "1 h w"], kernel: int) -> Annotated[Tensor, "n"]:
+def _largest_sum(
+    images: Images, image: Annotated[Tensor, "1 h w"], kernel: int, is_tight: bool
+) -> Annotated[Tensor, "n"]:
     """Over all places of the kernel, the largest sum of shares between the image and each of the others."""
     apart = (images - image).abs()[:, 0]
-    shares = F.pad(apart / (1 + apart), (kernel // 2,) * 4)
-    return window_sums(shares, kernel).flatten(1).amax(dim=1)
+    shares = apart / (1 + apart) if is_tight else apart / 2
+    return window_sums(F.pad(shares, (kernel // 2,) * 4), kernel).flatten(1).amax(dim=1)
 
 
 def most_certified(conflicts: Conflicts) -> int:
@@ -80,12 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", default="mnist")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--pixels", type=int, default=4)
+    parser.add_argument("--bound", choices=("tight", "per-pixel"), default="tight")
     parser.add_argument("--kernel", type=int, default=3)
     parser.add_argument("--group", type=int, default=2000, help="Images that are compared with each other.")
     options = parser.parse_args(arguments)
     test = load_dataset(options.data, options.data_dir).test
     groups = zip(test.floats().split(options.group), test.labels.split(options.group), strict=True)
-    most = [most_certified(conflicts(*group, options.pixels, options.kernel)) for group in groups]
+    threat = SparsePixels(options.pixels, options.bound)
+    most = [most_certified(conflicts(*group, threat, options.kernel)) for group in groups]
     found = {"images": len(test), "most certified": sum(most), "by group": most}
     sys.stdout.write(json.dumps(found) + "\n")
 

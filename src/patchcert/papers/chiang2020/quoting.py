@@ -58,7 +58,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "docs/concepts/votes.md": ("8 of 32", "64 times"),
     "docs/decisions/0005-one-setting-per-table-row.md": ("2 points", "16 points"),
     "docs/decisions/0006-which-seed-counts.md": ("1 of 3", "2.30"),
-    "docs/decisions/0009-the-zoo-has-trimmed-models.md": (),
+    "docs/decisions/0012-rows-that-stay-below-the-paper.md": ("2.30",),
     "docs/guides/command-line.md": ("95 %", "0 %"),
     "docs/guides/reproduce.md": ("1 of 3", "95 %", "1.2 times", "0.05", "0.9", "0.01", "0.001", "5 %"),
     "docs/guides/zero-percent.md": ("0 %",),
@@ -238,24 +238,26 @@ _ROW: Mapping[str, Callable[[CountedRow], float | None]] = {
 }
 
 
-def _run(sources: Sources, name: str, what: str) -> float | None:
-    """Of one run by its fingerprint, whichever seed counts."""
+def _run(sources: Sources, name: str, what: str, shape: str = "") -> float | None:
+    """Of one run by its fingerprint, whichever seed counts; against the threat of its training, or another shape."""
     run = next((each for each in sources.manifest.runs if each.run == name), None)
     if run is None:
         raise InvalidInput(f"there is no run {name}")
     if what in ("loss", "seconds"):
         return run.training_loss if what == "loss" else run.training_seconds
-    return _share(_proof_lines(sources, run), what)
+    threat = f"Patch({shape}, everywhere)" if shape else run.training.split(", ", 3)[3].rpartition("), ")[0]
+    return _share(_proof_lines(sources, run, threat), what)
 
 
-def _proof_lines(sources: Sources, run: ListedRun) -> tuple[int, int, int]:
-    threat = run.training.split(", ", 3)[3].rpartition("), ")[0]
-    (found,) = (
+def _proof_lines(sources: Sources, run: ListedRun, threat: str) -> tuple[int, int, int]:
+    found = [
         each
         for each in sources.manifest.files
         if each.path.startswith(f"{run.run}/certify") and threat in each.evidence_of
-    )
-    return found.images or 0, found.right or 0, found.counted or 0
+    ]
+    if len(found) != 1:
+        raise InvalidInput(f"run {run.run} has {len(found)} proofs against {threat}; expected one")
+    return found[0].images or 0, found[0].right or 0, found[0].counted or 0
 
 
 def _superseded(sources: Sources, name: str, what: str) -> float | None:

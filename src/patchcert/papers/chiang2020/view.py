@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
+from patchcert.evidence.manifest import Superseded
 from patchcert.evidence.record import Evidence
 from patchcert.evidence.results import Result
 from patchcert.papers.chiang2020.counting import ABSENT, CountedRow, CountedRun, Rule, certified_gaps
@@ -49,6 +50,10 @@ CHALLENGED = """Certified test images, drawn at random, were attacked with all w
 losses, and every placement of the largest square. None may break.
 """
 
+
+SUPERSEDED = """Evidence that something else has replaced: recipes that were changed, runs that were trained again,
+short runs. `results/manifest.json` has its sums and the commits that have its rows.
+"""
 
 RULES: Mapping[Rule, str] = {
     "loss": "the seed of least training loss, as in the tables",
@@ -219,12 +224,19 @@ class TableView:
         return "\n".join(filter(None, [head, notes, _grid(self.to_table())]))
 
 
-def document(views: Sequence[TableView], results: Sequence[Result] = ()) -> str:
-    """A Markdown page of all tables, of several seeds and of all challenged proofs, the same for the same evidence."""
+def document(
+    views: Sequence[TableView], results: Sequence[Result] = (), superseded: Sequence[Superseded] = ()
+) -> str:
+    """A Markdown page of all tables, of several seeds, of challenged proofs and of what no longer counts, the same for
+    the same evidence."""
     parts, compared = [HEADING, overview_table(views).to_markdown()], compared_table(views)
     parts += [COMPARED, _grid(compared)] if compared.rows else []
     parts += [view.to_section() for view in views]
-    for table, words in ((seeds_table(views), SEEDS), (challenged_table(results), CHALLENGED)):
+    for table, words in (
+        (seeds_table(views), SEEDS),
+        (challenged_table(results), CHALLENGED),
+        (superseded_table(superseded), SUPERSEDED),
+    ):
         if table.rows:
             parts.append("\n".join([f"## {table.title}\n\n{words}", _grid(table)]))
     return "\n".join(parts)
@@ -337,6 +349,18 @@ def challenged_table(results: Sequence[Result]) -> Table:
         if evidence.question.certified_only
     )
     return Table("Challenged proofs", tuple(columns), rows)
+
+
+def superseded_table(lines: Sequence[Superseded]) -> Table:
+    """All that was counted once and no longer is, with why."""
+    columns = [Column(name, numeric=False) for name in ("training", "evidence", "why")]
+    columns[1:1] = [Column("seed")]
+    columns[3:3] = [Column(name) for name in ("images", "right", "proven or withstood")]
+    rows = tuple(
+        (line.training, str(line.seed), line.evidence_of, line.images, line.right, line.counted, line.why)
+        for line in sorted(lines, key=lambda line: (line.why, line.training, line.seed, line.evidence_of))
+    )
+    return Table("Superseded", tuple(columns), rows)
 
 
 def _challenged_row(result: Result, trimmed: str, evidence: Evidence) -> tuple[Cell, ...]:

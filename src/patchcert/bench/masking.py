@@ -1,0 +1,114 @@
+"""How fast masked copies of images are classified, against the bare network on whole images and against arithmetic."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from patchcert.bench.floor import seconds
+from patchcert.bench.measure import Machine
+from patchcert.certificates.batches import FixedBatches, Precision
+from patchcert.certificates.masking import DoubleMasking, MaskedCopies
+from patchcert.models import ModelSpec, build
+from patchcert.threats import Patch
+
+IMAGES = 64
+TEST_IMAGES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedCase:
+    """A network, the side of square images and of the patch, and the masks per axis."""
+
+    network: str
+    size: int
+    patch: int
+    masks: int
+
+    @property
+    def name(self) -> str:
+        """How the case is called."""
+        return f"{self.network} {self.size}px {self.patch}x{self.patch}, {self.masks} x {self.masks} masks"
+
+
+MASKED_CASES = (MaskedCase("resnet18", 32, 5, 6), MaskedCase("resnet18", 32, 5, 14))
+
+
+def run_masked_case(case: MaskedCase, machine: Machine) -> dict[str, Any]:
+    """Passes per second of the bare network and behind masks, in half precision on a GPU and float32 on a CPU.
+
+    On a CPU the network has an eighth of the channels (`filters`). `bare` and `masked` are of one run, precision and
+    batch size. `hours` is how long certificates of 10,000 images take if none of them leaves early.
+    """
+    precision: Precision = "bfloat16" if machine.device.type == "cuda" else "float32"
+    filters = 64 if machine.device.type == "cuda" else 8
+    spec = ModelSpec(case.network, 3, case.size, case.size, filters=filters)
+    model = build(spec, Generator().manual_seed(0)).eval().to(machine.device)
+    images = torch.rand(IMAGES, 3, case.size, case.size, generator=Generator().manual_seed(1)).to(
+        machine.device
+    )
+    masking = DoubleMasking(model, Patch(case.patch), masks=case.masks, precision=precision)
+    copies = MaskedCopies(masking, images)
+    bare = copies.size / seconds(_bare(copies.base, images), machine.device, machine.spend)
+    rounds = 4 if machine.device.type == "cuda" else 1
+    masked = rounds * copies.size / seconds(_masked(copies, rounds), machine.device, machine.spend)
+    count = len(copies.masks)
+    passes = count * (count + 1) // 2
+    operations = _operations(model, images[:1])
+    ceiling = _ceiling(machine, precision)
+    return {
+        "case": case.name,
+        "filters": filters,
+        "precision": precision,
+        "batch": copies.size,
+        "passes": passes,
+        "bare": bare,
+        "masked": masked,
+        "ratio": masked / bare,
+        "gigaflops": operations / 1e9,
+        "fraction_of_floor": masked * operations / ceiling,
+        "hours": passes * TEST_IMAGES / masked / 3600,
+    }
+
+
+def _bare(base: FixedBatches, images: Tensor) -> Callable[[], object]:
+    batch = images[torch.arange(base.size, device=images.device) % len(images)]
+    return lambda: base.logits(batch)
+
+
+def _masked(copies: MaskedCopies, rounds: int) -> Callable[[], object]:
+    generator = Generator().manual_seed(2)
+    total = rounds * copies.size
+    owner = torch.randint(IMAGES, (total,), generator=generator).to(copies.images.device)
+    first, second = torch.randint(len(copies.masks), (2, total), generator=generator).to(owner)
+    labels = torch.zeros(IMAGES, dtype=torch.long, device=owner.device)
+    return lambda: list(copies.look(owner, first, second, labels))
+
+
+def _operations(model: nn.Module, image: Tensor) -> float:
+    """Floating-point operations of the products in one forward pass."""
+    total = 0.0
+
+    def count(layer: nn.Module, _: object, output: Tensor) -> None:
+        nonlocal total
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        total += 2.0 * output[0].numel() * weight[0].numel()
+
+    kinds = (nn.Conv2d, nn.Linear)
+    hooks = [layer.register_forward_hook(count) for layer in model.modules() if isinstance(layer, kinds)]
+    with torch.no_grad():
+        model(image)
+    for hook in hooks:
+        hook.remove()
+    return total
+
+
+def _ceiling(machine: Machine, precision: Precision) -> float:
+    """Operations per second of a large square product in this precision."""
+    if precision == "float32":
+        return machine.ceilings.float32
+    left, right = torch.randn(2, 8192, 8192, device=machine.device, dtype=torch.bfloat16).unbind()
+    return 2.0 * 8192**3 / seconds(lambda: left @ right, machine.device, 0.3)

@@ -1,0 +1,32 @@
+"""What all kinds of proof have in common."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import patchcert as pc
+
+MODEL = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval()
+
+
+@pytest.mark.parametrize(
+    "classifier",
+    [
+        pc.IntervalBounds(MODEL),
+        pc.IntervalBounds(MODEL, torch.float64, memory_budget=2**20),
+        pc.DoubleMasking(MODEL, pc.Patch((1, 2), "corners"), masks=(3, 2), fill=(0.2,), mirrored=True),
+        pc.MaskedDetection(MODEL, pc.Patch(2), threshold=0.25, patches=2, precision="tf32"),
+        pc.BandVotes(MODEL, width=3, threshold=0.3),
+        pc.BlockVotes(MODEL, size=2, wrap=False),
+        pc.LocalVotes(MODEL, aggregation="masked-sum", scores="positive", masked=(2, 3)),
+        pc.RandomAblation(MODEL, retained=4, seed=None),
+    ],
+    ids=lambda classifier: type(classifier).__name__,
+)
+def test_a_classifier_is_made_again_from_what_it_says_of_itself(classifier):
+    stored = json.loads(json.dumps(classifier.describe()))
+    again = type(classifier).described(MODEL, stored)
+    assert again.describe() == classifier.describe()
+    assert again.model is MODEL

@@ -1,0 +1,265 @@
+"""What a linear rule claims of a layer holds in fractions, at the worst values of its input, however ill scaled."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
+from patchcert.bounds.linear import linear_margins
+from patchcert.bounds.reduction import Mixture, reduced
+from patchcert.testing.networks import ResidualBlock
+from strategies import seeds
+
+FLOAT32, FLOAT64 = Rounding.outward(torch.float32), Rounding.outward(torch.float64)
+as_fractions = np.vectorize(Fraction, otypes=[object])
+
+
+def fractions(tensor):
+    return as_fractions(tensor.detach().double().numpy())
+
+
+def ill_scaled(shape, generator, spread):
+    exponents = torch.randint(-spread, spread + 1, shape, generator=generator)
+    values = torch.randn(shape, generator=generator) * 2.0**exponents
+    flat = values.flatten()
+    twins = torch.randperm(max(len(flat) - 1, 1), generator=generator)[: len(flat) // 3]
+    flat[twins + 1] = -flat[twins] * (1 + 1e-6 * torch.randn(len(twins), generator=generator))
+    return flat.reshape(shape)
+
+
+def some_box(shape, generator, spread):
+    one, other = (ill_scaled(shape, generator, spread) for _ in range(2))
+    return Interval(torch.minimum(one, other), torch.maximum(one, other))
+
+
+def claim(pulled, row, form):
+    """The constant and the error of one form, in fractions."""
+    return Fraction(float(pulled.constant[row, form])), Fraction(float(pulled.error[row, form]))
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(7, 5), (7,)),
+    "convolution": (lambda: nn.Conv2d(2, 3, (2, 3), (1, 2), 1), (2, 3, 4)),
+    "groups": (lambda: nn.Conv2d(2, 4, 2, groups=2, dilation=2, bias=False), (2, 4, 3)),
+    "average": (lambda: nn.AvgPool2d(2, 1, 1), (2, 3, 3)),
+}
+
+
+def exact_matrix(layer, shape):
+    """The layer's matrix and offset in fractions; which weight stands where is found by numbering them."""
+    size = int(np.prod(shape))
+    basis = torch.eye(size, dtype=torch.float64).reshape(-1, *shape)
+    if isinstance(layer, nn.AvgPool2d):
+        counts = (layer(basis) * 4).round().flatten(1).T.long().numpy()
+        matrix = as_fractions(counts) / 4
+        return matrix, np.full(len(matrix), Fraction(0))
+    probe = type(layer)(*probe_arguments(layer), bias=False)
+    probe.weight.data = torch.arange(1.0, layer.weight.numel() + 1).reshape(layer.weight.shape)
+    which = probe.double()(basis).flatten(1).T.round().long().numpy()
+    weights = np.concatenate([[Fraction(0)], fractions(layer.weight).flatten()])
+    bias = torch.zeros(len(layer.weight)) if layer.bias is None else layer.bias
+    return weights[which], np.repeat(fractions(bias), len(which) // len(bias))
+
+
+def probe_arguments(layer):
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    return (
+        layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding, layer.dilation,
+        layer.groups,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+@given(st.sampled_from(sorted(LAYERS)), seeds(), st.sampled_from([0, 6, 14]))
+def test_affine_layers_lose_no_more_than_their_error_on_either_side(kind, seed, spread):
+    generator, (make, shape) = torch.Generator().manual_seed(seed), LAYERS[kind]
+    layer = make().eval()
+    for parameter in layer.parameters():
+        parameter.copy_(ill_scaled(parameter.shape, generator, spread))
+    operation = trace(nn.Sequential(layer)).steps[0].operation
+    box = some_box((2, *shape), generator, spread)
+    outputs = operation.forward(box.lower)
+    forms = ill_scaled((2, 2, *outputs.shape[1:]), generator, spread)
+    with precise_arithmetic():
+        pulled = operation.backward(forms, box, slope=None, rounding=FLOAT32)
+    matrix, offset = exact_matrix(layer, shape)
+    lower, upper = (fractions(part.flatten(1)) for part in (box.lower, box.upper))
+    for row in range(2):
+        for form in range(2):
+            exact = fractions(forms[row, form].flatten())
+            apart = exact @ matrix - fractions(pulled.coefficients[0][row, form].flatten())
+            ends = apart * lower[row], apart * upper[row]
+            constant, error = claim(pulled, row, form)
+            left = exact @ offset - constant
+            assert np.minimum(*ends).sum() + left >= -2 * error
+            assert np.maximum(*ends).sum() + left <= 2 * error
+
+
+@torch.no_grad()
+@given(seeds(), st.sampled_from([0, 6, 14]), st.sampled_from(["half", "given", "none"]))
+def test_lines_of_a_relu_hold_at_both_ends_and_at_the_bend(seed, spread, kind):
+    generator = torch.Generator().manual_seed(seed)
+    operation = trace(nn.Sequential(nn.ReLU())).steps[0].operation
+    box, forms = some_box((2, 9), generator, spread), ill_scaled((2, 3, 9), generator, spread)
+    slopes = {
+        "half": torch.full((2, 1, 9), 0.5),
+        "given": torch.rand(2, 3, 9, generator=generator),
+        "none": None,
+    }
+    pulled = operation.backward(forms, box, slope=slopes[kind], rounding=FLOAT32)
+    lower, upper = fractions(box.lower), fractions(box.upper)
+    zero = np.clip(0, lower, upper)
+    for row in range(2):
+        for form in range(3):
+            before, after = fractions(forms[row, form]), fractions(pulled.coefficients[0][row, form])
+            worst = [before * np.maximum(z, 0) - after * z for z in (lower[row], zero[row], upper[row])]
+            constant, error = claim(pulled, row, form)
+            assert np.minimum.reduce(worst).sum() >= constant - 2 * error
+
+
+@torch.no_grad()
+@given(seeds(), st.sampled_from([0, 6]))
+def test_lines_of_a_relu_touch_it(seed, spread):
+    """The chord meets both ends, the lower line the bend: a lazy line would not."""
+    generator = torch.Generator().manual_seed(seed)
+    operation = trace(nn.Sequential(nn.ReLU())).steps[0].operation
+    box = Interval(
+        -torch.rand(1, 9, generator=generator).double() - 0.1,
+        torch.rand(1, 9, generator=generator).double() + 0.1,
+    )
+    forms = -torch.rand(1, 1, 9, generator=generator).double() * 2.0**spread
+    pulled = operation.backward(forms, box, slope=None, rounding=FLOAT64)
+    for z in (box.lower, box.upper):
+        line = (pulled.coefficients[0][0, 0] * z).sum() + pulled.constant[0, 0]
+        assert float(line) == pytest.approx(float((forms[0, 0] * z.relu()).sum()), rel=1e-9)
+    assert operation.backward(-forms, box, slope=None, rounding=FLOAT64).constant == 0
+
+
+@torch.no_grad()
+@given(seeds(), st.sampled_from([0, 6, 14]))
+def test_mixtures_hold_in_fractions(seed, spread):
+    generator = torch.Generator().manual_seed(seed)
+    weights = tuple(ill_scaled((2, 4, size), generator, spread) for size in (3, 5))
+    offset, error = ill_scaled((2, 4), generator, spread), ill_scaled((2, 4), generator, spread).abs() * 1e-3
+    mixture = Mixture(weights, offset, error)
+    boxes = [some_box((2, size), generator, spread) for size in (3, 5)]
+    forms = ill_scaled((2, 2, 4), generator, spread)
+    pulled, interval = (
+        mixture.backward(forms, *boxes, slope=None, rounding=FLOAT32),
+        mixture.interval(*boxes, rounding=FLOAT32),
+    )
+    for row in range(2):
+        matrices = [fractions(weight[row]) for weight in weights]
+        ends = [(fractions(box.lower[row]), fractions(box.upper[row])) for box in boxes]
+        least = sum(
+            np.minimum(matrix * low, matrix * high).sum(axis=1)
+            for matrix, (low, high) in zip(matrices, ends, strict=True)
+        )
+        assert (
+            fractions(interval.lower[row]) <= least + fractions(offset[row]) - fractions(error[row])
+        ).all()
+        for form in range(2):
+            exact = fractions(forms[row, form])
+            constant, lost = claim(pulled, row, form)
+            total = exact @ fractions(offset[row]) - np.abs(exact) @ fractions(error[row]) - constant
+            for place, (matrix, (low, high)) in enumerate(zip(matrices, ends, strict=True)):
+                apart = exact @ matrix - fractions(pulled.coefficients[place][row, form])
+                total += np.minimum(apart * low, apart * high).sum()
+            assert total >= -2 * lost
+
+
+def exact_value(layer, value):
+    if isinstance(layer, nn.Sequential):
+        for each in layer:
+            value = exact_value(each, value)
+    elif isinstance(layer, nn.Linear):
+        return fractions(layer.weight) @ value + fractions(layer.bias)
+    elif isinstance(layer, nn.ReLU):
+        return np.maximum(value, 0)
+    elif isinstance(layer, ResidualBlock):
+        return exact_value(layer.branch, value) + exact_value(layer.shortcut, value)
+    return value
+
+
+def exact_margin(model, corner, label):
+    """The margins of linear layers, ReLUs and skip connections in fractions."""
+    value = exact_value(model, fractions(corner.flatten()))
+    return value[label] - value
+
+
+CHAINS = {
+    "linear": lambda: [nn.Linear(4, 5), nn.Linear(5, 3)],
+    "skip": lambda: [ResidualBlock(nn.Linear(4, 4), nn.Identity()), nn.Linear(4, 3)],
+    "relu": lambda: [nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)],
+}
+
+
+@torch.no_grad()
+@given(st.sampled_from(sorted(CHAINS)), seeds(), st.sampled_from([0, 6, 14]))
+def test_bounds_of_networks_that_nearly_cancel_hold_at_every_corner(kind, seed, spread):
+    """Without ReLUs the bound is attained at a corner, so that nothing but its own rounding keeps it below.
+
+    The last bias makes the least margins nearly 0, much smaller than what they are sums of.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Flatten(), *CHAINS[kind]())
+    for parameter in model.parameters():
+        parameter.copy_(ill_scaled(parameter.shape, generator, spread))
+    corners = [torch.tensor([number >> bit & 1 for bit in range(4)]).float() for number in range(16)]
+    rough = np.minimum.reduce([exact_margin(model, corner, 1) for corner in corners])
+    model[-1].bias += torch.tensor(rough.astype(float), dtype=torch.float32)
+    exact = np.minimum.reduce([exact_margin(model, corner, 1) for corner in corners])
+    for dtype in (torch.float32, torch.float64):
+        box = Interval(torch.zeros(1, 1, 2, 2, dtype=dtype), torch.ones(1, 1, 2, 2, dtype=dtype))
+        targets, network = torch.tensor([[0, 2]]), trace(model.to(dtype))
+        lower = linear_margins(network, box, torch.tensor([1]), targets, 3, Rounding.outward(dtype))
+        for place, target in enumerate((0, 2)):
+            assert Fraction(float(lower[0, place])) <= exact[target]
+            if kind != "relu" and dtype == torch.float64:
+                scale = sum(float(parameter.abs().sum()) for parameter in model.parameters()) ** 2
+                assert float(exact[target]) - float(lower[0, place]) <= 1e-9 * scale
+
+
+@torch.no_grad()
+@given(seeds(), st.sampled_from([0, 6, 14]))
+def test_reduced_networks_are_the_whole_within_their_error(seed, spread):
+    """Followed unit by unit in fractions, every mixture is off by its error at most."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)
+    )
+    for parameter in model.parameters():
+        parameter.copy_(ill_scaled(parameter.shape, generator, spread))
+    image = torch.rand(1, 1, 2, 2, generator=generator)
+    box = Interval(image.clone(), image.clone())
+    box.lower[..., 0], box.upper[..., 0] = 0.0, 1.0
+    small = reduced(trace(model), box, torch.tensor([1]), torch.tensor([[0, 2]]), 3, FLOAT32)
+    for number in range(4):
+        free = torch.tensor([[float(number & 1), float(number >> 1)]])
+        member = small.filled(torch.tensor([0]), image, free)
+        exact = exact_margin(model, member, 1)[[0, 2]]
+        values, off = followed(small, free)
+        assert (np.abs(values - exact) <= off).all()
+
+
+def followed(small, free):
+    """The outputs of a reduced network in fractions, and how far they can be off, as its errors add up."""
+    values, off = [fractions(free[0])], [np.full(free.shape[1], Fraction(0))]
+    for step in small.network.steps:
+        if not isinstance(step.operation, Mixture):
+            values.append(np.maximum(values[step.inputs[0]], 0))
+            off.append(off[step.inputs[0]])
+            continue
+        total, error = fractions(step.operation.offset[0]), fractions(step.operation.error[0])
+        for index, weight in zip(step.inputs, step.operation.weights, strict=True):
+            matrix = fractions(weight[0])
+            total, error = total + matrix @ values[index], error + np.abs(matrix) @ off[index]
+        values.append(total)
+        off.append(error)
+    return values[-1], off[-1]
