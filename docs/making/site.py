@@ -1,4 +1,7 @@
-"""What `make docs` does beside MkDocs: CONTRIBUTING.md becomes a page, and links work in the site as in a checkout."""
+"""What `make docs` does beside MkDocs.
+
+Decisions are listed, CONTRIBUTING.md becomes a page, and links work in the site as in a checkout.
+"""
 
 import posixpath
 import re
@@ -11,6 +14,16 @@ from mkdocs.structure.pages import Page
 MOVED = {"CONTRIBUTING.md": "docs/contributing.md"}
 """Pages of the site that have another place in the checkout."""
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#:\s]+)(?P<place>#[^)]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the decisions, which bring their own titles."""
+    (part,) = (part for part in config.nav or [] if "Decisions" in part)
+    folder = Path(config.docs_dir)
+    part["Decisions"] = [
+        page.relative_to(folder).as_posix() for page in sorted(folder.glob("decisions/*.md"))
+    ]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -117,6 +117,7 @@ def certify(
         say(f"certifying {count} {split} images of {dataset.name} against {threat} on {place}")
         limits = _limits(subject, refine)
         evidence = _prove(certification, count)
+    _advise(evidence)
     card = _compare(opened, evidence)
     print_json({**summarise(evidence), **limits, **card})
     if card.get("card", {}).get("differences"):
@@ -150,6 +151,21 @@ def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
     if limits.unsplit and refine == "split":
         say(f"no branch and bound: {', '.join(limits.unsplit)} bend otherwise than a ReLU")
     return {"refinement": {"by_interval": list(limits.by_interval), "unsplit": list(limits.unsplit)}}
+
+
+def _advise(evidence: "Evidence") -> None:
+    """Where intervals prove none of the images that are right: say why, and what works with any model."""
+    from patchcert.threats import Patch
+
+    by_intervals = evidence.meta["classifier"]["name"] == "IntervalBounds"
+    if evidence.certified or not evidence.correct or not by_intervals:
+        return
+    margins = evidence.columns.get("margin")
+    best = "" if margins is None else f"; the best margin is {float(margins.max()):.4g}"
+    say(f"{evidence.correct} images are right and none is proven{best}")
+    say("bounds are wide for networks that were not trained on them, and for large patches")
+    if isinstance(evidence.threat, Patch):
+        say("hint: --method masking --masks 6 needs no bounds and works with any network")
 
 
 def _compare(target: Target, evidence: "Evidence") -> dict[str, Any]:
