@@ -373,22 +373,6 @@ def test_processes_share_the_images_and_come_to_the_same_verdicts(model_file, tm
     assert sorted(file.name for file in tmp_path.glob("*.npz*")) == ["one.npz", "two.npz"]
 
 
-@pytest.mark.parametrize(
-    ("threat", "is_hinted"), [(("--patch", 9), True), (("--sparse", 60), False), (("--patch", 1), None)]
-)
-def test_where_nothing_is_proven_the_reason_and_the_way_out_are_said(capsys, threat, is_hinted):
-    assert certify("zoo:mnist-2x2-cnn2", "--data", "mnist-mini", "--limit", 5, *threat) == 0
-    said = capsys.readouterr().err
-    assert ("5 images are right and none is proven; the best margin is -" in said) == (is_hinted is not None)
-    assert ("hint: --method masking --masks 6" in said) == bool(is_hinted)
-
-
-def test_other_kinds_of_proof_that_prove_nothing_are_not_told_of_bounds(capsys):
-    arguments = ("--patch", 9, "--method", "masking", "--masks", 3)
-    assert certify("zoo:mnist-2x2-cnn2", "--data", "mnist-mini", "--limit", 2, *arguments) == 0
-    assert "bounds are wide" not in capsys.readouterr().err
-
-
 def test_refinement_counts_proven_broken_and_open_images(capsys, tmp_path):
     out = tmp_path / "refined.npz"
     asked = ("zoo:mnist-5x5-cnn2", "--data", "mnist-mini", "--limit", 9, "--refine", "split", "--out", out)
@@ -430,3 +414,19 @@ def test_layers_that_stop_the_refinement_are_named(capsys, model_file, monkeypat
     assert "without a linear rule, bounded by intervals: tanh" in shown.err
     assert "no branch and bound: tanh, pool bend otherwise than a ReLU" in shown.err
     assert json.loads(shown.out)["refinement"] == {"by_interval": ["tanh"], "unsplit": ["tanh", "pool"]}
+
+
+@pytest.mark.parametrize(
+    ("threat", "is_hinted"), [(("--patch", 9), True), (("--sparse", 60), False), (("--patch", 1), None)]
+)
+def test_where_nothing_is_proven_the_reason_and_the_way_out_are_said(capsys, threat, is_hinted):
+    assert certify("zoo:mnist-2x2-cnn2", "--data", "mnist-mini", "--limit", 5, *threat) == 0
+    said = capsys.readouterr().err
+    assert ("5 images are right and none is proven; the best margin is -" in said) == (is_hinted is not None)
+    assert ("hint: --method masking --masks 6" in said) == bool(is_hinted)
+
+
+def test_other_kinds_of_proof_that_prove_nothing_are_not_told_of_bounds(capsys):
+    arguments = ("--patch", 9, "--method", "masking", "--masks", 3)
+    assert certify("zoo:mnist-2x2-cnn2", "--data", "mnist-mini", "--limit", 2, *arguments) == 0
+    assert "bounds are wide" not in capsys.readouterr().err

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from torch import nn
 
+from patchcert.certificates.masking import DoubleMasking
 from patchcert.evidence import Evidence, Question, Selection
 from patchcert.evidence.record import VERSION
 from patchcert.report.pictures import AttackedImage, Box, CertificateMap
@@ -144,3 +146,20 @@ def voted_run(run: RunSummary) -> RunSummary:
     question = Question("certify", SparsePixels(4), Selection("made-up"), settings)
     voted = evidence(question, columns, "patchcert certify runs/known --method ablation --sparse 4")
     return replace(run, threat=SparsePixels(4), certificates=(voted,), attacks=(), maps=(), attacked=())
+
+
+@pytest.fixture
+def masked_run(run: RunSummary) -> RunSummary:
+    """A run certified by masks; image 29 fails behind masks 0 and 4, all others have least lead behind mask 2 alone."""
+    rows = run.certificates[0]
+    columns = {name: rows.columns[name] for name in ("index", "label", "prediction", "certified")}
+    index = columns["index"]
+    columns |= {
+        "lead": np.where(columns["certified"], 0.25, -0.5),
+        "first_mask": np.where(index == 29, 4, 2),
+        "second_mask": np.where(index == 29, 0, 2),
+    }
+    settings = DoubleMasking(nn.Identity(), Patch(2), masks=3, fill=0.0).describe()
+    question = Question("certify", Patch(2), Selection("made-up"), settings)
+    masked = evidence(question, columns, "patchcert certify runs/known --method masking --masks 3")
+    return replace(run, certificates=(masked,), attacks=(), maps=(), attacked=())

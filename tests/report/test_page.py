@@ -10,6 +10,7 @@ import pytest
 
 from patchcert.errors import InvalidInput
 from patchcert.report.page import class_name, describe_threat, lead_sentence, margin_text, write_report
+from patchcert.report.pictures import MaskedImage
 from patchcert.report.statistics import Proportion
 from patchcert.report.summary import RunSummary
 from patchcert.report.tables import percent
@@ -163,6 +164,15 @@ def test_whatever_the_certificates_have_is_shown(read, run, voted_run):
     assert "Verdict Radius in pixels Votes Attack" in text
     assert "0 class 0 class 0 certified 6 991 not attacked" in text
     assert "Certificate maps: not measured." in text
+
+
+def test_a_proof_by_masks_shows_the_weakest_ones(read, masked_run):
+    copy = MaskedImage(29, masked_run.thumbnails[29], masked_run.thumbnails[0], 9, 9, False, -0.5, (0, 4))
+    text = read(replace(masked_run, masked=(copy,))).text
+    assert "it must exceed 6.1e-05" in text
+    assert "not certified -0.50 image 29, label class 9; behind masks 0 and 4" in text
+    assert "Verdict Least lead Weakest masks Attack" in text
+    assert "0 class 0 class 0 certified +0.25 2, 2 not attacked" in text
 
 
 def test_a_classifier_that_abstains_is_not_called_wrong(voted_run, tmp_path):

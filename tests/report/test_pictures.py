@@ -22,10 +22,12 @@ from patchcert.report.pictures import (
     certificate_maps,
     data_address,
     margin_colours,
+    masked_images,
     sprite,
     telling_rows,
 )
 from patchcert.threats import Patch
+from patchcert.threats.masks import masks_covering
 
 
 def decode(address: str) -> np.ndarray:
@@ -99,8 +101,19 @@ def test_maps_of_masks_show_what_is_proven_again():
     assert len(maps) == 4
     for each in maps:
         assert bool((each.margins > 0).all()) == each.certified == bool(found.certified[each.index])
-        first, second = found.weakest_masks[each.index].tolist()
-        hidden = masking.mask_set(28, 28).hidden[[first, second]].any(dim=0).numpy()
-        assert each.copy is not None
-        assert (each.copy[0][hidden] == 128).all()
-        assert (each.copy[0][~hidden] == each.image[0][~hidden]).all()
+
+
+def test_proofs_by_masks_show_the_weakest_copy(run, masked_run):
+    (rows,) = masked_run.certificates
+    images = Split(torch.from_numpy(run.thumbnails), torch.from_numpy(rows.columns["label"]))
+    shown = {each.index: each for each in masked_images(images, rows, 40)}
+    assert len(shown) == 40
+    hidden = masks_covering(Patch(2), 12, 12, masks=3).hidden.numpy()
+    for index, pair in ((29, (0, 4)), (3, (2,))):
+        found = shown[index]
+        behind = hidden[list(pair)].any(axis=0)
+        assert found.masks == pair
+        assert (found.copy[0][behind] == 0).all()
+        assert (found.copy[0][~behind] == run.thumbnails[index, 0][~behind]).all()
+    assert (shown[29].certified, shown[29].lead) == (False, -0.5)
+    assert masked_images(images, run.certificates[0], 8) == []

@@ -139,6 +139,20 @@ def _prove(certification: "Certification", count: int) -> "Evidence":
         raise
 
 
+def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
+    """Say which layers stop the refinement."""
+    from patchcert.certificates import IntervalBounds
+
+    if refine is None or not isinstance(subject.classifier, IntervalBounds):
+        return {}
+    limits = subject.classifier.limits(subject.images(subject.positions()[:1]).floats())
+    if limits.by_interval:
+        say(f"without a linear rule, bounded by intervals: {', '.join(limits.by_interval)}")
+    if limits.unsplit and refine == "split":
+        say(f"no branch and bound: {', '.join(limits.unsplit)} bend otherwise than a ReLU")
+    return {"refinement": {"by_interval": list(limits.by_interval), "unsplit": list(limits.unsplit)}}
+
+
 def _advise(evidence: "Evidence") -> None:
     """Where intervals prove none of the images that are right: say why, and what works with any model."""
     from patchcert.threats import Patch
@@ -152,20 +166,6 @@ def _advise(evidence: "Evidence") -> None:
     say("bounds are wide for networks that were not trained on them, and for large patches")
     if isinstance(evidence.threat, Patch):
         say("hint: --method masking --masks 6 needs no bounds and works with any network")
-
-
-def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
-    """Say which layers stop the refinement."""
-    from patchcert.certificates import IntervalBounds
-
-    if refine is None or not isinstance(subject.classifier, IntervalBounds):
-        return {}
-    limits = subject.classifier.limits(subject.images(subject.positions()[:1]).floats())
-    if limits.by_interval:
-        say(f"without a linear rule, bounded by intervals: {', '.join(limits.by_interval)}")
-    if limits.unsplit and refine == "split":
-        say(f"no branch and bound: {', '.join(limits.unsplit)} bend otherwise than a ReLU")
-    return {"refinement": {"by_interval": list(limits.by_interval), "unsplit": list(limits.unsplit)}}
 
 
 def _compare(target: Target, evidence: "Evidence") -> dict[str, Any]:

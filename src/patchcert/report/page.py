@@ -298,6 +298,7 @@ _HEADINGS = {
     "margin": "Least margin",
     "lead": "Least lead",
     "top": "Weakest at",
+    "masks": "Weakest masks",
     "radius": "Radius in pixels",
     "votes": "Votes",
     "outcome": "Attack",
@@ -311,10 +312,13 @@ def _image_values(run: RunSummary, rows: Evidence) -> dict[str, list[Any]]:
         key: columns[key].tolist() for key in ("index", "label", "prediction", "radius") if key in columns
     }
     values |= {"verdict": _verdicts(rows), "outcome": _outcomes(run, rows)}
-    for name in ("margin", "lead"):
-        if name in columns:
-            found = columns[name].tolist()
-            values[name] = [float(f"{value:.4g}") if math.isfinite(value) else None for value in found]
+    for key in ("margin", "lead"):
+        if key in columns:
+            found = columns[key].tolist()
+            values[key] = [float(f"{value:.4g}") if math.isfinite(value) else None for value in found]
+    if "first_mask" in columns:
+        pairs = zip(columns["first_mask"].tolist(), columns["second_mask"].tolist(), strict=True)
+        values["masks"] = [f"{first}, {second}" for first, second in pairs]
     if "worst_top" in columns and (columns["worst_top"] >= 0).any():
         values |= {"top": columns["worst_top"].tolist(), "left": columns["worst_left"].tolist()}
     if "votes" in columns:

@@ -1,4 +1,4 @@
-"""Images on a page: PNG data addresses, certificate maps, and images that an attack broke.
+"""Images on a page: PNG data addresses, certificate maps, images behind masks, and images that an attack broke.
 
 One file pixel per image pixel; the page enlarges them.
 """
@@ -22,7 +22,8 @@ from patchcert.data import Split
 from patchcert.errors import InvalidInput
 from patchcert.evidence import Evidence
 from patchcert.tensors import Labels, PlacementMargins
-from patchcert.threats import Patch
+from patchcert.threats import Patch, threat_from_dict
+from patchcert.threats.masks import masks_covering
 
 Pixels = NDArray[np.uint8]
 
@@ -95,8 +96,7 @@ class Box:
 class CertificateMap:
     """An image with its least margin at every placement of the patch; NaN where no placement is allowed.
 
-    For proofs by masks it is the lead that counts beyond what rounding takes, and `copy` is the image behind the two
-    masks that leave the label the least lead. For votes it is 1 where a placement is proven, else -1.
+    For proofs by masks it is the lead beyond the slack, for votes 1 where a placement is proven, else -1.
     """
 
     index: int
@@ -106,7 +106,6 @@ class CertificateMap:
     certified: bool
     patch: Patch
     margins: NDArray[np.float64]
-    copy: Pixels | None = None
 
     @property
     def weakest(self) -> Box:
@@ -118,6 +117,20 @@ class CertificateMap:
     def least(self) -> float:
         """The margin at the weakest placement."""
         return float(np.nanmin(self.margins))
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedImage:
+    """An image, and its copy behind the masks where the label's lead was least of all copies that were looked at."""
+
+    index: int
+    image: Pixels
+    copy: Pixels
+    label: int
+    prediction: int
+    certified: bool
+    lead: float
+    masks: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +181,6 @@ def certificate_maps(model: nn.Module, images: Split, rows: Evidence, count: int
             certified=bool(columns["certified"][at]),
             patch=threat,
             margins=grids[at],
-            copy=_weakest_copy(classifier, split.images[at].numpy(), rows, int(chosen[at])),
         )
         for at in range(len(chosen))
     ]
@@ -203,25 +215,46 @@ def _placement_margins(classifier: Classifier, split: Split, threat: Patch) -> A
     return torch.where(proven, 1.0, -1.0).cpu()
 
 
-def _weakest_copy(classifier: Classifier, image: Pixels, rows: Evidence, row: int) -> Pixels | None:
-    """The image behind the masks that the evidence names."""
-    if not isinstance(classifier, DoubleMasking) or "first_mask" not in rows.columns:
-        return None
-    masks = classifier.mask_set(*image.shape[1:]).hidden.numpy()
-    hidden = masks[rows.columns["first_mask"][row]] | masks[rows.columns["second_mask"][row]]
-    fill = np.clip(np.broadcast_to(np.atleast_1d(classifier.fill), len(image)), 0, 1)
-    return np.where(hidden, np.rint(255 * fill).astype(np.uint8)[:, None, None], image)
+def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage]:
+    """`count` telling rows of a proof by masks, each with its weakest copy; none of other kinds of proof."""
+    if "first_mask" not in rows.columns:
+        return []
+    kind = rows.meta["classifier"]
+    _, height, width = images.image_size
+    threat = threat_from_dict(kind["masked_threat"])
+    assert isinstance(threat, Patch)
+    masks = kind["masks"] if isinstance(kind["masks"], int) else tuple(kind["masks"])
+    hidden = masks_covering(threat, height, width, masks, kind["patches"]).hidden.numpy()
+    fill = np.rint(255 * np.clip(np.atleast_1d(kind["fill"]), 0, 1)).astype(np.uint8)
+    found = []
+    for row in telling_rows(rows, count).tolist():
+        values = {name: column[row].item() for name, column in rows.columns.items() if column.ndim == 1}
+        image = images.images[values["index"]].numpy()
+        pair = values["first_mask"], values["second_mask"]
+        found.append(
+            MaskedImage(
+                index=values["index"],
+                image=image,
+                copy=np.where(hidden[pair[0]] | hidden[pair[1]], fill[:, None, None], image),
+                label=values["label"],
+                prediction=values["prediction"],
+                certified=values["certified"],
+                lead=values["lead"],
+                masks=tuple(sorted(set(pair))),
+            )
+        )
+    return found
 
 
 def telling_rows(rows: Evidence, count: int) -> NDArray[np.intp]:
-    """Rows over the whole range of margins: proofs from the widest to the narrowest, then failures likewise.
+    """Rows over the whole range of margins or leads: proofs from the widest to the narrowest, then failures likewise.
 
-    Half of the rows are certified and half are not, as far as there are enough of either. Without margins or leads
+    Half of the rows are certified and half are not, as far as there are enough of either. Without margins and leads
     they are spread over the images in their order.
     """
     certified = rows.columns["certified"]
-    strength = rows.columns.get("margin", rows.columns.get("lead", np.zeros(rows.total)))
-    order = np.argsort(-strength, kind="stable")
+    widths = rows.columns.get("margin", rows.columns.get("lead", np.zeros(rows.total)))
+    order = np.argsort(-widths, kind="stable")
     proven, unproven = order[certified[order]], order[~certified[order]]
     failures = min(len(unproven), max(count // 2, count - len(proven)))
     return np.concatenate([_spread(proven, count - failures), _spread(unproven, failures)])

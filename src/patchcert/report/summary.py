@@ -16,7 +16,15 @@ from patchcert.data import Dataset, ImageShape, load_dataset
 from patchcert.errors import DataError, InvalidInput, RunError
 from patchcert.evidence import Evidence, EvidenceFolder, refuted
 from patchcert.files import sha256
-from patchcert.report.pictures import AttackedImage, CertificateMap, Pixels, attacked_images, certificate_maps
+from patchcert.report.pictures import (
+    AttackedImage,
+    CertificateMap,
+    MaskedImage,
+    Pixels,
+    attacked_images,
+    certificate_maps,
+    masked_images,
+)
 from patchcert.report.statistics import Proportion
 from patchcert.train.run_folder import EVIDENCE, Run
 from patchcert.train.spec import write_spec
@@ -59,6 +67,7 @@ class RunSummary:
     certificates: Sequence[Evidence] = ()
     attacks: Sequence[Evidence] = ()
     maps: Sequence[CertificateMap] = ()
+    masked: Sequence[MaskedImage] = ()
     attacked: Sequence[AttackedImage] = ()
     thumbnails: Pixels | None = None
     classes: Sequence[str] = ()
@@ -241,6 +250,7 @@ def _with_pictures(summary: RunSummary, run: Run, dataset: Dataset, pictures: Pi
     return replace(
         summary,
         maps=certificate_maps(run.model(), dataset.test, rows, pictures.maps),
+        masked=masked_images(dataset.test, rows, pictures.maps),
         attacked=attacked_images(dataset.test, summary.headline_attacks, pictures.attacked),
         thumbnails=dataset.test.images[index].numpy() if few else None,
     )

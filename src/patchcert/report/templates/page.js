@@ -31,6 +31,7 @@
       prediction: (row) => element("td", className(data.prediction[row])),
       verdict: (row) => tagged(data.verdicts[data.verdict[row]]),
       margin: (row) => element("td", marginText(data.margin[row])),
+      lead: (row) => element("td", marginText(data.lead[row])),
       top: (row) => element("td", data.top[row] < 0 ? "" : `${data.top[row]}, ${data.left[row]}`),
       outcome: (row) => tagged(data.outcomes[data.outcome[row]]),
     };
