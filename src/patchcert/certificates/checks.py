@@ -22,7 +22,8 @@ def bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) ->
     for name, source in (("model", own), ("images", images.dtype)):
         if torch.promote_types(dtype, source) != dtype:
             raise InvalidInput(
-                f"the {name} of {source} cannot be held exactly in dtype={dtype}", hint=f"use dtype={source}"
+                f"the {name} of {source} cannot be held exactly in dtype={dtype}",
+                hint=f"use dtype={source}; on the command line --dtype {str(source).removeprefix('torch.')}",
             )
     return dtype
 
