@@ -163,8 +163,8 @@ class _Proof:
         check_logits(logits, images)
         check_labels(labels, logits.shape[1])
         converted = images.to(dtype)
-        check_trace(exact_model, audit, network, converted, threat)
         check_foreign_rules(audit, converted, threat)
+        check_trace(exact_model, audit, network, converted, threat)
         sweep = None
         if isinstance(threat, Patch) and len(images):
             sweep = covering_sweep(network, converted, threat, budget)
