@@ -554,6 +554,31 @@ def test_new_operations_hold_all_points_and_one_point_is_the_forward_pass(name, 
     assert float((exact.lower - rounded.lower).max()) < 1e-3 * (1 + float(exact.lower.abs().max()))
 
 
+FUNCTIONAL = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": lambda x: F.silu(x),
+    "hardswish": lambda x: F.hardswish(x),
+    "celu": lambda x: F.celu(x, 0.5),
+    "softplus": lambda x: F.softplus(x, beta=2.0),
+    "largest of parts": lambda x: F.adaptive_max_pool2d(x, (3, 2)),
+    "enlarged": lambda x: F.interpolate(x, scale_factor=1.5),
+    "enlarged to a size": lambda x: F.interpolate(x, size=(7, 8), mode="nearest"),
+    "turned": lambda x: x.transpose(-1, 2),
+    "multiplied in place": lambda x: torch.relu(x).mul_(torch.sigmoid(x)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_functions_are_bounded_like_layers(name):
+    model = Branches(FUNCTIONAL[name], nn.Conv2d(2, 2, 3)).double()
+    images = torch.rand(2, 2, 6, 5, generator=seeded(0), dtype=torch.float64)
+    box = box_around(images, 1)
+    with torch.no_grad():
+        bounds = trace(model).bounds(box, rounding=OUTWARD)
+        for point in points_of(box, 0):
+            assert contains(bounds, Interval.point(model(point)), 1e-12)
+
+
 @given(seeds())
 def test_a_product_attains_its_bounds(seed):
     ends = torch.rand(4, 1, 30, generator=seeded(seed), dtype=torch.float64) * 4 - 2

@@ -950,18 +950,26 @@ class NearestUpsample(Operation):
         return inputs[0].map(self.forward)
 
 
-@function_rule(F.interpolate, layers=(nn.Upsample, nn.UpsamplingNearest2d))
-def _upsample(
+@function_rule(F.interpolate)
+def _interpolate(
     size: int | tuple[int, ...] | None = None,
     scale_factor: float | tuple[float, ...] | None = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
 ) -> Operation:
     if mode != "nearest" or recompute_scale_factor:
         refuse(f"mode is {mode!r}, bounds exist for 'nearest', and without recompute_scale_factor")
     scale = (scale_factor, scale_factor) if isinstance(scale_factor, int | float) else scale_factor
     return NearestUpsample(None if size is None else pair(size), scale)  # pyright: ignore[reportArgumentType]
+
+
+@layer_rule(nn.Upsample, nn.UpsamplingNearest2d)
+def _upsample(layer: nn.Upsample) -> Operation:
+    return _interpolate(
+        layer.size, layer.scale_factor, layer.mode, recompute_scale_factor=layer.recompute_scale_factor
+    )
 
 
 @dataclass(frozen=True, slots=True)
