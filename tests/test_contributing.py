@@ -23,7 +23,7 @@ from patchcert.windows.training import covering_placements
 from strategies import seeds
 
 PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
-LAYERS = (nn.CELU, nn.ZeroPad2d)
+LAYERS = (nn.Softshrink, nn.ConstantPad2d)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,8 +42,15 @@ def seeded(seed):
 
 
 def network(sides, seed=0, dtype=torch.float32):
-    layers = [nn.Conv2d(2, 3, 3), nn.CELU(0.7), nn.ZeroPad2d(sides), nn.Conv2d(3, 4, 3, stride=2, padding=1)]
-    model = nn.Sequential(*layers, nn.CELU(), nn.Flatten(), nn.LazyLinear(8), nn.CELU(), nn.Linear(8, 3))
+    layers = [
+        nn.Conv2d(2, 3, 3),
+        nn.Softshrink(0.07),
+        nn.ConstantPad2d(sides, 0.25),
+        nn.Conv2d(3, 4, 3, stride=2, padding=1),
+    ]
+    model = nn.Sequential(
+        *layers, nn.Softshrink(0.1), nn.Flatten(), nn.LazyLinear(8), nn.Softshrink(0.1), nn.Linear(8, 3)
+    )
     model(torch.rand(1, 2, 9, 8))
     return randomise(model, seeded(seed)).to(dtype).eval()
 
@@ -73,7 +80,7 @@ def test_no_point_leaves_the_bounds_and_one_point_is_the_forward_pass(sides, see
 @given(SIDES, seeds())
 def test_the_bounds_of_a_single_layer_are_attained(sides, seed):
     batch = images(seed, torch.float64)
-    for layer in (nn.ZeroPad2d(sides), nn.CELU(1.5)):
+    for layer in (nn.ConstantPad2d(sides, -0.5), nn.Softshrink(0.3)):
         bounds = trace(nn.Sequential(layer)).bounds(Interval(batch - 0.9, batch + 0.1))
         torch.testing.assert_close(bounds.lower, layer(batch - 0.9), rtol=0, atol=0)
         torch.testing.assert_close(bounds.upper, layer(batch + 0.1), rtol=0, atol=0)
@@ -82,15 +89,15 @@ def test_the_bounds_of_a_single_layer_are_attained(sides, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_units_pay_for_computing_the_activation(dtype):
     points = torch.randn(1, 400, generator=seeded(0), dtype=dtype) * torch.logspace(-8, 2, 400, dtype=dtype)
-    bounds = trace(nn.Sequential(nn.CELU(0.7))).bounds(
+    bounds = trace(nn.Sequential(nn.Softshrink(0.07))).bounds(
         Interval.point(points), rounding=Rounding.outward(dtype)
     )
     with mpmath.workprec(160):
         for lower, point, upper in zip(
             bounds.lower[0].tolist(), points[0].tolist(), bounds.upper[0].tolist(), strict=True
         ):
-            alpha = mpmath.mpf(0.7)
-            exact = point if point > 0 else alpha * mpmath.expm1(mpmath.mpf(point) / alpha)
+            away = mpmath.mpf(abs(point)) - mpmath.mpf(0.07)
+            exact = max(away, 0) * (1 if point > 0 else -1)
             assert lower <= exact <= upper
 
 
@@ -123,8 +130,16 @@ def test_outward_rounded_windows_are_below_the_dense_margins_of_more_digits_and_
     assert (exact - margins).abs().max() < 1e-3 * exact.abs().max()
 
 
-def test_settings_without_a_bound_are_refused():
-    with pytest.raises(
-        UnsupportedLayer, match=r"layer '0' \(CELU\): alpha is -1.0, bounds exist for positive alpha"
-    ):
-        trace(nn.Sequential(nn.CELU(-1.0)))
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (
+            nn.Softshrink(-1.0),
+            r"layer '0' \(Softshrink\): lambd is -1.0, bounds exist for lambd of at least 0",
+        ),
+        (nn.ConstantPad2d(1, 0.1), r"layer '0' \(ConstantPad2d\): value is 0.1, bounds exist for multiples"),
+    ],
+)
+def test_settings_without_a_bound_are_refused(layer, message):
+    with pytest.raises(UnsupportedLayer, match=message):
+        trace(nn.Sequential(layer))

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         Classifier,
         IntervalBounds,
         certify,
+        certify_loader,
         placement_margins,
     )
     from patchcert.certificates.ablation import RandomAblation
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from patchcert.models import ModelSpec, Normalize
     from patchcert.threats import Patch, SparsePixels, shapes
     from patchcert.threats.masks import MaskSet, masks_covering
+    from patchcert.train.margins import worst_case_margins
     from patchcert.zoo import load
 
 __version__ = "0.1.0"
@@ -47,11 +49,13 @@ __all__ = [
     "SparseAttack",
     "SparsePixels",
     "certify",
+    "certify_loader",
     "load",
     "load_dataset",
     "masks_covering",
     "placement_margins",
     "shapes",
+    "worst_case_margins",
     "zoo",
 ]
 
@@ -75,11 +79,13 @@ _HOMES = {
     "SparseAttack": "patchcert.attacks",
     "SparsePixels": "patchcert.threats",
     "certify": "patchcert.certificates",
+    "certify_loader": "patchcert.certificates",
     "load": "patchcert.zoo",
     "load_dataset": "patchcert.data",
     "masks_covering": "patchcert.threats.masks",
     "placement_margins": "patchcert.certificates",
     "shapes": "patchcert.threats",
+    "worst_case_margins": "patchcert.train.margins",
     "zoo": "patchcert.zoo",
 }
 

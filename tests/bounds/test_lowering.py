@@ -28,9 +28,9 @@ def preactivation(self, x):
 
 REFUSED = {
     "an unknown layer": (
-        nn.Sequential(nn.Flatten(), nn.Linear(60, 3), nn.GELU()),
+        nn.Sequential(nn.Flatten(), nn.Linear(60, 3), nn.Mish()),
         UnsupportedLayer,
-        r"layer '2' \(GELU\): no bound is known for it; layers with bounds: .*Conv2d.*ReLU",
+        r"layer '2' \(Mish\): no bound is known for it; layers with bounds: .*Conv2d.*ReLU",
     ),
     "an unknown function": (
         model_of(lambda s, x: s.fc(torch.sin(x).flatten(1)), fc=linear()),
@@ -42,10 +42,37 @@ REFUSED = {
         UnsupportedLayer,
         r"method .flip\(\) at 'flip': no bound is known for it; methods with bounds: .*\.flatten\(\).*\.view\(\)",
     ),
-    "a product of results": (
-        model_of(lambda s, x: s.fc((x * x).flatten(1)), fc=linear()),
+    "a difference of results": (
+        model_of(lambda s, x: s.fc((x - x).flatten(1)), fc=linear()),
         UnsupportedLayer,
-        "function operator.mul at 'mul'",
+        "function operator.sub at 'sub'",
+    ),
+    "a product with a parameter": (
+        model_of(lambda s, x: s.fc(x.flatten(1) * s.a.bias), a=nn.Linear(1, 60), fc=linear()),
+        UnsupportedLayer,
+        "it multiplies by a constant, bounds exist for the product of two results",
+    ),
+    "joined images": (
+        model_of(lambda s, x: s.fc(torch.cat([x, x]).flatten(1)), fc=linear()),
+        UnsupportedLayer,
+        "function torch.cat at 'cat': dim is 0: it joins the images of a batch",
+    ),
+    "a permuted batch": (
+        model_of(lambda s, x: s.fc(x.permute(1, 0, 2, 3).flatten(1)), fc=linear()),
+        UnsupportedLayer,
+        r"it permutes to \(1, 0, 2, 3\): the first dimension, the batch, must stay",
+    ),
+    "a bilinear enlargement": (
+        nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear")),
+        UnsupportedLayer,
+        "mode is 'bilinear', bounds exist for 'nearest'",
+    ),
+    "a negative beta": (nn.Sequential(nn.Softplus(-1.0)), UnsupportedLayer, "beta is -1.0"),
+    "an alpha of nothing": (nn.Sequential(nn.CELU(-1.0)), UnsupportedLayer, "alpha is -1.0"),
+    "indices of an adaptive pool": (
+        nn.Sequential(nn.AdaptiveMaxPool2d(2, return_indices=True)),
+        UnsupportedLayer,
+        "return_indices is set",
     ),
     "a parametrised weight": (
         nn.Sequential(nn.Flatten(), parametrizations.weight_norm(linear())),
@@ -215,14 +242,17 @@ HINTS = {
     "standardised images": (lambda s, x: s.fc(((x - 0.5) / 0.25).flatten(1)), r"patchcert\.Normalize"),
     "brighter images": (lambda s, x: s.fc((x + 0.5).flatten(1)), r"patchcert\.Normalize"),
     "clamped results": (lambda s, x: s.fc(x.clamp(0, 0.5).flatten(1)), r"nn\.Hardtanh"),
-    "padding": (lambda s, x: s.fc(F.pad(x, (1, 1)).flatten(1)), r"nn\.Conv2d that follows"),
+    "padding": (lambda s, x: s.fc(F.pad(x, (1, 1)).flatten(1)), r"nn\.ZeroPad2d"),
     "a squeezed dimension": (lambda s, x: s.fc(x.squeeze(1).flatten(1)), r"nn\.Flatten"),
     "one channel of several": (lambda s, x: s.fc(x[:, :1].flatten(1)), r"1x1 nn\.Conv2d"),
-    "joined results": (lambda s, x: s.fc(torch.cat([x, x], 1).flatten(1)), "the sum of one such layer"),
-    "the largest of each map": (lambda s, x: s.fc(x.amax((2, 3))), r"nn\.MaxPool2d"),
+    "the largest of each map": (lambda s, x: s.fc(x.amax((2, 3))), r"nn\.AdaptiveMaxPool2d"),
+    "a norm by groups": (lambda s, x: s.n(x), "--method masking"),
+    "a norm of layers": (lambda s, x: F.layer_norm(x, (5,)), "--method masking"),
+    "attention": (lambda s, x: F.scaled_dot_product_attention(x, x, x), "--method masking"),
+    "attention by hand": (lambda s, x: x @ x.transpose(2, 3), "--method masking"),
     "another size": (lambda s, x: s.fc(x.view(x.size(0), x.size(1), -1)), r"x\.size\(0\), may be asked for"),
     "another mean": (lambda s, x: s.fc(x.mean(1).flatten(1)), r"AdaptiveAvgPool2d\(1\)"),
-    "an unknown function": (lambda s, x: F.gelu(x), r"patchcert\.bounds\.function_rule\(F\.gelu\)"),
+    "an unknown function": (lambda s, x: F.mish(x), r"patchcert\.bounds\.function_rule\(F\.mish\)"),
     "an unknown method": (lambda s, x: x.flip(2), r"patchcert\.bounds\.function_rule\('flip'\)"),
     "an unknown layer": (lambda s, x: s.g(x), r"patchcert\.bounds\.layer_rule"),
     "a learnt slope": (lambda s, x: s.p(x), r"nn\.LeakyReLU"),
@@ -233,7 +263,7 @@ HINTS = {
 def test_what_is_refused_comes_with_what_to_write_instead(name):
     forward, hint = HINTS[name]
     with pytest.raises(UnsupportedLayer) as caught:
-        trace(model_of(forward, fc=linear(), g=nn.GELU(), p=nn.PReLU()))
+        trace(model_of(forward, fc=linear(), g=nn.Mish(), p=nn.PReLU(), n=nn.GroupNorm(1, 2)))
     assert re.search(hint, caught.value.hint)
 
 
@@ -416,3 +446,86 @@ def test_buffers_are_weights():
 def test_a_graph_that_torch_has_traced_is_taken():
     model = nn.Sequential(nn.Flatten(), linear())
     assert [step.name for step in trace(fx.symbolic_trace(model)).steps] == ["0", "1"]
+
+
+def split_channels(self, x):
+    """Sizes asked for in every way, and checks of them, as libraries of models write them."""
+    batch, channels, height, width = x.shape
+    torch._assert(x.ndim == 4, "images are expected")
+    assert x.dim() == len(x.shape) == 4
+    if x.size(-1) != width or height % 2:
+        raise ValueError("unreachable")
+    grouped = x.view(batch, channels // 2, 2, height * width).transpose(1, 2)
+    whole = grouped.reshape(x.shape[0], *x.shape[1:]).permute(0, 2, 3, 1)
+    return self.fc(whole.reshape(x.size(0), channels * height * width))
+
+
+def test_sizes_are_those_of_the_images():
+    model, batch = model_of(split_channels, fc=linear()), images()
+    network = trace(model, batch.shape[1:])
+    torch.testing.assert_close(network.values(batch)[-1], model(batch))
+    bounds = network.bounds(Interval.point(batch))
+    torch.testing.assert_close(bounds.lower, model(batch))
+
+
+def test_sizes_of_weights_and_of_results_between_are_known():
+    def forward(self, x):
+        h = self.c(x)
+        return F.linear(h.reshape(-1, self.fc.weight.shape[1]), self.fc.weight) if h.shape[1] == 2 else x
+
+    model, batch = model_of(forward, c=nn.Conv2d(2, 2, 1), fc=linear()), images()
+    torch.testing.assert_close(trace(model, batch.shape[1:]).values(batch)[-1], model(batch))
+
+
+def test_asking_for_sizes_leaves_a_model_in_training_as_it_was():
+    model = nn.Sequential(nn.BatchNorm2d(2), model_of(split_channels, fc=linear())).train()
+    with pytest.raises(ModelError, match="statistics of the batch"):
+        trace(model, (2, 6, 5))
+    assert model.training
+    assert model[0].num_batches_tracked == 0
+    assert model[0].running_mean.eq(0).all()
+
+
+def test_decisions_by_the_batch_size_are_refused():
+    model = model_of(lambda s, x: s.fc(x.flatten(1)) if x.shape[0] > 1 else x, fc=linear())
+    with pytest.raises(UnsupportedLayer, match="cannot be traced"):
+        trace(model, (2, 6, 5))
+
+
+def test_a_sum_of_a_list_is_a_sum():
+    layers = {"a": nn.Conv2d(2, 2, 1), "b": nn.Conv2d(2, 2, 1), "fc": linear()}
+    model = model_of(lambda s, x: s.fc(sum([s.a(x), s.b(x), x]).flatten(1)), **layers)
+    network = trace(model)
+    assert [type(step.operation).__name__ for step in network.steps].count("Add") == 2
+    torch.testing.assert_close(network.values(images())[-1], model(images()))
+
+
+def test_a_product_in_place_changes_what_shares_its_memory():
+    def forward(self, x):
+        h = self.c(x)
+        skip = h
+        h *= self.d(x)
+        return self.fc(skip.flatten(1))
+
+    layers = {"c": nn.Conv2d(2, 2, 1), "d": nn.Conv2d(2, 2, 1), "fc": linear()}
+    with pytest.raises(UnsupportedLayer, match="a result that another layer has changed in place"):
+        trace(model_of(forward, **layers))
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, compiled, lambda model: nn.DataParallel(compiled(model))])
+def test_wrappers_are_taken_off(wrap):
+    model = nn.Sequential(nn.Flatten(), linear())
+    assert [step.name for step in trace(wrap(model)).steps] == ["0", "1"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_are_refused_by_name():
+    model = nn.Sequential(nn.Flatten(), torch.jit.script(linear()))
+    with pytest.raises(
+        UnsupportedLayer, match=r"layer '1' \(RecursiveScriptModule\) is compiled by torch.jit"
+    ):
+        trace(model)

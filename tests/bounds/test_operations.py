@@ -8,13 +8,13 @@ import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from patchcert.bounds import Interval, Rounding, trace
 from patchcert.bounds.network import Network
-from patchcert.bounds.operations import Add, Affine, Convolution, Linear, Monotone, Operation
+from patchcert.bounds.operations import Add, Affine, Convolution, Linear, Monotone, Multiply, Operation
 from patchcert.models import Normalize
 from patchcert.testing.networks import ResidualBlock, randomise
 from strategies import image_batches, image_shapes, networks, seeds
@@ -328,6 +328,10 @@ FUNCTIONS = {
     "log sigmoid": (F.logsigmoid, lambda x: -mpmath.log1p(mpmath.exp(-x))),
     "softsign": (F.softsign, lambda x: x / (1 + abs(x))),
     "hard sigmoid": (F.hardsigmoid, lambda x: min(max(x + 3, 0), 6) / 6),
+    "celu": (
+        lambda x: F.celu(x, 0.7),
+        lambda x: x if x > 0 else mpmath.mpf(0.7) * mpmath.expm1(x / mpmath.mpf(0.7)),
+    ),
     "leaky relu": (lambda x: F.leaky_relu(x, 0.01), lambda x: x if x > 0 else mpmath.mpf(0.01) * x),
 }
 
@@ -361,6 +365,16 @@ def test_elementary_functions_are_as_exact_as_assumed(name, dtype):
         nn.Hardsigmoid(),
         nn.LogSigmoid(),
         nn.Softsign(),
+        nn.CELU(),
+        nn.Softplus(),
+        nn.GELU(),
+        nn.GELU("tanh"),
+        nn.SiLU(),
+        nn.Hardswish(),
+        nn.ZeroPad2d(1),
+        nn.AdaptiveMaxPool2d(3),
+        nn.Upsample(scale_factor=2),
+        nn.ConvTranspose2d(16, 2, 3),
         nn.MaxPool2d(2),
         nn.AvgPool2d(2),
         nn.AdaptiveAvgPool2d(1),
@@ -413,3 +427,185 @@ def test_numbers_too_small_to_multiply_are_paid_for():
         exact = float((layer.weight.double() * pixels.double()).sum())
     assert float(bounds.lower) <= exact <= float(bounds.upper)
     assert float(bounds.upper - bounds.lower) > 0
+
+
+VALLEYS = {
+    "gelu": (nn.GELU(), lambda x: x * mpmath.erfc(-x / mpmath.sqrt(2)) / 2),
+    "gelu by tanh": (
+        nn.GELU("tanh"),
+        lambda x: x / 2 * (1 + mpmath.tanh(mpmath.sqrt(2 / mpmath.pi) * (x + mpmath.mpf("0.044715") * x**3))),
+    ),
+    "silu": (nn.SiLU(), lambda x: x / (1 + mpmath.exp(-x))),
+    "hardswish": (nn.Hardswish(), lambda x: x * min(max(x + 3, 0), 6) / 6),
+    "softplus": (nn.Softplus(), lambda x: x if x > 20 else mpmath.log1p(mpmath.exp(x))),
+    "low softplus": (
+        nn.Softplus(3, 1),
+        lambda x: x if 3 * x > 1 else mpmath.log1p(mpmath.exp(3 * x)) / 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", VALLEYS)
+def test_functions_that_fall_and_rise_hold_their_exact_values_and_are_tight(name, dtype):
+    """Single points of all sizes, and boxes: exact values of a grid inside are held, and the bounds are reached."""
+    layer, exact = VALLEYS[name]
+    network, rounding = trace(nn.Sequential(layer)), Rounding.outward(dtype)
+    sizes = 10 ** (torch.rand(60, generator=seeded(0), dtype=torch.float64) * 11 - 9)
+    points = torch.cat([sizes, -sizes, torch.linspace(-900, 900, 41).double()]).to(dtype)
+    held = network.bounds(Interval.point(points[None]), rounding=rounding)
+    with mpmath.workprec(200):
+        for lower, point, upper in zip(
+            *(part.flatten().tolist() for part in (held.lower, points, held.upper)), strict=True
+        ):
+            assert lower <= exact(mpmath.mpf(point)) <= upper
+    ends = (torch.rand(2, 40, generator=seeded(1), dtype=torch.float64) * 8 - 5).to(dtype)
+    ends = torch.cat(
+        [
+            ends,
+            torch.tensor([[-0.7518, -1.2785, -1.6, 0.2, 19.9], [-0.7517, -1.2784, -1.4, 0.4, 20.1]]).to(
+                dtype
+            ),
+        ],
+        1,
+    )
+    box = Interval(ends.amin(dim=0)[None], ends.amax(dim=0)[None])
+    bounds = network.bounds(box, rounding=rounding)
+    with mpmath.workprec(100):
+        for low, high, lower, upper in zip(
+            *(part.flatten().tolist() for part in (box.lower, box.upper, bounds.lower, bounds.upper)),
+            strict=True,
+        ):
+            grid = [mpmath.mpf(low) + (mpmath.mpf(high) - mpmath.mpf(low)) * step / 60 for step in range(61)]
+            values = [exact(point) for point in grid]
+            assert lower <= min(values)
+            assert max(values) <= upper
+            loose = 0.7 if name == "low softplus" else 2e-3 * (high - low) ** 2 + 2e-5
+            assert min(values) - lower <= loose
+            assert upper - max(values) <= loose
+
+
+class Branches(nn.Module):
+    """What two branches make of one image, put together by a function."""
+
+    def __init__(self, together, *branches):
+        super().__init__()
+        self.together, self.branches = together, nn.ModuleList(branches)
+
+    def forward(self, images):
+        return self.together(*(branch(images) for branch in self.branches))
+
+
+def squeezed():
+    return nn.Sequential(
+        nn.AdaptiveAvgPool2d(1), nn.Conv2d(2, 4, 1), nn.SiLU(), nn.Conv2d(4, 2, 1), nn.Sigmoid()
+    )
+
+
+NEW = {
+    "cat": lambda: Branches(lambda a, b: torch.cat([a, b], 1), nn.Conv2d(2, 3, 3, padding=1), nn.Identity()),
+    "cat by keywords": lambda: Branches(
+        lambda a, b: torch.cat(tensors=(a, b), dim=-3), nn.Conv2d(2, 3, 3, padding=1), nn.ReLU()
+    ),
+    "cat of rows": lambda: Branches(lambda a, b: torch.cat([a, b], 2), nn.MaxPool2d((2, 1)), nn.Identity()),
+    "squeeze-excite": lambda: Branches(lambda a, b: a * b, nn.Conv2d(2, 2, 3, padding=1), squeezed()),
+    "expanded": lambda: Branches(lambda a, b: a.mul(b.expand_as(a)), nn.Conv2d(2, 2, 3), squeezed()),
+    "product": lambda: Branches(torch.mul, nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)),
+    "permute": lambda: Branches(lambda a: a.permute(0, 3, 1, 2).transpose(2, 3), nn.Conv2d(2, 2, 3)),
+    "zero pad": lambda: nn.Sequential(nn.ZeroPad2d((1, 0, 2, -1)), nn.Conv2d(2, 2, 3)),
+    "largest of parts": lambda: nn.Sequential(nn.Conv2d(2, 2, 3), nn.AdaptiveMaxPool2d((3, 2))),
+    "upsample": lambda: nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(2, 2, 3)),
+    "upsample to a size": lambda: nn.Sequential(nn.Upsample((5, 9)), nn.Conv2d(2, 2, 3)),
+    "transposed": lambda: nn.ConvTranspose2d(2, 4, (3, 2), (2, 3), (1, 0), (1, 1), 2, dilation=2),
+    "transposed, no bias": lambda: nn.ConvTranspose2d(2, 3, 3, 1, 2, bias=False),
+    "sync batch norm": lambda: nn.Sequential(nn.SyncBatchNorm(2), nn.ReLU()),
+    "celu": lambda: nn.Sequential(nn.Conv2d(2, 2, 3), nn.CELU(0.5)),
+    "silu": lambda: nn.Sequential(nn.Conv2d(2, 2, 3), nn.SiLU()),
+    "hardswish": lambda: nn.Sequential(nn.Conv2d(2, 2, 3), nn.Hardswish()),
+}
+
+
+def made(name, seed, dtype=torch.float64):
+    model = nn.Sequential(NEW[name](), nn.Flatten(), nn.LazyLinear(6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    model(torch.rand(1, 2, 6, 5))
+    return randomise(model, seeded(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("name", NEW)
+@given(seeds())
+@settings(max_examples=8)
+def test_new_operations_hold_all_points_and_one_point_is_the_forward_pass(name, seed):
+    model = made(name, seed)
+    images = torch.rand(2, 2, 6, 5, generator=seeded(seed), dtype=torch.float64)
+    box, network = box_around(images, seed), trace(model, (2, 6, 5))
+    single = copy.deepcopy(model).float()
+    narrow = Interval(box.lower.float(), box.upper.float())
+    with torch.no_grad():
+        bounds = network.bounds(box, rounding=OUTWARD)
+        exact = network.bounds(Interval(narrow.lower.double(), narrow.upper.double()))
+        rounded = trace(single, (2, 6, 5)).bounds(narrow, rounding=Rounding.outward(torch.float32))
+        for point in points_of(box, seed):
+            assert contains(bounds, Interval.point(model(point)), 1e-12)
+        for rounding in (OUTWARD, Rounding(0.0, 0.0)):
+            point = network.bounds(Interval.point(images), rounding=rounding)
+            torch.testing.assert_close(point.lower, model(images), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(point.upper, model(images), rtol=1e-9, atol=1e-9)
+    assert contains(Interval(rounded.lower.double(), rounded.upper.double()), exact)
+    assert float((exact.lower - rounded.lower).max()) < 1e-3 * (1 + float(exact.lower.abs().max()))
+
+
+FUNCTIONAL = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": lambda x: F.silu(x),
+    "hardswish": lambda x: F.hardswish(x),
+    "celu": lambda x: F.celu(x, 0.5),
+    "softplus": lambda x: F.softplus(x, beta=2.0),
+    "largest of parts": lambda x: F.adaptive_max_pool2d(x, (3, 2)),
+    "enlarged": lambda x: F.interpolate(x, scale_factor=1.5),
+    "enlarged to a size": lambda x: F.interpolate(x, size=(7, 8), mode="nearest"),
+    "turned": lambda x: x.transpose(-1, 2),
+    "multiplied in place": lambda x: torch.relu(x).mul_(torch.sigmoid(x)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_functions_are_bounded_like_layers(name):
+    model = Branches(FUNCTIONAL[name], nn.Conv2d(2, 2, 3)).double()
+    images = torch.rand(2, 2, 6, 5, generator=seeded(0), dtype=torch.float64)
+    box = box_around(images, 1)
+    with torch.no_grad():
+        bounds = trace(model).bounds(box, rounding=OUTWARD)
+        for point in points_of(box, 0):
+            assert contains(bounds, Interval.point(model(point)), 1e-12)
+
+
+@given(seeds())
+def test_a_product_attains_its_bounds(seed):
+    ends = torch.rand(4, 1, 30, generator=seeded(seed), dtype=torch.float64) * 4 - 2
+    first = Interval(ends[:2].amin(dim=0), ends[:2].amax(dim=0))
+    second = Interval(ends[2:].amin(dim=0), ends[2:].amax(dim=0))
+    bounds = Multiply().interval(first, second, rounding=Rounding(0.0, 0.0))
+    corners = torch.stack([a * b for a in (first.lower, first.upper) for b in (second.lower, second.upper)])
+    torch.testing.assert_close(bounds.lower, corners.amin(dim=0), rtol=0, atol=0)
+    torch.testing.assert_close(bounds.upper, corners.amax(dim=0), rtol=0, atol=0)
+    mixes = torch.rand(2, 50, 30, generator=seeded(seed), dtype=torch.float64)
+    inside = torch.lerp(first.lower, first.upper, mixes[0]) * torch.lerp(second.lower, second.upper, mixes[1])
+    assert contains(bounds, Interval(inside, inside), 1e-15)
+
+
+@given(
+    seeds(),
+    st.sampled_from([(1, 0, 0, 1), (2, 1, 1, 1), (3, 0, 2, 2), (2, 3, 1, 1)]),
+    st.sampled_from([1, 2]),
+)
+def test_one_transposed_convolution_attains_its_bounds(seed, geometry, groups):
+    stride, padding, more, dilation = geometry
+    layer = nn.ConvTranspose2d(2, 2, 3, stride, padding, min(more, stride - 1), groups, dilation=dilation)
+    box = box_around(torch.rand(1, 2, 5, 4, generator=seeded(seed), dtype=torch.float64), seed)
+    layer = layer.double()
+    weights = torch.autograd.functional.jacobian(lambda image: layer(image)[0], box.centre).detach()
+    highest = ((weights.clamp(min=0) * box.upper + weights.clamp(max=0) * box.lower).flatten(3)).sum(dim=-1)
+    with torch.no_grad():
+        highest = highest + layer.bias[:, None, None]
+        for rounding in (OUTWARD, Rounding(0.0, 0.0)):
+            torch.testing.assert_close(trace(layer).bounds(box, rounding=rounding).upper[0], highest)

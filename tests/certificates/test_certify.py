@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import patchcert as pc
 from patchcert.bounds import Interval
@@ -305,3 +306,32 @@ def test_an_operation_of_ones_own_is_certified_the_dense_way(monkeypatch, verdic
     withstood = (model(members.flatten(0, 1)).argmax(dim=1).view(50, -1) == labels).all(dim=0)
     assert found.certified.any()
     assert (withstood | ~found.certified).all()
+
+
+def loaded(images, labels, size):
+    return DataLoader(TensorDataset(images, labels), batch_size=size)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: pc.DoubleMasking(model, pc.Patch(2))])
+def test_a_loader_is_certified_batch_by_batch(wrap):
+    images = torch.rand(7, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)).eval()
+    labels, told = model(images).argmax(dim=1), []
+    whole = pc.certify(wrap(model), images, labels, pc.Patch(2))
+    found = pc.certify_loader(
+        wrap(model), loaded(images, labels, 3), pc.Patch(2), device="cpu", progress=lambda *_: told.append(_)
+    )
+    assert told == [(3, 7), (6, 7), (7, 7)]
+    assert found.to_tensors().keys() == whole.to_tensors().keys()
+    for name, column in whole.to_tensors().items():
+        torch.testing.assert_close(found.to_tensors()[name], column)
+    assert found.guarantee == whole.guarantee
+
+
+def test_loaders_of_something_else_are_refused():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).eval()
+    images = torch.rand(2, 1, 6, 6)
+    with pytest.raises(InvalidInput, match=r"the loader gave a Tensor, expected a pair \(images, labels\)"):
+        pc.certify_loader(model, [images], pc.Patch(2))
+    with pytest.raises(InvalidInput, match="the loader gave no images"):
+        pc.certify_loader(model, [], pc.Patch(2))

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 import patchcert as pc
+from patchcert.bounds import layer_rule
+from patchcert.bounds.lowering import LAYER_RULES
+from patchcert.bounds.operations import Monotone
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError, UnsupportedLayer
 
 SHAPE = (1, 4, 5)
@@ -444,3 +447,47 @@ def test_trained_models_are_refused_under_autocast_and_certified_without(name):
     assert len(pc.certify(pc.load(name), test.floats(), test.labels, pc.Patch(1, placements="corners"))) == 8
     with pytest.raises(ModelError, match="use no autocast|its traced operations"):
         pc.certify(Autocast(pc.load(name)), test.floats(), test.labels, pc.Patch(1, placements="corners"))
+
+
+class Wave(nn.Module):
+    def forward(self, features):
+        return torch.sin(features)
+
+
+class Bent(nn.Module):
+    """Falls between 0.3 and 0.5, and nowhere else."""
+
+    def forward(self, features):
+        return torch.where(features < 0.5, features.clamp(max=0.3), features - 0.4)
+
+
+@pytest.fixture
+def _wrong_rules():
+    for layer in (Wave, Bent):
+        layer_rule(layer)(lambda layer: Monotone(layer.forward, units=16))
+    yield
+    del LAYER_RULES[Wave], LAYER_RULES[Bent]
+
+
+@pytest.mark.usefixtures("_wrong_rules")
+@pytest.mark.parametrize(("layer", "scale"), [(Wave(), 5.0), (Bent(), 1.0)])
+def test_a_registered_rule_is_tried_on_random_points(layer, scale):
+    images, labels = batch()
+    model = nn.Sequential(pc.Normalize(0.0, 1 / scale), layer, nn.Flatten(), nn.Linear(20, 3)).eval()
+    with pytest.raises(ModelError, match="the rule for layer '1' is wrong: it bounds a value of") as caught:
+        pc.certify(model, images, labels, pc.Patch(2))
+    assert "a Monotone must never fall" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [nn.DataParallel, lambda model: torch.compile(model, backend="eager")],
+    ids=["parallel", "compiled"],
+)
+def test_wrapped_models_are_certified_as_what_they_wrap(wrap):
+    images, _ = batch()
+    model = network()
+    labels = model(images).argmax(dim=1)
+    plain, wrapped = (pc.certify(each, images, labels, pc.Patch(1)) for each in (model, wrap(model)))
+    assert torch.equal(plain.margins, wrapped.margins)
+    assert torch.equal(plain.certified, wrapped.certified)

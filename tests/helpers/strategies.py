@@ -18,8 +18,23 @@ ACTIVATIONS: tuple[Callable[[], nn.Module], ...] = (
     nn.Tanh,
     nn.ELU,
     nn.Hardtanh,
+    nn.GELU,
+    nn.Softplus,
     nn.Identity,
 )
+
+
+class Joined(nn.Module):
+    """The channels of two branches, one after the other."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+        self.second = second
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Both branches see the same input."""
+        return torch.cat([self.first(images), self.second(images)], dim=1)
 
 
 class FunctionalHead(nn.Module):
@@ -168,7 +183,7 @@ def cases(
 @st.composite
 def _stages(draw: DrawFn, size: Shape, residual: bool) -> nn.Module:
     kinds = ["convolution", "convolution", "activation", "norm", "max", "average", "adaptive"]
-    match draw(st.sampled_from([*kinds, "residual", "residual"] if residual else kinds)):
+    match draw(st.sampled_from([*kinds, "residual", "residual", "joined"] if residual else kinds)):
         case "activation":
             return draw(st.sampled_from(ACTIVATIONS))()
         case "norm":
@@ -182,6 +197,9 @@ def _stages(draw: DrawFn, size: Shape, residual: bool) -> nn.Module:
             return nn.AdaptiveAvgPool2d(outputs)
         case "residual":
             return draw(_residual_blocks(size))
+        case "joined":
+            block = draw(_residual_blocks(size))
+            return Joined(block.branch, block.shortcut)
     return draw(_convolution_stages(size))
 
 

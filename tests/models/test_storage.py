@@ -1,9 +1,19 @@
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 from patchcert.errors import ModelError
-from patchcert.models import ModelSpec, build, load, save
+from patchcert.models import (
+    ModelSpec,
+    architecture,
+    build,
+    load,
+    registry,
+    round_to_half,
+    save,
+    state_sha256,
+)
 
 SPEC = ModelSpec("cnn2", 3, 8, 8, classes=4, hidden=5, mean=(0.4, 0.5, 0.6), std=(0.2, 0.2, 0.2))
 
@@ -116,3 +126,48 @@ def test_a_bad_description_is_refused(tmp_path, description, message):
     safetensors.torch.save_file({"a": torch.zeros(1)}, path, metadata={"patchcert.model": description})
     with pytest.raises(ModelError, match=message):
         load(path)
+
+
+@pytest.fixture
+def _bare_architecture(monkeypatch):
+    monkeypatch.setattr(registry, "_builders", dict(registry._builders))
+
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(3 * 8 * 8, 4)
+
+        def forward(self, images):
+            return self.l(images.flatten(1))
+
+    architecture("bare")(lambda spec: Bare())
+
+
+@pytest.mark.usefixtures("_bare_architecture")
+@pytest.mark.parametrize("half", [False, True])
+def test_the_module_of_an_architecture_is_saved_with_or_without_what_build_puts_around_it(
+    tmp_path, generator, half
+):
+    spec = ModelSpec("bare", 3, 8, 8, classes=4, mean=(0.4, 0.5, 0.6), std=(0.2, 0.2, 0.2))
+    built, path = build(spec, generator), tmp_path / "model.safetensors"
+    built = round_to_half(built) if half else built
+    images = torch.rand(2, 3, 8, 8, generator=generator)
+    for model in (built, built.network):
+        save(model, spec, path, half)
+        assert torch.equal(load(path)[0](images), built(images))
+
+
+def test_any_other_module_is_refused_with_the_way_to_certify_it(tmp_path):
+    with pytest.raises(ModelError, match="do not fit the model they are said to be of") as caught:
+        save(nn.Linear(2, 2), SPEC, tmp_path / "model.safetensors")
+    assert "my_models:factory --weights FILE" in caught.value.hint
+
+
+def test_the_sum_of_weights_sees_names_types_and_numbers():
+    model = nn.Linear(2, 3)
+    sums = [state_sha256(model)]
+    with torch.no_grad():
+        model.bias[1] += 1
+    sums += [state_sha256(model), state_sha256(model.double()), state_sha256(nn.Sequential(model))]
+    assert len(set(sums)) == len(sums)
+    assert state_sha256(nn.Sequential(model)) == sums[-1]

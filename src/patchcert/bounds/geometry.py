@@ -57,7 +57,9 @@ class FeatureMap:
 
     @staticmethod
     def of(shape: Sequence[int]) -> "FeatureMap":
-        """The map of a value of shape (channels, height, width)."""
+        """The map of a value of shape (channels, height, width); raises NotCovered for other shapes."""
+        if len(shape) != 3:
+            raise NotCovered(f"a result of shape {tuple(shape)} is no map")
         channels, height, width = shape
         return FeatureMap(channels, height, width)
 

@@ -149,36 +149,50 @@ def bare_name(target: Target) -> str:
     return target if isinstance(target, str) else str(getattr(target, "__name__", target))
 
 
-def _advice(target: Target) -> str:
+def instead_of(target: Target) -> str:
+    """What to write instead of the call, where something is known; else ""."""
     name = bare_name(target).lower().removesuffix("_")
-    for names, hint in _HINTS.items():
-        if name in names.split():
-            return hint
+    return next((hint for names, hint in _HINTS.items() if name in names.split()), "")
+
+
+def _advice(target: Target) -> str:
+    known = instead_of(target)
+    if known:
+        return known
     if kind_of(target) == "layer":
         return "replace the layer, or register a sound rule for it with patchcert.bounds.layer_rule"
     key = repr(target) if isinstance(target, str) else public_name(target)
     return f"use a layer that has bounds, or register a sound rule with patchcert.bounds.function_rule({key})"
 
 
+MASKING_HINT = (
+    "double masking proves models of any layers, if they were trained for it: --method masking on the command line, "
+    "patchcert.DoubleMasking(model, threat) in Python"
+)
+
+_SCALING_HINT = (
+    "images are centred and scaled by patchcert.Normalize(mean, std), results of layers by nn.BatchNorm2d in eval mode "
+    "or by the weights of the next layer"
+)
+
 _HINTS = {
+    "groupnorm layernorm instancenorm2d localresponsenorm rmsnorm group_norm layer_norm instance_norm rms_norm "
+    "local_response_norm multiheadattention transformerencoderlayer transformerencoder scaled_dot_product_attention "
+    "multi_head_attention_forward matmul imatmul bmm baddbmm einsum": "a patch moves the statistics of a whole image, "
+    f"and all of its attention, so that no useful bound is known: {MASKING_HINT}",
     "softmax log_softmax logsoftmax": "where it comes last leave it out and return the logits: it does not "
-    "change their order",
-    "mul imul multiply div truediv itruediv divide true_divide sub isub subtract neg negative rsub": "images "
-    "are centred and scaled by patchcert.Normalize(mean, std), results of layers by nn.BatchNorm2d in eval "
-    "mode or by the weights of the next layer; products and differences of two results have no bounds",
-    "amax max adaptive_max_pool2d adaptivemaxpool2d": "the largest value of a whole map is nn.MaxPool2d with "
-    "a kernel as large as the map, and nn.Flatten",
+    f"change their order; in attention it has no useful bound: {MASKING_HINT}",
+    "mul imul multiply": f"bounds exist for the product of two results; {_SCALING_HINT}",
+    "div truediv itruediv divide true_divide sub isub subtract neg negative rsub": f"{_SCALING_HINT}; differences and "
+    "quotients of two results have no bounds",
+    "amax max": "the largest value of a whole map is nn.AdaptiveMaxPool2d(1) and nn.Flatten",
     "clamp clip": "nn.Hardtanh(low, high) is the same; with the limit min=0 alone it is nn.ReLU",
-    "pad zeropad2d constantpad2d": "zeros around a map are the padding of the nn.Conv2d that follows: give "
-    "them as its `padding`",
+    "pad constantpad2d": "zeros around a map are nn.ZeroPad2d, or the padding of the nn.Conv2d that follows",
     "squeeze unsqueeze": "drop dimensions with nn.Flatten or x.flatten(1), shape them with x.view(x.size(0), "
     "...)",
-    "cat concat concatenate": "a convolution or linear layer of joined results is the sum of one such layer "
-    "for each of them",
-    "getitem chunk split narrow select": "channels are picked by a 1x1 nn.Conv2d with weights 0 and 1; of "
-    "shapes only the batch size, x.shape[0], may be asked for",
-    "size": "only the batch size, x.size(0), may be asked for: write the other sizes as numbers, or use "
-    "nn.Flatten",
+    "getitem chunk split narrow select": "channels are picked by a 1x1 nn.Conv2d with weights 0 and 1",
+    "size": "without the shape of the images only the batch size, x.size(0), may be asked for: write the other sizes "
+    "as numbers, or use nn.Flatten",
     "prelu": "with one slope of at least 0, nn.LeakyReLU(slope) is the same",
 }
 """What to write instead of the calls of these names."""

@@ -3,18 +3,28 @@ and of intervals; what has no bound is refused."""
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import Argument
+from torch.fx.node import Argument, map_arg
+from torch.fx.proxy import Attribute
 from torch.nn.modules import module as module_globals
 
-from patchcert.bounds.lowering import BATCH_SIZE, FUNCTION_RULES, LAYER_RULES, Lowered, Site, bare_name
-from patchcert.bounds.operations import Interval, Linear, Operation
+from patchcert.bounds.lowering import (
+    BATCH_SIZE,
+    FUNCTION_RULES,
+    LAYER_RULES,
+    Lowered,
+    Site,
+    bare_name,
+    instead_of,
+)
+from patchcert.bounds.operations import ANY_NUMBER, Interval, Linear, Operation
 from patchcert.bounds.rounding import NEAREST, Rounding
 from patchcert.errors import ModelError, PatchcertError, UnsupportedLayer
 from patchcert.tensors import Labels, Margins
@@ -22,11 +32,15 @@ from patchcert.tensors import Labels, Margins
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation and the values it takes: value 0 is the image, value i + 1 the result of step i."""
+    """One operation and the values it takes: value 0 is the image, value i + 1 the result of step i.
+
+    `is_foreign` says that it comes of a rule from elsewhere, which nothing but sampling vouches for.
+    """
 
     name: str
     operation: Operation
     inputs: tuple[int, ...]
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +162,16 @@ def zero_at_label(
     return margins.scatter(-1, labels.unsqueeze(-1).expand(*margins.shape[:-1], 1), 0.0)
 
 
-def trace(model: nn.Module) -> Network:
-    """The operations of the model; a layer or function without a bound is refused by its name and place."""
+def trace(model: nn.Module, image_shape: Sequence[int] | None = None) -> Network:
+    """The operations of the model; a layer or function without a bound is refused by its name and place.
+
+    A forward pass may ask for the sizes of its results if the (channels, height, width) of images are given; the
+    network is then that of such images alone.
+    """
+    model = unwrapped(model)
     _refuse_changed_calls(model)
     try:
-        graph = _Tracer().trace(model)
+        graph = _Tracer(image_shape).trace(model)
     except PatchcertError:
         raise
     except Exception as error:
@@ -163,6 +182,17 @@ def trace(model: nn.Module) -> Network:
     return _Lowering(model).network(graph)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that DataParallel or torch.compile wraps, and computes; others as they are."""
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, nn.Module):
+            model = model._orig_mod
+        else:
+            return model
+
+
 def _refuse_changed_calls(model: nn.Module) -> None:
     if module_globals._global_forward_hooks or module_globals._global_forward_pre_hooks:
         raise UnsupportedLayer(
@@ -170,6 +200,11 @@ def _refuse_changed_calls(model: nn.Module) -> None:
             hint="remove the hooks before asking for bounds",
         )
     for name, layer in model.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise UnsupportedLayer(
+                f"{Site(name, type(layer))} is compiled by torch.jit, and its forward pass cannot be read",
+                hint="give the module that it was made from",
+            )
         if layer._forward_hooks or layer._forward_pre_hooks:
             raise UnsupportedLayer(
                 f"{Site(name, type(layer))} has forward hooks, which may change its result",
@@ -213,9 +248,84 @@ class _Proxy(fx.Proxy):
     __ipow__ = _in_place(operator.ipow)
     __imatmul__ = _in_place(operator.imatmul)
 
+    @property
+    def shape(self) -> Any:  # noqa: ANN401
+        """All sizes but that of the batch as numbers, where the tracer knows those of the images."""
+        asked = Attribute(self, "shape")
+        known = self.tracer.sizes(self.node)  # pyright: ignore[reportAttributeAccessIssue]
+        if known is None:
+            return asked
+        return known if self.node.op == "get_attr" else (asked[0], *known[1:])  # pyright: ignore[reportIndexIssue]
+
+    @property
+    def ndim(self) -> Any:  # noqa: ANN401
+        return self.dim()
+
+    def dim(self) -> Any:  # noqa: ANN401
+        known = self.tracer.sizes(self.node)  # pyright: ignore[reportAttributeAccessIssue]
+        return Attribute(self, "dim")() if known is None else len(known)
+
+    def size(self, dim: int | None = None) -> Any:  # noqa: ANN401
+        shape = self.shape
+        if isinstance(shape, tuple):
+            return shape if dim is None else shape[dim]
+        return Attribute(self, "size")(*([] if dim is None else [dim]))
+
 
 class _Tracer(fx.Tracer):
+    """Records a forward pass. The sizes that it asks for are those of images of one shape, where that is given."""
+
     proxy_buffer_attributes = True  # what is computed of them becomes part of the graph, as with parameters
+
+    def __init__(self, image_shape: Sequence[int] | None) -> None:
+        super().__init__()
+        self.image_shape = image_shape
+        self._examples: dict[fx.Node, Any] = {}
+        self._is_recording = True
+
+    def sizes(self, node: fx.Node) -> tuple[int, ...] | None:
+        """Of the result of a node for a single image; None where the shape of images is not known."""
+        if self.image_shape is None:
+            return None
+        self._is_recording = False
+        try:
+            with torch.no_grad(), _evaluated(self.root):
+                return tuple(self._example(node).shape)
+        finally:
+            self._is_recording = True
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401
+        """Recorded, unless it is an example that is computed."""
+        return (
+            super().call_module(m, forward, args, kwargs) if self._is_recording else forward(*args, **kwargs)
+        )
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Weights stand for themselves in an example."""
+        return super().getattr(attr, attr_val, parameter_proxy_cache) if self._is_recording else attr_val
+
+    def _example(self, node: fx.Node) -> Any:  # noqa: ANN401
+        """What the node gives for a black image."""
+        if node not in self._examples:
+            assert self.image_shape is not None
+            own = next(iter(self.root.parameters()), torch.empty(0))
+            if node.op == "placeholder":
+                self._examples[node] = own.new_zeros(1, *self.image_shape)
+            elif node.op == "get_attr":
+                self._examples[node] = operator.attrgetter(str(node.target))(self.root)
+            else:
+                self._examples[node] = self._run(node)
+        return self._examples[node]
+
+    def _run(self, node: fx.Node) -> Any:  # noqa: ANN401
+        arguments = map_arg(node.args, self._example)
+        keywords = map_arg(node.kwargs, self._example)
+        if node.op == "call_method":
+            return getattr(arguments[0], str(node.target))(*arguments[1:], **keywords)  # pyright: ignore
+        called = self.root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        return called(*arguments, **keywords)  # pyright: ignore
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -251,6 +361,19 @@ class _Tracer(fx.Tracer):
         return type(m) in LAYER_RULES or super().is_leaf_module(m, module_qualified_name)
 
 
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Inside, all layers are in eval mode, so that a pass changes none of them."""
+    training = [layer for layer in model.modules() if layer.training]
+    for layer in training:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in training:
+            layer.training = True
+
+
 @dataclass(frozen=True, slots=True)
 class _Value:
     """A result of the network; those that may share memory have one storage, whose changes are counted."""
@@ -276,7 +399,10 @@ class _Call:
         if self.layer is not None and (self.settings or self.keywords):
             raise UnsupportedLayer(f"{self.where} called with more than its input")
         if any(isinstance(setting, _Value) for setting in (*self.settings, *self.keywords.values())):
-            raise UnsupportedLayer(f"{self.where} called with a result of the network in place of a setting")
+            raise UnsupportedLayer(
+                f"{self.where} called with a result of the network in place of a setting",
+                instead_of(self.where.target),
+            )
         try:
             arguments = self.settings if self.layer is None else (self.layer,)
             lowered = self.rule(*arguments, **self.keywords)
@@ -294,7 +420,7 @@ class _Call:
         if self.layer is not None:
             return bool(getattr(self.layer, "inplace", False))
         name = bare_name(self.where.target)
-        if name.endswith("_") or name == "iadd":
+        if name.endswith("_") or name in ("iadd", "imul"):
             return True
         return bool(
             inspect.signature(self.rule).bind(*self.settings, **self.keywords).arguments.get("inplace")
@@ -335,6 +461,8 @@ class _Lowering:
         size = self._batch_size(node)
         if size is not None:
             return size
+        if node.target is operator.add and node.args[0] == 0:  # how Python's sum() begins
+            return self._resolve(node.args[1])
         where = Site(node.name, node.target)
         return self._append(self._call(node, where, FUNCTION_RULES.get(node.target), None))
 
@@ -350,6 +478,8 @@ class _Lowering:
             where.refuse()
         arguments = [self._resolve(argument) for argument in node.args]
         keywords = {key: self._resolve(argument) for key, argument in node.kwargs.items()}
+        joined = keywords.pop("tensors", None) or (arguments.pop(0) if _are_values(arguments[:1]) else ())
+        arguments = [*joined, *arguments]  # pyright: ignore[reportGeneralTypeIssues]
         inputs = list(takewhile(lambda argument: isinstance(argument, _Value), arguments))
         settings = arguments[len(inputs) :]
         inputs += [keywords.pop(key) for key in ("input", "other") if isinstance(keywords.get(key), _Value)]
@@ -358,7 +488,7 @@ class _Lowering:
     def _append(self, call: _Call) -> _Value:
         operations = call.operations()
         expected = operations[0].arity if operations else 1
-        if len(call.inputs) != expected:
+        if len(call.inputs) != expected and (expected != ANY_NUMBER or not call.inputs):
             raise UnsupportedLayer(
                 f"{call.where} of {len(call.inputs)} results of the network; bounds exist for {expected}"
             )
@@ -367,7 +497,8 @@ class _Lowering:
         value, inputs = call.inputs[0], call.inputs
         for position, operation in enumerate(operations, start=1):
             name = call.where.place if position == len(operations) else f"{call.where.place}.{position}"
-            self.steps.append(Step(name, operation, tuple(value.index for value in inputs)))
+            indices = tuple(value.index for value in inputs)
+            self.steps.append(Step(name, operation, indices, _is_foreign(call.rule)))
             value = self._result(call, operation, value)
             inputs = (value,)
         return value
@@ -408,6 +539,16 @@ class _Lowering:
         if isinstance(argument, tuple | list):
             return tuple(self._resolve(item) for item in argument)
         return argument
+
+
+def _are_values(arguments: Sequence[object]) -> bool:
+    """Whether the first argument is a list of results, as torch.cat takes."""
+    first = arguments[0] if arguments else None
+    return isinstance(first, tuple) and len(first) > 0 and all(isinstance(item, _Value) for item in first)
+
+
+def _is_foreign(rule: Callable[..., Lowered]) -> bool:
+    return rule.__module__.partition(".")[0] != "patchcert"
 
 
 def _needed(steps: Sequence[Step], result: int) -> tuple[Step, ...]:

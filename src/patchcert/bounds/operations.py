@@ -11,7 +11,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -20,9 +20,12 @@ from torch import Size, Tensor, nn
 
 from patchcert.bounds.forms import Forms, Pulled, shifted, summed, underflow
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places, convolve, convolve_back
-from patchcert.bounds.lowering import BATCH_SIZE, Lowered, function_rule, layer_rule, pair, refuse
+from patchcert.bounds.lowering import BATCH_SIZE, Lowered, function_rule, instead_of, layer_rule, pair, refuse
 from patchcert.bounds.rounding import NEAREST, Rounding, blocked_product, lifted, summed_roundings
 from patchcert.errors import ModelError, UnsupportedLayer
+
+ANY_NUMBER = 0
+"""The arity of an operation that takes however many results it is given."""
 
 Source = Callable[[], Tensor]
 """Reads a weight where it lives, so that a trained layer is seen as it is now."""
@@ -88,7 +91,7 @@ class Operation(ABC):
     """
 
     arity: ClassVar[int] = 1
-    """How many results of the network it takes."""
+    """How many results of the network it takes; `ANY_NUMBER` of them where it joins a list."""
     may_share_memory: ClassVar[bool] = False
     """Whether its result may be a view of its input, so that a change in place of one changes the other."""
     padding: ClassVar[float] = 0.0
@@ -139,7 +142,7 @@ class Add(Operation):
     arity: ClassVar[int] = 2
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        _check_terms(*inputs)
+        _check_terms(inputs[0], inputs[1])
         return inputs[0] + inputs[1]
 
     def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
@@ -162,10 +165,10 @@ class Add(Operation):
         return Places.KEPT
 
 
-def _check_terms(first: Tensor, second: Tensor) -> None:
+def _check_terms(first: Tensor, second: Tensor, kind: str = "sum") -> None:
     if first.dim() != second.dim():
         raise UnsupportedLayer(
-            f"a sum of results of shapes {tuple(first.shape)} and {tuple(second.shape)} would mix images",
+            f"a {kind} of results of shapes {tuple(first.shape)} and {tuple(second.shape)} would mix images",
             hint="give both terms the same dimensions",
         )
 
@@ -180,6 +183,129 @@ def _add(*terms: object, alpha: float = 1) -> Operation:
     if alpha != 1:
         refuse(f"alpha is {alpha}, bounds exist for a plain sum")
     return Add()
+
+
+@dataclass(frozen=True, slots=True)
+class Multiply(Operation):
+    """The product of two branches, as where a squeezed map scales the channels of another."""
+
+    arity: ClassVar[int] = 2
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        _check_terms(inputs[0], inputs[1], "product")
+        return inputs[0] * inputs[1]
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        """A product is linear in either factor, so that its extremes lie at corners of the two intervals."""
+        first, second = inputs
+        corners = [self.forward(left, right) for left in _ends(first) for right in _ends(second)]
+        lower, upper = reduce(torch.minimum, corners), reduce(torch.maximum, corners)
+        if rounding.is_outward:
+            # A product is off by u of itself, and so is the new end; products that underflow are off by less than tiny.
+            lower = lower - (lower.abs() * (4 * rounding.unit) + rounding.tiny)
+            upper = upper + (upper.abs() * (4 * rounding.unit) + rounding.tiny)
+        return Interval(lower, upper)
+
+    def places(self, area: FeatureMap) -> Places:
+        return Places.KEPT
+
+
+def _ends(box: Interval) -> tuple[Tensor, Tensor]:
+    return box.lower, box.upper
+
+
+@function_rule(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply")
+def _multiply(*factors: object) -> Operation:
+    if factors:
+        refuse(
+            "it multiplies by a constant, bounds exist for the product of two results", instead_of(torch.mul)
+        )
+    return Multiply()
+
+
+@dataclass(frozen=True, slots=True)
+class Concatenate(Operation):
+    """Results one after the other along a dimension that is not the batch."""
+
+    dim: int
+    arity: ClassVar[int] = ANY_NUMBER
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if self.dim % inputs[0].dim() == 0:
+            raise UnsupportedLayer(
+                f"results of shape {tuple(inputs[0].shape)} are joined along the batch",
+                hint="join along dim=1",
+            )
+        return torch.cat(inputs, self.dim)
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        lower = self.forward(*(box.lower for box in inputs))
+        return Interval(lower, self.forward(*(box.upper for box in inputs)))
+
+    def places(self, area: FeatureMap) -> Places:
+        if self.dim not in (1, -3) or area.is_flat:
+            raise NotCovered("results are joined along another dimension than their channels")
+        return Places.KEPT
+
+
+@function_rule(torch.cat, torch.concat, torch.concatenate)
+def _concatenate(dim: int = 0) -> Operation:
+    if dim == 0:
+        refuse("dim is 0: it joins the images of a batch", hint="join channels or features by dim=1")
+    return Concatenate(dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Permute(Operation):
+    """The same values with their dimensions in another order; the first, the batch, stays."""
+
+    reorder: Callable[[Tensor], Tensor]
+    may_share_memory: ClassVar[bool] = True
+
+    def forward(self, *inputs: Tensor) -> Annotated[Tensor, "n ..."]:
+        return self.reorder(inputs[0])
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        return inputs[0].map(self.reorder)
+
+
+@function_rule(torch.permute, "permute")
+def _permute(*dims: object) -> Operation:
+    order = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple) else dims
+    numbers = [dim for dim in order if isinstance(dim, int)]
+    if len(numbers) != len(order) or not numbers or numbers[0] != 0:
+        refuse(f"it permutes to {order}: the first dimension, the batch, must stay")
+    return Permute(lambda value: value.permute(numbers))
+
+
+@function_rule(torch.transpose, "transpose")
+def _transpose(dim0: int, dim1: int) -> Operation:
+    def reorder(value: Tensor) -> Tensor:
+        if 0 in (dim0 % value.dim(), dim1 % value.dim()):
+            refuse(f"dimensions {dim0} and {dim1} are exchanged: the batch must stay the first")
+        return value.transpose(dim0, dim1)
+
+    return Permute(reorder)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandAs(Operation):
+    """A result repeated to the shape of another."""
+
+    arity: ClassVar[int] = 2
+    may_share_memory: ClassVar[bool] = True
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        _check_terms(inputs[0], inputs[1], "pair")
+        return inputs[0].expand_as(inputs[1])
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        return inputs[0].map(lambda part: self.forward(part, inputs[1].lower))
+
+
+@function_rule("expand_as")
+def _expand_as() -> Operation:
+    return ExpandAs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +488,117 @@ def _elu(alpha: float = 1.0, inplace: bool = False) -> Operation:
     if alpha < 0:
         refuse(f"alpha is {alpha}, bounds exist for alpha of at least 0")
     return Monotone(lambda value: F.elu(value, alpha), _ELEMENTARY)
+
+
+@function_rule(F.celu, torch.celu, layers=(nn.CELU,))
+def _celu(alpha: float = 1.0, inplace: bool = False) -> Operation:
+    if alpha <= 0:
+        refuse(f"alpha is {alpha}, bounds exist for positive alpha")
+    return Monotone(lambda value: F.celu(value, alpha), _ELEMENTARY)
+
+
+@dataclass(frozen=True, slots=True)
+class Softplus(Operation):
+    """log(1 + exp(beta x)) / beta, which PyTorch replaces by x, falling a little, where beta x is above a threshold."""
+
+    beta: float
+    threshold: float
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return F.softplus(inputs[0], self.beta, self.threshold)
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        (box,) = inputs
+        bounds = Monotone(self.forward, _ELEMENTARY).interval(box, rounding=rounding)
+        # The smooth function s never falls; before the threshold f = s, beyond it s - fall <= f <= s: so f lies between
+        # f(lower) - fall and f(upper) + fall. Boxes that end before half the threshold stay clear of it, however it
+        # and their ends are rounded. Twice the fall pays for rounding it.
+        fall = 2 * math.log1p(math.exp(-self.threshold)) / self.beta
+        extra = torch.where(box.upper > self.threshold / self.beta / 2, fall, 0.0).to(box.upper.dtype)
+        return Interval(bounds.lower - extra, bounds.upper + extra)
+
+    def places(self, area: FeatureMap) -> Places:
+        return Places.KEPT
+
+
+@function_rule(F.softplus, layers=(nn.Softplus,))
+def _softplus(beta: float = 1.0, threshold: float = 20.0) -> Operation:
+    if beta <= 0 or threshold <= 0:
+        refuse(f"beta is {beta} and threshold {threshold}, bounds exist for positive ones")
+    return Softplus(beta, threshold)
+
+
+@dataclass(frozen=True, slots=True)
+class Valley(Operation):
+    """A function of each element that falls up to its only minimum and rises after it.
+
+    The minimum lies within `_NEAR` of `lowest`, and no value is below `least`.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    lowest: float
+    least: float
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(inputs[0])
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        """The largest value is at an end, and so is the smallest, unless the minimum may lie in the box."""
+        (box,) = inputs
+        first, last = (
+            self._precisely(end) if rounding.is_outward else self.function(end) for end in _ends(box)
+        )
+        lower, upper = torch.minimum(first, last), torch.maximum(first, last)
+        has_minimum = (box.lower <= self.lowest + _NEAR) & (box.upper >= self.lowest - _NEAR)
+        lower = torch.where(has_minimum, self.least, lower)
+        if rounding.is_outward:
+            # The value is rounded to the type, the sum here is rounded, and one more pays for all that is quadratic in
+            # u: 3 of 4 units.
+            relative, away = 4 * rounding.unit, torch.maximum(box.lower.abs(), box.upper.abs())
+            slack = away * _COMPUTED + rounding.tiny
+            lower = lower - (lower.abs() * relative + slack)
+            upper = upper + (upper.abs() * relative + slack)
+        return Interval(lower, upper)
+
+    def _precisely(self, value: Tensor) -> Tensor:
+        """Rounded from float64, in which the error is known; see `_COMPUTED`."""
+        return self.function(value.double()).to(value.dtype)
+
+    def places(self, area: FeatureMap) -> Places:
+        return Places.KEPT
+
+
+# Ends of boxes are compared with numbers rounded to their type: in float32 these are off by 6e-8 of at most 2, so that
+# a minimum known to 1e-14 stays within 1e-6 of them. Around a minimum the functions rise by less than 1e-12 in that.
+_NEAR = 1e-6
+# In float64, with v = 2^-53, elementary functions are off by 14 v of themselves, as assumed above. GELU is x/2 (1 + e)
+# with an error function or a tanh |e| <= 1: its argument is rounded at most 6 times, which moves e by less than 6 v,
+# since |z e'(z)| < 1; with e itself and the sum 1 + e these are 22 v, times |x|/2, and two products: 13 v |x|. SiLU is
+# x / (1 + exp(-x)): 14 v, the sum and the division are 16 v |f| <= 16 v |x|; where exp overflows |f| is below 1e-300.
+# Hardswish: 4 v |f|. So 16 v |x| suffice; half as much again pays for rounding this product and what is quadratic in v.
+_COMPUTED = 24 * 2.0**-53
+
+
+@function_rule(F.gelu, layers=(nn.GELU,))
+def _gelu(approximate: str = "none") -> Operation:
+    """f' has the sign of 1 + x phi(x) / Phi(x) or, with tanh t, of 1 + x (1 - t) k (1 + 3 c x^2): both rise for x < 0
+    and are positive after it, so that there is one minimum."""
+    function = partial(F.gelu, approximate=approximate)
+    if approximate == "none":
+        return Valley(function, -0.751791524693564, -0.169971207479904)
+    return Valley(function, -0.752461422071016, -0.170040750571255)
+
+
+@function_rule(F.silu, layers=(nn.SiLU,))
+def _silu(inplace: bool = False) -> Operation:
+    """f' has the sign of 1 + x (1 - sigmoid(x)), which rises for x < 0 and is positive after it: one minimum."""
+    return Valley(F.silu, -1.278464542761073, -0.278464542761074)
+
+
+@function_rule(F.hardswish, layers=(nn.Hardswish,))
+def _hardswish(inplace: bool = False) -> Operation:
+    """0 up to -3, x (x + 3) / 6 up to 3, then x: the minimum is that of the parabola, and its numbers are exact."""
+    return Valley(F.hardswish, -1.5, -0.375)
 
 
 Maps = Annotated[Tensor, "n _ _ _"]
@@ -566,6 +803,70 @@ def _convolution(
     return Convolution(weight, bias, geometry, groups)
 
 
+@dataclass(frozen=True, slots=True)
+class TransposedConvolution(Affine):
+    """A two-dimensional transposed convolution, with `cut` for its padding: the map of a convolution's gradient.
+
+    Precisely it is a convolution, with turned weights, of the map with zeros between its values and around it.
+    """
+
+    weight: Source
+    bias: Source | None
+    stride: tuple[int, int]
+    cut: tuple[int, int]
+    output_padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    def map(self, value: Maps, precise: bool) -> Maps:
+        return self._spread(value, self.weight(), precise)
+
+    def absolute_map(self, value: Maps, precise: bool) -> Maps:
+        return self._spread(value, self.weight().abs(), precise)
+
+    def _spread(self, value: Maps, weight: Tensor, precise: bool) -> Maps:
+        if not precise:
+            settings = (self.stride, self.cut, self.output_padding, self.groups, self.dilation)
+            return F.conv_transpose2d(value, weight, None, *settings)
+        rows, columns = (
+            (size - 1) * step + 1 for size, step in zip(value.shape[2:], self.stride, strict=True)
+        )
+        apart = value.new_zeros(*value.shape[:2], rows, columns)
+        apart[..., :: self.stride[0], :: self.stride[1]] = value
+        kernel = (weight.shape[2], weight.shape[3])
+        before = [
+            spacing * (size - 1) - cut
+            for size, spacing, cut in zip(kernel, self.dilation, self.cut, strict=True)
+        ]
+        after = [edge + more for edge, more in zip(before, self.output_padding, strict=True)]
+        geometry = Geometry(
+            kernel, padding=(before[0], after[0], before[1], after[1]), dilation=self.dilation
+        )
+        turned = weight.flip(2, 3).unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+        return convolve(apart, turned, geometry, self.groups, precise)
+
+    def offset(self, like: Tensor) -> Tensor | None:
+        return None if self.bias is None else self.bias()[:, None, None]
+
+    def roundings(self, value: Tensor) -> int:
+        weight = self.weight()
+        return summed_roundings(weight.shape[0] // self.groups * weight.shape[2] * weight.shape[3])
+
+
+@function_rule(F.conv_transpose2d, torch.conv_transpose2d, layers=(nn.ConvTranspose2d,))
+def _transposed_convolution(
+    weight: Source,
+    bias: Source | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] = 0,
+    output_padding: int | tuple[int, ...] = 0,
+    groups: int = 1,
+    dilation: int | tuple[int, ...] = 1,
+) -> Operation:
+    settings = (pair(stride), pair(padding), pair(output_padding), pair(dilation))
+    return TransposedConvolution(weight, bias, *settings, groups)
+
+
 def _explicit_padding(
     padding: int | str | tuple[int, ...], kernel: tuple[int, int], dilation: tuple[int, int]
 ) -> tuple[int, int, int, int]:
@@ -638,7 +939,7 @@ def _per_channel(values: Tensor, like: ByChannel) -> Tensor:
     return values.to(like.dtype).reshape(-1, *[1] * (like.dim() - 2))
 
 
-@function_rule(F.batch_norm, layers=(nn.BatchNorm1d, nn.BatchNorm2d))
+@function_rule(F.batch_norm, layers=(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm))
 def _batch_norm(
     running_mean: Source | None,
     running_var: Source | None,
@@ -715,6 +1016,90 @@ def _max_pool(
     kernel, (top, left) = pair(kernel_size), pair(padding)
     return MaxPool(
         Geometry(kernel, pair(stride or kernel), (top, top, left, left), pair(dilation)), ceil_mode
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveMaxPool(Operation):
+    """The largest value in each of a given number of parts of a map: non-decreasing in every input, and exact."""
+
+    sizes: tuple[int | None, int | None]
+
+    def forward(self, *inputs: Tensor) -> Annotated[Tensor, "... _ _"]:
+        return F.adaptive_max_pool2d(inputs[0], self.sizes)  # pyright: ignore[reportArgumentType]
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        return inputs[0].map(self.forward)
+
+
+@function_rule(F.adaptive_max_pool2d, layers=(nn.AdaptiveMaxPool2d,))
+def _adaptive_max_pool(
+    output_size: int | Sequence[int | None] | None, return_indices: bool = False
+) -> Operation:
+    if return_indices:
+        refuse("return_indices is set, bounds exist for the pooled values alone")
+    pair = output_size if isinstance(output_size, Sequence) else (output_size, output_size)
+    return AdaptiveMaxPool((pair[0], pair[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroPad(Operation):
+    """Zeros around a map, on the sides (top, bottom, left, right); negative numbers cut."""
+
+    sides: tuple[int, int, int, int]
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return Geometry((1, 1), padding=self.sides).pad(inputs[0])
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        return inputs[0].map(self.forward)
+
+    def places(self, area: FeatureMap) -> Geometry:
+        return Geometry(kernel=(1, 1), padding=self.sides)
+
+    def unpadded(self) -> "ZeroPad":
+        return ZeroPad((0, 0, 0, 0))
+
+
+@layer_rule(nn.ZeroPad2d)
+def _zero_pad(layer: nn.ZeroPad2d) -> Operation:
+    left, right, top, bottom = layer.padding
+    return ZeroPad((top, bottom, left, right))
+
+
+@dataclass(frozen=True, slots=True)
+class NearestUpsample(Operation):
+    """Each value of a larger map is one of the given map: non-decreasing in every input, and exact."""
+
+    size: tuple[int, int] | None
+    scale: tuple[float, float] | None
+
+    def forward(self, *inputs: Tensor) -> Maps:
+        return F.interpolate(inputs[0], self.size, self.scale)  # pyright: ignore[reportArgumentType]
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        return inputs[0].map(self.forward)
+
+
+@function_rule(F.interpolate)
+def _interpolate(
+    size: int | tuple[int, ...] | None = None,
+    scale_factor: float | tuple[float, ...] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Operation:
+    if mode != "nearest" or recompute_scale_factor:
+        refuse(f"mode is {mode!r}, bounds exist for 'nearest', and without recompute_scale_factor")
+    scale = (scale_factor, scale_factor) if isinstance(scale_factor, int | float) else scale_factor
+    return NearestUpsample(None if size is None else pair(size), scale)  # pyright: ignore[reportArgumentType]
+
+
+@layer_rule(nn.Upsample, nn.UpsamplingNearest2d)
+def _upsample(layer: nn.Upsample) -> Operation:
+    return _interpolate(
+        layer.size, layer.scale_factor, layer.mode, recompute_scale_factor=layer.recompute_scale_factor
     )
 
 

@@ -1,10 +1,12 @@
 """Every kind of proof, all of one shape: `predict(images)` and `certify(images, labels, threat) -> Certificates`."""
 
 import importlib
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
+from patchcert.certificates.checks import float_weights
 from patchcert.certificates.classifier import ABSTAINED as ABSTAINED
 from patchcert.certificates.classifier import AnyThreat as AnyThreat
 from patchcert.certificates.classifier import Ballots as Ballots
@@ -61,6 +63,46 @@ def certify(
             hint="give the settings where the classifier is made",
         )
     return model.certify(images, labels, threat, progress)
+
+
+def certify_loader(
+    model: nn.Module | Classifier,
+    loader: Iterable[tuple[Images, Labels]],
+    threat: AnyThreat,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    memory_budget: int | None = None,
+    verdicts_only: bool = False,
+    progress: Progress | None = None,
+) -> Certificates:
+    """The certificates, on the CPU, of all (images, labels) that a `DataLoader` gives, in its order.
+
+    With a device, the model is moved to it; batches go to where the model is. `progress` is called with the number of
+    images done and of all images, 0 where the loader does not say.
+    """
+    module = model.model if isinstance(model, Classifier) else model
+    if device is not None:
+        module.to(device)
+    place = next(iter(float_weights(module)), torch.empty(0)).device
+    total, done, parts = len(getattr(loader, "dataset", ())), 0, list[Certificates]()
+    for batch in loader:
+        if not isinstance(batch, Sequence) or len(batch) != 2:
+            raise InvalidInput(
+                f"the loader gave a {type(batch).__name__}, expected a pair (images, labels)",
+                hint="let the data set return an image in [0, 1] and its label",
+            )
+        images, labels = (part.to(place) for part in batch)
+        keywords = {"dtype": dtype, "memory_budget": memory_budget, "verdicts_only": verdicts_only}
+        found = certify(model, images, labels, threat, **keywords)
+        columns = {name: column.cpu() for name, column in found.to_tensors().items()}
+        parts.append(Certificates.from_tensors(columns, found.guarantee.confidence, found.guarantee.promise))
+        done += len(labels)
+        if progress is not None:
+            progress(done, total)
+    if not parts:
+        raise InvalidInput("the loader gave no images", hint="give one with a batch at least")
+    return Certificates.concatenated(parts)
 
 
 def placement_margins(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.bounds import Interval, Network, Rounding
+from patchcert.bounds.network import Step
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError
 from patchcert.threats import Patch, SparsePixels
 
@@ -22,7 +23,8 @@ def bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) ->
     for name, source in (("model", own), ("images", images.dtype)):
         if torch.promote_types(dtype, source) != dtype:
             raise InvalidInput(
-                f"the {name} of {source} cannot be held exactly in dtype={dtype}", hint=f"use dtype={source}"
+                f"the {name} of {source} cannot be held exactly in dtype={dtype}",
+                hint=f"use dtype={source}; on the command line --dtype {str(source).removeprefix('torch.')}",
             )
     return dtype
 
@@ -210,6 +212,47 @@ def check_trace(
             f"the model gives {logits[worst].tolist()}, its traced operations {bounds.centre[worst].tolist()}",
             hint="the forward pass must be a function of the images alone, the same in every call",
         )
+
+
+def check_foreign_rules(network: Network, images: Tensor, threat: Patch | SparsePixels) -> None:
+    """Operations whose rules come from elsewhere hold what they make of points in a few boxes: those between images and
+    random members of the threat, and between images and their negatives.
+
+    A function that is said to never fall, and does, is caught where it falls between such values.
+    """
+    if not any(step.is_foreign for step in network.steps):
+        return
+    few, generator = images[:_PROBED].double(), torch.Generator().manual_seed(0)
+    for other in (threat.sample(few, generator), 1 - few):
+        box = Interval(torch.minimum(few, other), torch.maximum(few, other))
+        intervals = network.intervals(box, Rounding.outward(torch.float64))
+        for position, step in enumerate(network.steps):
+            if step.is_foreign:
+                _check_rule(
+                    step, [intervals[index] for index in step.inputs], intervals[position + 1], generator
+                )
+
+
+def _check_rule(step: Step, boxes: list[Interval], bounds: Interval, generator: torch.Generator) -> None:
+    for _ in range(_POINTS):
+        points = [
+            torch.lerp(box.lower, box.upper, torch.rand(box.shape, generator=generator, dtype=torch.float64))
+            for box in (box.map(Tensor.cpu) for box in boxes)
+        ]
+        value = step.operation.forward(*(point.to(bounds.lower.device) for point in points))
+        outside = torch.maximum(bounds.lower - value, value - bounds.upper)
+        # Values are rounded as well as bounds: as much as a million roundings of the largest bound is let pass.
+        if bool((outside > 1e-10 * (1 + bounds.lower.abs() + bounds.upper.abs())).any()):
+            worst = int(outside.argmax())
+            raise ModelError(
+                f"the rule for layer '{step.name}' is wrong: it bounds a value of {float(value.flatten()[worst])} by "
+                f"{float(bounds.lower.flatten()[worst])} and {float(bounds.upper.flatten()[worst])}",
+                hint="mend the rule that was registered for it; a Monotone must never fall",
+            )
+
+
+_POINTS = 8
+"""Random points of each box at which a rule from elsewhere is tried."""
 
 
 def check_rounding(network: Network, logits: Tensor, images: Tensor, own: torch.dtype) -> None:

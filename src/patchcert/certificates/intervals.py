@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.bounds import Network, Rounding, precise_arithmetic, subnormals_kept, trace
+from patchcert.bounds.network import unwrapped
 from patchcert.certificates.checks import (
     bound_dtype,
     check_call,
     check_fit,
+    check_foreign_rules,
     check_images,
     check_inputs,
     check_labels,
@@ -183,17 +185,18 @@ class _Proof:
     def of(
         bounds: IntervalBounds, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None
     ) -> "_Proof":
-        model = bounds.model
+        model = unwrapped(bounds.model)
         check_inputs(model, images, labels)
         check_fit(threat, images)
         dtype = bound_dtype(model, images, bounds.dtype)
-        network, exact_model = trace(model_of_type(model, dtype)), copy_of_type(model, torch.float64)
-        audit = trace(exact_model)
+        shape, exact_model = images.shape[1:], copy_of_type(model, torch.float64)
+        network, audit = trace(model_of_type(model, dtype), shape), trace(exact_model, shape)
         budget = bounds.memory_budget or default_budget(images.device)
         logits = logits_of(model, images)
         check_logits(logits, images)
         check_labels(labels, logits.shape[1])
         converted = images.to(dtype)
+        check_foreign_rules(audit, converted, threat)
         check_trace(exact_model, audit, network, converted, threat)
         sweep = None
         if isinstance(threat, Patch) and len(images):

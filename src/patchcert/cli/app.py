@@ -14,8 +14,9 @@ import typer
 
 from patchcert import __version__
 from patchcert.cli.examples import GroupedCommand, epilog
+from patchcert.cli.factory import import_own
 from patchcert.cli.output import print_error, say
-from patchcert.errors import InvalidInput, PatchcertError
+from patchcert.errors import PatchcertError
 from patchcert.files import STORAGE_ERRORS
 
 IMPORT = "--import"
@@ -142,26 +143,9 @@ def _root(
         typer.echo(f"patchcert {__version__}")
         raise typer.Exit
     for module in modules or []:
-        _import(module)
+        import_own(module, f"{IMPORT} {module}")
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-def _import(module: str) -> None:
-    """As `python -m` would find it: in the working folder, then among what is installed."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise InvalidInput(
-            f"{IMPORT} {module}: {error}", hint="name a module like my_models, in this folder or installed."
-        ) from error
-    except Exception as error:
-        raise InvalidInput(
-            f"{IMPORT} {module}: the module raised {type(error).__name__}: {error}",
-            hint=f"mend the module: `python -c 'import {module}'` shows where it fails.",
-        ) from error
 
 
 def _is_usage_error(error: Exception) -> bool:

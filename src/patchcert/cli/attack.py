@@ -14,11 +14,13 @@ from patchcert.cli.options import (
     DataOption,
     DeviceOption,
     EvidenceOption,
+    NormaliseOption,
     PatchOption,
     PlacementsOption,
     ShapeOption,
     SparseOption,
     SplitOption,
+    WeightsOption,
     check_evidence_file,
     number_option,
     parse_device,
@@ -45,8 +47,11 @@ FALSE_PROOF = 1
 
 def attack(
     targets: Annotated[
-        list[str], typer.Argument(help="Run folders, .safetensors models, zoo:NAME or imagenet:NAME.")
+        list[str],
+        typer.Argument(help="Run folders, .safetensors models, zoo:NAME, imagenet:NAME, or MODULE:FACTORY."),
     ],
+    weights: WeightsOption = None,
+    normalise: NormaliseOption = None,
     patch: PatchOption = None,
     shape: ShapeOption = None,
     sparse: SparseOption = None,
@@ -109,6 +114,11 @@ def attack(
         raise InvalidInput(
             f"--out {out} names one file for {len(targets)} targets", hint="attack them one by one."
         )
+    if weights is not None and len(targets) > 1:
+        raise InvalidInput(
+            f"--weights {weights} are those of one model, not of {len(targets)} targets",
+            hint="attack them one by one.",
+        )
     if images is not None and limit is not None:
         raise InvalidInput("--images draws at random, --limit takes the first", hint="leave one of them out.")
     asked = AttackOptions(
@@ -133,7 +143,7 @@ def attack(
     drawn = None if limit is not None else images or 400
     subjects = []
     for target in targets:
-        opened = open_target(target, data_dir)
+        opened = open_target(target, data_dir, weights, normalise)
         threat = parse_threat(patch, shape, sparse, None, placements, opened.threat)
         dataset = open_data(opened, data, data_dir)
         selection = select_images(opened, dataset, split, limit, drawn, seed)
@@ -302,7 +312,6 @@ def _say_of_proofs(target: str, evidence: "Evidence") -> None:
 def _subject(attacked: AttackedTarget, asked: AttackOptions) -> "tuple[Subject, dict[str, Any]]":
     """What is attacked: the model, behind a defense or as the classifier of a proof; and how settings were found."""
     from patchcert.evidence import Subject
-    from patchcert.files import sha256
 
     target, tuning = attacked.target, {}
     model: Any = target.model.to(asked.device)
@@ -310,7 +319,7 @@ def _subject(attacked: AttackedTarget, asked: AttackOptions) -> "tuple[Subject, 
         model = choose_classifier(target, attacked.threat, asked.method, asked.settings)
     elif asked.defense != "none":
         model, tuning = _defended(model, attacked, asked)
-    subject = Subject(model, sha256(target.weights), attacked.dataset, attacked.selection, asked.device)
+    subject = Subject(model, target.weights_sha256, attacked.dataset, attacked.selection, asked.device)
     return subject, tuning
 
 

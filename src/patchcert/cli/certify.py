@@ -11,11 +11,14 @@ from patchcert.cli.options import (
     DataOption,
     DeviceOption,
     EvidenceOption,
+    NormaliseOption,
     PatchOption,
     PlacementsOption,
     ShapeOption,
     SparseOption,
     SplitOption,
+    TargetArgument,
+    WeightsOption,
     check_evidence_file,
     number_option,
     parse_bytes,
@@ -35,10 +38,9 @@ LEAST_BUDGET = 100_000
 
 
 def certify(
-    target: Annotated[
-        str,
-        typer.Argument(help="A run folder, a .safetensors file with a model, zoo:NAME, or zoo:FOLDER/NAME."),
-    ],
+    target: TargetArgument,
+    weights: WeightsOption = None,
+    normalise: NormaliseOption = None,
     patch: PatchOption = None,
     shape: ShapeOption = None,
     sparse: SparseOption = None,
@@ -86,11 +88,10 @@ def certify(
     processes.
     """
     from patchcert.evidence import Certification, EvidenceFolder, Subject
-    from patchcert.files import sha256
     from patchcert.report.statistics import summarise
     from patchcert.train.distributed import joined_world, local_device
 
-    opened = open_target(target)
+    opened = open_target(target, weights=weights, normalise=normalise)
     threat = parse_threat(patch, shape, sparse, bound, placements, opened.threat)
     budget, place = _parse_budget(memory_budget), local_device(parse_device(device))
     check_evidence_file(out)
@@ -104,7 +105,7 @@ def certify(
     classifier = choose_classifier(opened, threat, method, given, settings)
     dataset = open_data(opened, data, data_dir)
     selection = select_images(opened, dataset, split, limit)
-    subject = Subject(classifier, sha256(opened.weights), dataset, selection, place)
+    subject = Subject(classifier, opened.weights_sha256, dataset, selection, place)
     command = shlex.join(["patchcert", *sys.argv[1:]])
     with joined_world(place) as world:
         certification = Certification(subject, threat, out, command, world)

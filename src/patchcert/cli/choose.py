@@ -107,7 +107,6 @@ def _carry_out(
 def _certify(asked: Trials, folder: Path, device: "torch.device", data_dir: Path | None) -> None:
     """Prove the held-out images, unless that is done."""
     from patchcert.evidence import Certification, EvidenceFolder, Subject
-    from patchcert.files import sha256
 
     opened = open_target(str(folder))
     assert opened.run is not None
@@ -116,7 +115,7 @@ def _certify(asked: Trials, folder: Path, device: "torch.device", data_dir: Path
     opened.model.to(device)
     dataset = open_data(opened, None, data_dir)
     selection = select_images(opened, dataset, "validation", asked.images)
-    subject = Subject(classifier, sha256(opened.weights), dataset, selection, device)
+    subject = Subject(classifier, opened.weights_sha256, dataset, selection, device)
     kept = EvidenceFolder(opened.run.evidence_folder)
     proof = Certification(subject, opened.threat, None, shlex.join(["patchcert", *sys.argv[1:]])).into(kept)
     if kept.find(proof.question, subject.weights) is None:

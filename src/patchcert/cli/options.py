@@ -43,6 +43,24 @@ def number_option(
     return typer.Option(*names, parser=read, metavar="N", help=words)
 
 
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A run folder, a .safetensors file with a model, zoo:NAME, zoo:FOLDER/NAME, or MODULE:FACTORY, a function "
+        "of yours that returns the model."
+    ),
+]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(help="With MODULE:FACTORY: its weights, a safetensors file or a state dict (.pt)."),
+]
+NormaliseOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MEAN/STD",
+        help="With MODULE:FACTORY: normalise images first, like 0.49,0.48,0.45/0.25,0.24,0.26.",
+    ),
+]
 PatchOption = Annotated[str | None, typer.Option(help="A rectangle, HEIGHTxWIDTH or SIDE: 5x5, 2x8, 5.")]
 ShapeOption = Annotated[
     str | None, typer.Option(help="Another shape, like diamond:25, or a file with a stamp (PNG or # and .).")
@@ -120,6 +138,18 @@ def parse_placements(text: str) -> "str | list[tuple[int, int]] | torch.Tensor":
 
         return from_rows(rows, "the placement map")
     return _parse_corners(content, str(path))
+
+
+def parse_normalisation(text: str) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation from MEAN/STD, one number for each channel or one for all."""
+    try:
+        mean, std = ([float(number) for number in part.split(",")] for part in text.split("/"))
+    except ValueError as error:
+        raise InvalidInput(
+            f"--normalise {text} is not MEAN/STD",
+            hint="write a number for each channel, like 0.49,0.48,0.45/0.25,0.24,0.26, or 0.13/0.31 for grey images.",
+        ) from error
+    return mean, std
 
 
 def parse_bytes(text: str | None) -> int | None:

@@ -9,10 +9,13 @@ from patchcert.cli.options import (
     DataFolderOption,
     DataOption,
     DeviceOption,
+    NormaliseOption,
     PatchOption,
     PlacementsOption,
     ShapeOption,
     SplitOption,
+    TargetArgument,
+    WeightsOption,
     number_option,
     parse_device,
     parse_threat,
@@ -26,10 +29,7 @@ if TYPE_CHECKING:
 
 
 def predict(
-    target: Annotated[
-        str,
-        typer.Argument(help="A run folder, a .safetensors file with a model, zoo:NAME, or zoo:FOLDER/NAME."),
-    ],
+    target: TargetArgument,
     pictures: Annotated[
         list[Path] | None,
         typer.Argument(help="Picture files of the model's size; without any, images of the data set."),
@@ -41,6 +41,8 @@ def predict(
     setting: Annotated[
         list[str] | None, typer.Option(help="Setting of the method, like masks=6; repeatable.")
     ] = None,
+    weights: WeightsOption = None,
+    normalise: NormaliseOption = None,
     patch: PatchOption = None,
     shape: ShapeOption = None,
     placements: PlacementsOption = None,
@@ -54,7 +56,7 @@ def predict(
 
     The answer is JSON on stdout, a class for each image; null where the classifier abstains or raises an alert.
     """
-    opened = open_target(target)
+    opened = open_target(target, weights=weights, normalise=normalise)
     threat = parse_threat(patch, shape, None, None, placements, opened.threat)
     place = parse_device(device)
     opened.model.to(place)

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from patchcert.cli.options import parse_settings
+from patchcert.cli.factory import make_model, names_a_factory
+from patchcert.cli.options import parse_normalisation, parse_settings
 from patchcert.cli.output import say
-from patchcert.errors import DataError, InvalidInput
+from patchcert.errors import DataError, InvalidInput, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,25 +28,52 @@ ZOO, IMAGENET = "zoo:", "imagenet:"
 class Target:
     """A model with its file; that of a run or of the zoo knows the data and the threat it was trained on.
 
-    A network for ImageNet, which was not trained here, has no spec.
+    A network for ImageNet and one that a factory makes, which were not trained here, have no spec; the latter's weights
+    are named by the target, not by a file.
     """
 
     model: "nn.Module"
     spec: "ModelSpec | None"
-    weights: Path
+    weights: Path | str
     run: "Run | None" = None
     card: "Card | None" = None
     threat: "AnyThreat | None" = None
     data: str | None = None
 
+    @property
+    def weights_sha256(self) -> str:
+        """Of the file; where a factory makes the model, of its weights as they are, normalisation included."""
+        from patchcert.files import sha256
+        from patchcert.models import state_sha256
 
-def open_target(target: str, data_dir: Path | None = None) -> Target:
-    """The model in a run folder, in a file that `patchcert.models.save` wrote, or of `zoo:NAME`, `zoo:FOLDER/NAME`.
+        return sha256(self.weights) if isinstance(self.weights, Path) else state_sha256(self.model)
+
+
+def open_target(
+    target: str, data_dir: Path | None = None, weights: Path | None = None, normalise: str | None = None
+) -> Target:
+    """The model in a run folder, in a file that `patchcert.models.save` wrote, of `zoo:NAME` or `zoo:FOLDER/NAME`, or
+    the one that `MODULE:FACTORY` makes, with weights and normalisation of its own.
 
     `imagenet:NAME` is a network beside ImageNet's images in the folder of the data.
     """
+    opened = _open(target, data_dir, weights, normalise)
+    _refuse_broken_weights(opened)
+    return opened
+
+
+def _open(target: str, data_dir: Path | None, weights: Path | None, normalise: str | None) -> Target:
     from patchcert.models import load
 
+    is_own = not target.startswith((ZOO, IMAGENET)) and names_a_factory(target)
+    if is_own:
+        return _open_own(target, weights, normalise)
+    if weights is not None or normalise is not None:
+        option = "--weights" if weights is not None else "--normalise"
+        raise InvalidInput(
+            f"{option} is for a model of your own, but {target} comes with its own",
+            hint="leave it out, or name the function that makes the model, like my_models:resnet.",
+        )
     if target.startswith(ZOO):
         return _open_zoo(target.removeprefix(ZOO))
     if target.startswith(IMAGENET):
@@ -61,6 +89,33 @@ def open_target(target: str, data_dir: Path | None = None) -> Target:
         raise InvalidInput(f"there is no {path}", hint=_instead_of(target))
     model, spec = load(path)
     return Target(model, spec, path)
+
+
+def _open_own(target: str, weights: Path | None, normalise: str | None) -> Target:
+    from torch import nn
+
+    from patchcert.models import Normalize, load_weights
+
+    model = make_model(target)
+    if weights is None:
+        say(f"no --weights are given: {target} is taken as it is made")
+    else:
+        load_weights(model, weights)
+    if normalise is not None:
+        layer = Normalize(*parse_normalisation(normalise))
+        kept = next((value.dtype for value in model.parameters()), None)
+        model = nn.Sequential(layer if kept is None else layer.to(kept), model).eval()
+    return Target(model, None, target if weights is None else f"{target} with {weights}")
+
+
+def _refuse_broken_weights(target: Target) -> None:
+    """Of a model with NaN or infinities nothing is proven, and what it says means nothing."""
+    for name, value in target.model.state_dict().items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise ModelError(
+                f"{name} of {target.weights} holds NaN or infinities",
+                hint="the training has diverged, or the file is damaged: give weights that are finite.",
+            )
 
 
 def open_run(folder: Path) -> "Run":
@@ -81,7 +136,10 @@ def _instead_of(target: str) -> str:
 
     if target in shipped().names():
         return f"the model of the zoo is zoo:{target}."
-    return "give a run folder of `patchcert train`, a .safetensors model file, or zoo:NAME."
+    return (
+        "give a run folder of `patchcert train`, a .safetensors model file, zoo:NAME, or the function that makes your "
+        "model, like my_models:resnet."
+    )
 
 
 def _open_zoo(name: str) -> Target:
@@ -145,7 +203,7 @@ def _held_out(target: Target) -> str:
     return f"validation:{count}"
 
 
-def _check_fit(spec: "ModelSpec", weights: Path, dataset: "Dataset", images: "Split") -> None:
+def _check_fit(spec: "ModelSpec", weights: Path | str, dataset: "Dataset", images: "Split") -> None:
     expected, actual = (spec.channels, spec.height, spec.width), images.image_size
     if actual != expected or len(dataset.classes) > spec.classes:
         raise InvalidInput(

@@ -19,6 +19,7 @@ from torch import Generator, Tensor, nn
 from patchcert.attacks import Attack, AttackResult
 from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
 from patchcert.certificates import AnyThreat, Certificates, Classifier
+from patchcert.certificates.checks import weight_dtype
 from patchcert.data import Dataset, Split
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
@@ -278,7 +279,7 @@ class Attacking:
         images = self.subject.images(positions)
         result = self.attack.run(
             self.subject.classifier,
-            images.floats(),
+            images.floats().to(_dtype_of(self.subject.classifier)),
             images.labels,
             self.threat,
             Generator().manual_seed(self.seed),
@@ -289,6 +290,12 @@ class Attacking:
         columns = result.columns(positions) | (_broken_images(result) if self.save_images else {})
         evidence = self.subject.evidence(self.question, columns, facts)
         return evidence if self.file is None else evidence.write(self.file)
+
+
+def _dtype_of(attacked: Classifier | nn.Module) -> torch.dtype:
+    """Float64 for models of that type, which take no other images; else float32."""
+    model = attacked.model if isinstance(attacked, Classifier) else attacked
+    return torch.float64 if weight_dtype(model, torch.float32) == torch.float64 else torch.float32
 
 
 def _broken_images(result: AttackResult) -> dict[str, NDArray[Any]]:

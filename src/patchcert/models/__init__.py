@@ -8,6 +8,8 @@ from patchcert.models.registry import build as build
 from patchcert.models.registry import names as names
 from patchcert.models.storage import is_half as is_half
 from patchcert.models.storage import load as load
+from patchcert.models.storage import load_weights as load_weights
 from patchcert.models.storage import save as save
+from patchcert.models.storage import state_sha256 as state_sha256
 from patchcert.models.trimming import round_to_half as round_to_half
 from patchcert.models.trimming import trim as trim

@@ -1,6 +1,8 @@
 """Weights and the description they belong to in one safetensors file; reading one never runs code."""
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors
@@ -14,18 +16,24 @@ from patchcert.models.registry import ModelSpec, build
 
 _KEY = "patchcert.model"
 _SAVE_HINT = "Write model files with patchcert.models.save(model, spec, path)."
+_OWN_HINT = "Any other module is certified by the function that makes it: my_models:factory --weights FILE."
+_INNER, _NORMALISATION = "network.", "normalize."
+"""How `build` names the module of an architecture, where that is no Sequential, and what it puts before it."""
 
 
 def save(model: nn.Module, spec: ModelSpec, path: str | Path, half: bool = False) -> None:
     """Write the weights with their description. The file appears whole or not at all.
 
+    The model is the one that `build(spec)` makes, or the module alone that the architecture's function returns.
     With `half` the parameters take two bytes each, and are refused unless that holds them exactly;
     `trimming.round_to_half` makes them so.
     """
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    _check_fit(weights, build(spec, torch.Generator()), "the model to be saved")
+    built = build(spec, torch.Generator())
+    weights = _as_built(weights, built.state_dict())
+    _check_fit(weights, built, "the model to be saved")
     if half:
-        weights |= {name: _halved(name, weights[name]) for name, _ in model.named_parameters()}
+        weights |= {name: _halved(name, weights[name]) for name, _ in built.named_parameters()}
     content = safetensors.torch.save(weights, metadata={_KEY: json.dumps(spec.to_dict())})
     with atomic_write(Path(path)) as stream:
         stream.write(content)
@@ -46,6 +54,31 @@ def load(path: str | Path) -> tuple[nn.Sequential, ModelSpec]:
     _check_fit(weights, model, str(path))
     model.load_state_dict(weights, assign=True)
     return model.eval(), spec
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Give the model the weights of a safetensors file or of a state dict that `torch.save` wrote.
+
+    They keep the type they are stored in. No code is run: of a pickle only tensors and plain containers are read.
+    """
+    path = Path(path)
+    weights = _unwrapped(_read(path)[0] if path.suffix == ".safetensors" else _read_pickle(path), path)
+    misfits = _misfits(weights, model.state_dict())
+    if misfits:
+        raise ModelError(
+            f"the weights in {path} do not fit the model {type(model).__name__}: {_shortened(misfits)}",
+            hint="Save them from the same module: torch.save(model.state_dict(), path).",
+        )
+    model.load_state_dict(weights, assign=True)
+
+
+def state_sha256(model: nn.Module) -> str:
+    """A sum over names, types, shapes and numbers of all weights, whatever file they came from."""
+    total = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        total.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def is_half(path: str | Path) -> bool:
@@ -75,8 +108,43 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except (safetensors.SafetensorError, OSError) as error:
         raise ModelError(
             f"{path} is not a readable safetensors file: {error}",
-            hint="It may be cut short or of another format. " + _SAVE_HINT,
+            hint=f"It may be cut short or of another format. {_SAVE_HINT} {_OWN_HINT}",
         ) from error
+
+
+_CONTAINERS = ("state_dict", "model_state_dict", "model")
+"""Where checkpoints keep the state dict among other things."""
+_WRAPPERS = ("module.", "_orig_mod.")
+"""What DataParallel and torch.compile put before the names of weights."""
+
+
+def _read_pickle(path: Path) -> object:
+    if not path.is_file():
+        raise ModelError(f"there is no file of weights {path}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ModelError(
+            f"{path} cannot be read as plain weights: it holds other objects than tensors, or is damaged",
+            hint="whole models are pickled code, which is never run: write torch.save(model.state_dict(), path), or a "
+            "safetensors file.",
+        ) from error
+
+
+def _unwrapped(stored: object, path: Path) -> dict[str, Tensor]:
+    """The state dict in what was stored, by the names that the model itself gives its weights."""
+    if isinstance(stored, Mapping):
+        stored = next((stored[key] for key in _CONTAINERS if isinstance(stored.get(key), Mapping)), stored)
+    if not isinstance(stored, Mapping) or not all(isinstance(value, Tensor) for value in stored.values()):
+        raise ModelError(
+            f"{path} holds no state dict, a mapping of names to tensors",
+            hint="write it with torch.save(model.state_dict(), path).",
+        )
+    weights = dict(stored)
+    for wrapper in _WRAPPERS:
+        if weights and all(name.startswith(wrapper) for name in weights):
+            weights = {name.removeprefix(wrapper): value for name, value in weights.items()}
+    return weights
 
 
 def _described(metadata: dict[str, str], path: Path) -> ModelSpec:
@@ -84,7 +152,7 @@ def _described(metadata: dict[str, str], path: Path) -> ModelSpec:
         raise ModelError(
             f"{path} holds weights but does not say which model they belong to",
             hint="Build the model with patchcert.models.build, load the weights into it, and save it with "
-            "patchcert.models.save(model, spec, path).",
+            f"patchcert.models.save(model, spec, path). {_OWN_HINT}",
         )
     try:
         return ModelSpec.from_dict(json.loads(metadata[_KEY]))
@@ -94,18 +162,32 @@ def _described(metadata: dict[str, str], path: Path) -> ModelSpec:
         ) from error
 
 
+def _as_built(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights by their names in the built model, where they are those of the architecture's module alone."""
+    inner = {name.removeprefix(_INNER) for name in expected if name.startswith(_INNER)}
+    if weights.keys() != inner:
+        return weights
+    around = {name: value for name, value in expected.items() if name.startswith(_NORMALISATION)}
+    return around | {_INNER + name: value for name, value in weights.items()}
+
+
 def _check_fit(weights: dict[str, Tensor], model: nn.Sequential, where: str) -> None:
     """Names and shapes are exactly those of the described model, and so is its normalisation."""
     expected = model.state_dict()
     misfits = _misfits(weights, expected)
     if misfits:
         raise ModelError(
-            f"the weights in {where} do not fit the model they are said to be of: {'; '.join(misfits)}",
-            hint=_SAVE_HINT,
+            f"the weights in {where} do not fit the model they are said to be of: {_shortened(misfits)}",
+            hint=f"Give the description of this very model, or the model that build(spec) makes. {_OWN_HINT}",
         )
     for name in ("normalize.mean", "normalize.std"):
         if name in expected and not torch.allclose(weights[name].to(expected[name]), expected[name]):
             raise ModelError(f"{name} in {where} is not what the description says", hint=_SAVE_HINT)
+
+
+def _shortened(misfits: list[str], most: int = 6) -> str:
+    more = len(misfits) - most
+    return "; ".join(misfits[:most]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _misfits(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:

@@ -18,6 +18,7 @@ from patchcert.bounds.operations import (
     Add,
     AveragePool,
     ChannelScale,
+    Concatenate,
     Convolution,
     Linear,
     Monotone,
@@ -31,7 +32,7 @@ Shape = tuple[int, ...]
 Weight = Annotated[Tensor, "out _ _ _"]
 """The weights of a convolution: outputs, channels of a group, height and width of the kernel."""
 
-WITH_OWN_RULES = (Convolution, AveragePool, Linear, ChannelScale, Monotone, Add, Reshape)
+WITH_OWN_RULES = (Convolution, AveragePool, Linear, ChannelScale, Monotone, Add, Concatenate, Reshape)
 """The operations that have a rule of their own in `rules`; all others go by their interval bound."""
 
 
@@ -98,8 +99,8 @@ class Layout:
         shapes = [tuple(value.shape[1:]) for value in values]
         maps: list[FeatureMap | None] = [FeatureMap.of(shapes[0])]
         for position, step in enumerate(network.steps):
-            first = step.inputs[0]
-            if len({(maps[index], shapes[index]) for index in step.inputs}) > 1:
+            first, joins = step.inputs[0], isinstance(step.operation, Concatenate)
+            if len({_places_of(maps[index], shapes[index], joins) for index in step.inputs}) > 1:
                 raise NotCovered("a sum whose terms do not have the same places")
             maps.append(_next_map(step.operation, maps[first], shapes[first], shapes[position + 1]))
         return Layout(network, tuple(maps))
@@ -129,6 +130,13 @@ class Layout:
             return None
         places = step.operation.places(area)
         return source.seen(places, target) if isinstance(places, Geometry) else source
+
+
+def _places_of(area: FeatureMap | None, shape: Shape, joins: bool) -> tuple[object, ...]:
+    """What branches must have in common: all of their shape, or all but the channels that are joined."""
+    if not joins:
+        return area, shape
+    return (None if area is None else (area.height, area.width, area.is_flat)), shape[1:]
 
 
 def _next_map(

@@ -19,6 +19,7 @@ from patchcert.bounds.operations import (
     Add,
     AveragePool,
     ChannelScale,
+    Concatenate,
     Convolution,
     Interval,
     Linear,
@@ -206,6 +207,16 @@ def _add(operation: Add, inputs: Inputs, sweep: WindowPass, position: int) -> Wi
     return replace(total.widened(2, sweep.rounding), is_ragged=True)
 
 
+def _concatenate(operation: Concatenate, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
+    """Channels, or features, stand last in windows; nothing is rounded."""
+    step, target = sweep.steps[position], sweep.windows[position + 1]
+    parts = [
+        _extend(state, sweep.windows[index], target) for state, index in zip(inputs, step.inputs, strict=True)
+    ]
+    radius = torch.cat([part.radius.expand_as(part.deviation) for part in parts], dim=-1)
+    return Windows(torch.cat([part.deviation for part in parts], dim=-1), radius, is_ragged=True)
+
+
 def _extend(state: Windows, source: Window | None, target: Window | None) -> Windows:
     if source is None or target is None or source == target:
         return state
@@ -380,5 +391,6 @@ RULES: dict[type[Operation], Callable[..., Windows]] = {
     ChannelScale: _channel_scale,
     Monotone: _monotone,
     Add: _add,
+    Concatenate: _concatenate,
     Reshape: lambda operation, inputs, sweep, position: inputs[0],
 }

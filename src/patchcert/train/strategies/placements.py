@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 from patchcert.bounds import Interval, Network
 from patchcert.errors import InvalidThreat
 from patchcert.models import Normalize
-from patchcert.tensors import Corners, Images, Labels
+from patchcert.tensors import Corners, Images, Labels, Margins
 from patchcert.threats import Patch
 from patchcert.train.strategy import (
     Batch,
@@ -46,14 +46,20 @@ class AllPlacements(Strategy):
         search = WeakestPlacements(patch.threat)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
-            images, labels = batch.own_images, batch.own_labels
-            clean = patch.clean(images, labels)
-            weakest = search.find(patch.network, images, labels, epsilon, clean)
-            classes = other_classes(labels, weakest.shape[1])
-            margins = patch.margins(images, labels, weakest.gather(1, classes), epsilon, classes, clean)
-            return in_class_order(labels, margins)
+            return WorstCase(least_margins(patch, search, batch.own_images, batch.own_labels, epsilon))
 
         return Objective(patch.network, worst_case)
+
+
+def least_margins(
+    patch: "PlacedPatch", search: WeakestPlacements, images: Images, labels: Labels, epsilon: float | Tensor
+) -> Margins:
+    """The least margin per class over all placements, with the gradient of the placement that attains it."""
+    clean = patch.clean(images, labels)
+    weakest = search.find(patch.network, images, labels, epsilon, clean)
+    classes = other_classes(labels, weakest.shape[1])
+    margins = patch.margins(images, labels, weakest.gather(1, classes), epsilon, classes, clean)
+    return in_class_order(labels, margins)
 
 
 @final
@@ -210,9 +216,9 @@ def other_classes(labels: Labels, classes: int) -> Annotated[Tensor, "n _"]:
     return (labels.unsqueeze(1) + steps) % classes
 
 
-def in_class_order(labels: Labels, margins: Annotated[Tensor, "n _"]) -> WorstCase:
+def in_class_order(labels: Labels, margins: Annotated[Tensor, "n _"]) -> Margins:
     """Margins against every class, 0 at the label, from those against `other_classes`."""
     own = torch.zeros_like(margins[:, :1])
     numbers = torch.arange(margins.shape[1] + 1, device=labels.device)
     order = (numbers - labels.unsqueeze(1) - 1) % len(numbers)
-    return WorstCase(torch.cat([margins, own], dim=1).gather(1, order))
+    return torch.cat([margins, own], dim=1).gather(1, order)

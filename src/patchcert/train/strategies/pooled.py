@@ -71,7 +71,7 @@ class PooledPatch:
         classes = other_classes(labels, worst.shape[1])
         corners = windows.corners[worst.gather(1, classes)]
         margins = windows.chosen.margins(images, labels, corners, epsilon, classes, clean=clean)
-        return in_class_order(labels, margins)
+        return WorstCase(in_class_order(labels, margins))
 
     def windows(self, images: Images) -> "BlockWindows | None":
         """The windows of all blocks on such images; None where only the dense way is left."""
