@@ -33,7 +33,7 @@ def test_every_command_has_two_examples_that_it_can_read():
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_help_ends_with_the_examples_and_speaks_of_no_ranges(name, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "140")
     assert run([*name.split(), "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(line in shown.partition("Examples:")[2] for line in EXAMPLES[name])
@@ -44,7 +44,7 @@ def test_options_that_belong_together_have_a_panel(capsys):
     assert run(["certify", "--help"]) == 0
     shown = capsys.readouterr().out
     panels = dict(re.findall(r"╭─ (\w+) ─+╮\n(.*?)╰", shown, re.DOTALL))
-    assert list(panels) == ["Arguments", "Options", "Threat", "Images", "Proof"]
+    assert list(panels) == ["Arguments", "Options", "Model", "Threat", "Images", "Proof"]
     assert "--patch" in panels["Threat"]
     assert "--limit" in panels["Images"]
     assert "--method" in panels["Proof"]

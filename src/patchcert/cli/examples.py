@@ -17,7 +17,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     ),
     "certify": (
         "patchcert certify zoo:mnist-5x5-cnn2 --limit 100",
-        "patchcert certify runs/mlp --method masking --masks 6 --patch 3x3",
+        "patchcert certify my_models:network --weights weights.pt --data cifar10 --patch 5 --method masking --masks 6",
     ),
     "predict": (
         "patchcert predict runs/masked --limit 10",
@@ -59,6 +59,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
 """Two command lines for each command."""
 
 PANELS: Mapping[str, tuple[str, ...]] = {
+    "Model": ("weights", "normalise"),
     "Threat": ("patch", "shape", "sparse", "bound", "placements"),
     "Images": ("data", "data_dir", "split", "images", "limit"),
     "Proof": ("method", "setting", "masks", "dtype", "memory_budget", "refine"),
