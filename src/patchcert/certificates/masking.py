@@ -101,6 +101,15 @@ class _Masked(Classifier, _Settings):
         """The mean of the model's softmax over a few fixed masks and pairs of masks, in logarithms."""
         return _MeanOverMasks(self)
 
+    def _copies(
+        self, images: Images, labels: Labels, threat: AnyThreat
+    ) -> "tuple[MaskedCopies, Annotated[Tensor, 'q m']]":
+        """Copies of images that fit, and which masks hide the threat."""
+        check_inputs(self.model, images, labels)
+        copies = MaskedCopies(self, images)
+        check_labels(labels, copies.classes)
+        return copies, self._covering(threat, copies.masks).to(images.device)
+
     def _covering(self, threat: AnyThreat, masks: MaskSet) -> Annotated[Tensor, "q m"]:
         """Which masks hide all of the threat, for each different answer over its placements; refused where none does.
 
@@ -159,11 +168,8 @@ class DoubleMasking(_Masked):
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
     ) -> Certificates:
         """A placement is proven if some mask that covers it says the label with every second mask."""
-        check_inputs(self.model, images, labels)
         check_call(progress)
-        copies = MaskedCopies(self, images)
-        check_labels(labels, copies.classes)
-        covering = self._covering(threat, copies.masks).to(images.device)
+        copies, covering = self._copies(images, labels, threat)
         rows = _Rows(copies, labels, self.needed_lead)
         rows.look_at_pairs(covering, self.with_map, progress)
         lead = _covered_lead(rows.least, covering)
@@ -189,10 +195,7 @@ class DoubleMasking(_Masked):
         A placement is proven where it exceeds `needed_lead`. Rows that cannot be proven are left at their first wrong
         copy, so that their leads are upper bounds.
         """
-        check_inputs(self.model, images, labels)
-        copies = MaskedCopies(self, images)
-        check_labels(labels, copies.classes)
-        covering = self._covering(threat, copies.masks).to(images.device)
+        copies, covering = self._copies(images, labels, threat)
         rows = _Rows(copies, labels, self.needed_lead)
         rows.look_at_pairs(covering, for_map=True, progress=progress)
         covers = copies.masks.covers(_patch(threat)).to(images.device)
@@ -257,11 +260,8 @@ class MaskedDetection(_Masked):
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
     ) -> Certificates:
         """A placement is proven if some mask that covers it says the label, with confidence."""
-        check_inputs(self.model, images, labels)
         check_call(progress)
-        copies = MaskedCopies(self, images)
-        check_labels(labels, copies.classes)
-        covering = self._covering(threat, copies.masks).to(images.device)
+        copies, covering = self._copies(images, labels, threat)
         whole, singles = copies.whole_images(), copies.singles(labels, progress)
         predictions = self._predictions(whole, singles)
         is_confident = singles.confidence > self.threshold + self.needed_lead

@@ -1,0 +1,34 @@
+"""The files in trials/ can be carried out, and what they have found is ranked as it was."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from patchcert.cli.app import run
+from patchcert.cli.choose import Trials
+from patchcert.train.spec import read_spec
+from patchcert.train.toml import Place, decode, parse_toml
+
+FOLDER = Path(__file__).parents[1] / "trials"
+FILES = sorted(FOLDER.glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_trial_has_a_specification(file):
+    asked = decode(Trials, parse_toml(file.read_text(), file.name), Place(file.name))
+    fingerprints = set()
+    for trial in asked.trials:
+        spec = read_spec(asked.spec, asked.changes(trial))
+        assert spec.data.validation == asked.held_out
+        fingerprints.add(spec.fingerprint())
+    assert len(fingerprints) == len(asked.trials)
+
+
+def test_the_stored_trials_of_masked_training_are_ranked_from_their_evidence(capsys):
+    stored = FOLDER / "results" / "masked-cifar10-5x5"
+    assert run(["choose", str(FOLDER / "masked-cifar10-5x5.toml"), "--out", str(stored), "--rank-only"]) == 0
+    ranked = json.loads(capsys.readouterr().out)["trials"]
+    names = [row["trial"] for row in ranked]
+    assert {"base", "worst-of-16", "worst-early", "no-worst"} <= set(names)
+    assert names.index("worst-of-16") < names.index("base") < names.index("no-worst")
