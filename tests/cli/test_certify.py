@@ -370,3 +370,31 @@ def test_processes_share_the_images_and_come_to_the_same_verdicts(model_file, tm
     assert two.columns.keys() == one.columns.keys()
     assert all(np.array_equal(two.columns[name], one.columns[name]) for name in one.columns)
     assert sorted(file.name for file in tmp_path.glob("*.npz*")) == ["one.npz", "two.npz"]
+
+
+def test_where_little_is_proven_the_reasons_and_the_next_steps_are_told(capsys):
+    assert certify("zoo:mnist-2x2-mlp", "--data", "mnist-mini", "--patch", 14, "--limit", 8) == 0
+    told = capsys.readouterr().err
+    assert "little is proven: 0 of 8 right images are proven by interval bounds. With Patch(14x14" in told
+    assert "  before 'relu1': " in told
+    assert "  the logits: 100% of values are reached" in told
+    assert "patchcert.worst_case_margins" in told
+    assert "--method masking" in told
+    assert certify("zoo:mnist-2x2-cnn2", "--data", "mnist-mini", "--sparse", 200, "--limit", 8) == 0
+    assert "--method ablation" in capsys.readouterr().err
+
+
+def test_where_much_is_proven_nothing_is_explained(capsys):
+    assert certify("zoo:mnist-2x2-mlp", "--data", "mnist-mini", "--limit", 8) == 0
+    assert "little is proven" not in capsys.readouterr().err
+
+
+def test_of_many_layers_a_few_are_told():
+    from patchcert.certificates.explaining import Width
+    from patchcert.cli.certify import SHOWN, _some
+
+    found = [Width(str(number), 1.0, 1.0, 1.0) for number in range(50)]
+    chosen = _some(found)
+    assert len(chosen) == SHOWN
+    assert (chosen[0], chosen[-1]) == (found[0], found[-1])
+    assert _some(found[:3]) == found[:3]

@@ -30,10 +30,16 @@ from patchcert.cli.target import Target, choose_classifier, open_data, open_targ
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from patchcert.evidence import Certification, Evidence
+    from patchcert.certificates import AnyThreat
+    from patchcert.certificates.explaining import Width
+    from patchcert.evidence import Certification, Evidence, Subject
 
 DIFFERS = 1
 LEAST_BUDGET = 100_000
+LITTLE = 0.1
+"""Up to this share of right images proven, it is said why."""
+EXPLAINED, SHOWN = 4, 6
+"""How many images the reasons are looked for in, and how many layers are spoken of."""
 
 
 def certify(
@@ -79,6 +85,7 @@ def certify(
     command resumes where it stopped, if evidence is kept. `torchrun -m patchcert certify ...` shares the images among
     processes.
     """
+    from patchcert.certificates import IntervalBounds
     from patchcert.evidence import Certification, EvidenceFolder, Subject
     from patchcert.report.statistics import summarise
     from patchcert.train.distributed import joined_world, local_device
@@ -105,6 +112,8 @@ def certify(
         count = len(subject.positions())
         say(f"certifying {count} {split} images of {dataset.name} against {threat} on {place}")
         evidence = _prove(certification, count)
+    if isinstance(classifier, IntervalBounds):
+        _say_why(subject, threat, evidence, command)
     card = _compare(opened, evidence)
     print_json({**summarise(evidence), **card})
     if card.get("card", {}).get("differences"):
@@ -124,6 +133,46 @@ def _prove(certification: "Certification", count: int) -> "Evidence":
         elif certification.kept:
             say(f"{certification.kept} of {count} images are kept: the same command resumes from there")
         raise
+
+
+def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", command: str) -> None:
+    """Where little is proven: where the bounds of a few images grow wide, and what to try instead."""
+    from patchcert.certificates import Classifier
+    from patchcert.certificates.explaining import WIDE, widths
+    from patchcert.threats import Patch
+
+    if not evidence.correct or evidence.certified > LITTLE * evidence.correct:
+        return
+    proven = f"{evidence.certified} of {evidence.correct} right images are proven by interval bounds."
+    assert isinstance(subject.classifier, Classifier)
+    if isinstance(threat, Patch):
+        right = evidence.columns["prediction"] == evidence.columns["label"]
+        few = subject.images(subject.positions()[right.nonzero()[0][:EXPLAINED]])
+        found = widths(subject.classifier.model, few.floats(), threat)
+        say(f"little is proven: {proven} With {threat} in the middle of {len(few)} of them,")
+        for each in _some(found):
+            say(f"  {each}")
+        wide = next((each for each in found if each.width > WIDE), None)
+        if wide is not None:
+            say(
+                f"bounds say next to nothing from here on: {wide.name}. Networks are wide open unless trained for them."
+            )
+    else:
+        say(f"little is proven: {proven}")
+    say(
+        "next: train for bounds, `patchcert train --help`, or in a loop of your own by patchcert.worst_case_margins;"
+    )
+    if isinstance(threat, Patch):
+        say(f"  prove the model as it is by masks: {command} --method masking")
+        say(f"  or by votes, of a model trained for them: {command} --method bands")
+    else:
+        say(f"  or prove votes of a model trained for them: {command} --method ablation")
+
+
+def _some(found: "list[Width]") -> "list[Width]":
+    """At most `SHOWN` of them, the first and the last among them."""
+    steps = max(len(found) - 1, 1) / (SHOWN - 1)
+    return found if len(found) <= SHOWN else [found[round(steps * place)] for place in range(SHOWN)]
 
 
 def _compare(target: Target, evidence: "Evidence") -> dict[str, Any]:
