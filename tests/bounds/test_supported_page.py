@@ -20,7 +20,8 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 
 def listed(column):
     """What the cells of one column of the table name."""
-    rows = re.findall(r"^\| [A-Z].*\|$", PAGE.split("## What has bounds")[1], re.M)
+    table = PAGE.split("## What has bounds")[1].partition("| Family |")[0]
+    rows = re.findall(r"^\| [A-Z].*\|$", table, re.M)
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[column])]
 
 

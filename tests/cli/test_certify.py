@@ -416,17 +416,29 @@ def test_layers_that_stop_the_refinement_are_named(capsys, model_file, monkeypat
     assert json.loads(shown.out)["refinement"] == {"by_interval": ["tanh"], "unsplit": ["tanh", "pool"]}
 
 
-@pytest.mark.parametrize(
-    ("threat", "is_hinted"), [(("--patch", 9), True), (("--sparse", 60), False), (("--patch", 1), None)]
-)
-def test_where_nothing_is_proven_the_reason_and_the_way_out_are_said(capsys, threat, is_hinted):
-    assert certify("zoo:mnist-2x2-cnn2", "--data", "mnist-mini", "--limit", 5, *threat) == 0
-    said = capsys.readouterr().err
-    assert ("5 images are right and none is proven; the best margin is -" in said) == (is_hinted is not None)
-    assert ("hint: --method masking --masks 6" in said) == bool(is_hinted)
+def test_where_little_is_proven_the_reasons_and_the_next_steps_are_told(capsys):
+    assert certify("zoo:mnist-2x2-mlp", "--data", "mnist-mini", "--patch", 14, "--limit", 8) == 0
+    told = capsys.readouterr().err
+    assert "little is proven: 0 of 8 right images are proven by interval bounds. With Patch(14x14" in told
+    assert "  before 'relu1': " in told
+    assert "  the logits: 100% of values are reached" in told
+    assert "patchcert.worst_case_margins" in told
+    assert "--method masking" in told
+    assert certify("zoo:mnist-2x2-cnn2", "--data", "mnist-mini", "--sparse", 200, "--limit", 8) == 0
+    assert "--method ablation" in capsys.readouterr().err
 
 
-def test_other_kinds_of_proof_that_prove_nothing_are_not_told_of_bounds(capsys):
-    arguments = ("--patch", 9, "--method", "masking", "--masks", 3)
-    assert certify("zoo:mnist-2x2-cnn2", "--data", "mnist-mini", "--limit", 2, *arguments) == 0
-    assert "bounds are wide" not in capsys.readouterr().err
+def test_where_much_is_proven_nothing_is_explained(capsys):
+    assert certify("zoo:mnist-2x2-mlp", "--data", "mnist-mini", "--limit", 8) == 0
+    assert "little is proven" not in capsys.readouterr().err
+
+
+def test_of_many_layers_a_few_are_told():
+    from patchcert.certificates.explaining import Width
+    from patchcert.cli.certify import SHOWN, _some
+
+    found = [Width(str(number), 1.0, 1.0, 1.0) for number in range(50)]
+    chosen = _some(found)
+    assert len(chosen) == SHOWN
+    assert (chosen[0], chosen[-1]) == (found[0], found[-1])
+    assert _some(found[:3]) == found[:3]

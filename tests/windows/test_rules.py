@@ -1,15 +1,23 @@
-"""Channels that no placement moves are left out, and the bounds stay what they are."""
+"""Channels that no placement moves are left out, and branches are put together: the bounds stay what they are."""
+
+import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from patchcert.bounds import Rounding, precise_arithmetic, trace
 from patchcert.certificates import certify, placement_margins
 from patchcert.testing.networks import randomise
 from patchcert.threats import Patch
 from patchcert.windows import rules
-from patchcert.windows.passes import Windows
+from patchcert.windows.dense import dense_margins
+from patchcert.windows.passes import Windows, clean_pass, exact_clean_pass
 from patchcert.windows.rules import moved_alone, moved_channels
+from patchcert.windows.sweep import covering_sweep
+from written_models import images as random_images
+from written_models import model_of
 
 SHAPE = (3, 9, 9)
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -138,3 +146,47 @@ def test_a_gpu_leaves_channels_out_and_agrees_with_the_cpu(monkeypatch):
     found = placement_margins(model.cuda(), images.cuda(), labels.cuda(), Patch(3))
     assert set(counts) == {(48, 6), (64, 8)}
     torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=5e-6)
+
+
+def gated(self, x):
+    h = self.stem(x).flatten(1)
+    return self.head(torch.cat([self.a(h) * torch.sigmoid(self.b(h)), F.gelu(self.a(h))], 1))
+
+
+def branched(self, x):
+    h = F.silu(self.stem(x))
+    h = torch.cat([h, self.small(h), F.softplus(self.large(h))], 1)
+    return self.head(self.last(h).flatten(1))
+
+
+def layers():
+    maps = {
+        "small": nn.Conv2d(3, 2, 1),
+        "large": nn.Conv2d(3, 2, 5, padding=2),
+        "last": nn.Conv2d(7, 2, 2, stride=2),
+    }
+    return {
+        "gated": (gated, {"a": nn.Linear(108, 5), "b": nn.Linear(108, 5), "head": nn.Linear(10, 3)}),
+        "branched": (branched, {**maps, "head": nn.Linear(24, 3)}),
+    }
+
+
+@pytest.mark.parametrize("name", ["gated", "branched"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_joined_and_multiplied_branches_have_the_margins_of_the_dense_path(name, dtype):
+    forward, rest = layers()[name]
+    model = model_of(forward, stem=nn.Conv2d(2, 3, 3, padding=1), **rest).to(dtype)
+    network, audit, threat = trace(model), trace(copy.deepcopy(model).double()), Patch(2)
+    batch = random_images(height=6, width=6 if name == "gated" else 8).to(dtype)
+    labels, corners = torch.tensor([0, 1, 2]), threat.placements(*batch.shape[2:]).corners
+    with torch.no_grad(), precise_arithmetic():
+        sweep = covering_sweep(network, batch, threat, 2**24)
+        assert sweep is not None
+        clean = exact_clean_pass(audit, batch, labels, dtype)
+        margins = sweep.margins(clean, labels, rounding=Rounding.outward(dtype)).double()
+        exact = dense_margins(audit, batch.double(), labels, threat, corners)
+        nearest = sweep.margins(clean_pass(network, batch, labels), labels)
+    others = torch.arange(3) != labels[:, None, None]
+    assert ((margins <= exact + 1e-12) | ~others).all()
+    assert (exact - margins).abs().max() < 1e-3 * exact.abs().max()
+    torch.testing.assert_close(nearest.double(), exact, rtol=1e-4, atol=1e-4)

@@ -237,7 +237,7 @@ class WindowPlan:
     @torch.no_grad()
     def of(cls, model: nn.Module, images: Images, patch: Patch) -> "WindowPlan":
         """Raises NotCovered where windows cannot follow the network."""
-        network = trace(model)
+        network = trace(model, images.shape[1:])
         values = network.values(images[:1])
         layout = Layout.of(network, values)
         step = common_steps(layout.windows(Window(0, 0, patch.height, patch.width)))

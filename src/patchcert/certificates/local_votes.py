@@ -3,7 +3,7 @@
 Sums of 0/1 scores are certified as BagCert does (Metzen and Yatsura 2021).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial, reduce
 from typing import Annotated, Any, Literal, final, get_args
@@ -104,10 +104,10 @@ def _extent(seen: Annotated[Tensor, "cells length"]) -> int:
     return int((last - first + 1).where(seen.any(dim=1), 0).max())
 
 
-def trace_local(model: nn.Module) -> Network:
-    """The operations of a model, each of which must have a rule."""
+def trace_local(model: nn.Module, image_shape: Sequence[int]) -> Network:
+    """The operations of a model on such images, each of which must have a rule."""
     try:
-        return trace(model)
+        return trace(model, image_shape)
     except UnsupportedLayer as error:
         raise UnsupportedLayer(
             f"{error.message}. For local votes an operation without a rule is taken for a global one, as GroupNorm, "
@@ -202,7 +202,7 @@ class LocalVotes(Classifier):
         check_call(progress)
         check_inputs(self.model, images, labels)
         check_fit(threat, images)
-        patch, network = require_patch(threat, type(self).__name__), trace_local(self.model)
+        patch, network = require_patch(threat, type(self).__name__), trace_local(self.model, images.shape[1:])
         seen = local_sight(network, *images.shape[2:])
         scores = self.local_scores(images, progress, with_probe=True)
         self._check_trace(images, network)
@@ -224,7 +224,9 @@ class LocalVotes(Classifier):
 
     def touched(self, threat: Patch, images: Images) -> Touched:
         """Which cells, row by row, see a pixel that the patch covers, at each of its placements."""
-        return touched_cells(threat, local_sight(trace_local(self.model), *images.shape[2:]), images)
+        return touched_cells(
+            threat, local_sight(trace_local(self.model, images.shape[1:]), *images.shape[2:]), images
+        )
 
     def windows(self, images: Images) -> Windows:
         """The sets of cells of which a masked sum leaves one out; part of the classifier, and so kept once found."""

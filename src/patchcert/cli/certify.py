@@ -31,10 +31,16 @@ from patchcert.cli.target import Target, choose_classifier, open_data, open_targ
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from patchcert.certificates import AnyThreat
+    from patchcert.certificates.explaining import Width
     from patchcert.evidence import Certification, Evidence, Subject
 
 DIFFERS = 1
 LEAST_BUDGET = 100_000
+LITTLE = 0.1
+"""Up to this share of right images proven, it is said why."""
+EXPLAINED, SHOWN = 4, 6
+"""How many images the reasons are looked for in, and how many layers are spoken of."""
 
 
 def certify(
@@ -87,6 +93,7 @@ def certify(
     command resumes where it stopped, if evidence is kept. `torchrun -m patchcert certify ...` shares the images among
     processes.
     """
+    from patchcert.certificates import IntervalBounds
     from patchcert.evidence import Certification, EvidenceFolder, Subject
     from patchcert.report.statistics import summarise
     from patchcert.train.distributed import joined_world, local_device
@@ -118,7 +125,8 @@ def certify(
         say(f"certifying {count} {split} images of {dataset.name} against {threat} on {place}")
         limits = _limits(subject, refine)
         evidence = _prove(certification, count)
-    _advise(evidence)
+    if isinstance(classifier, IntervalBounds):
+        _say_why(subject, threat, evidence, command)
     card = _compare(opened, evidence)
     print_json({**summarise(evidence), **limits, **card})
     if card.get("card", {}).get("differences"):
@@ -154,19 +162,44 @@ def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
     return {"refinement": {"by_interval": list(limits.by_interval), "unsplit": list(limits.unsplit)}}
 
 
-def _advise(evidence: "Evidence") -> None:
-    """Where intervals prove none of the images that are right: say why, and what works with any model."""
+def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", command: str) -> None:
+    """Where little is proven: where the bounds of a few images grow wide, and what to try instead."""
+    from patchcert.certificates import Classifier
+    from patchcert.certificates.explaining import WIDE, widths
     from patchcert.threats import Patch
 
-    by_intervals = evidence.meta["classifier"]["name"] == "IntervalBounds"
-    if evidence.certified or not evidence.correct or not by_intervals:
+    if not evidence.correct or evidence.certified > LITTLE * evidence.correct:
         return
-    margins = evidence.columns.get("margin")
-    best = "" if margins is None else f"; the best margin is {float(margins.max()):.4g}"
-    say(f"{evidence.correct} images are right and none is proven{best}")
-    say("bounds are wide for networks that were not trained on them, and for large patches")
-    if isinstance(evidence.threat, Patch):
-        say("hint: --method masking --masks 6 needs no bounds and works with any network")
+    proven = f"{evidence.certified} of {evidence.correct} right images are proven by interval bounds."
+    assert isinstance(subject.classifier, Classifier)
+    if isinstance(threat, Patch):
+        right = evidence.columns["prediction"] == evidence.columns["label"]
+        few = subject.images(subject.positions()[right.nonzero()[0][:EXPLAINED]])
+        found = widths(subject.classifier.model, few.floats(), threat)
+        say(f"little is proven: {proven} With {threat} in the middle of {len(few)} of them,")
+        for each in _some(found):
+            say(f"  {each}")
+        wide = next((each for each in found if each.width > WIDE), None)
+        if wide is not None:
+            say(
+                f"bounds say next to nothing from here on: {wide.name}. Networks are wide open unless trained for them."
+            )
+    else:
+        say(f"little is proven: {proven}")
+    say(
+        "next: train for bounds, `patchcert train --help`, or in a loop of your own by patchcert.worst_case_margins;"
+    )
+    if isinstance(threat, Patch):
+        say(f"  prove the model as it is by masks: {command} --method masking")
+        say(f"  or by votes, of a model trained for them: {command} --method bands")
+    else:
+        say(f"  or prove votes of a model trained for them: {command} --method ablation")
+
+
+def _some(found: "list[Width]") -> "list[Width]":
+    """At most `SHOWN` of them, the first and the last among them."""
+    steps = max(len(found) - 1, 1) / (SHOWN - 1)
+    return found if len(found) <= SHOWN else [found[round(steps * place)] for place in range(SHOWN)]
 
 
 def _compare(target: Target, evidence: "Evidence") -> dict[str, Any]:

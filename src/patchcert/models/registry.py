@@ -49,6 +49,11 @@ class ModelSpec:
         _check_normalisation(self.mean, self.std, self.channels)
 
     @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the images it is for."""
+        return self.channels, self.height, self.width
+
+    @property
     def normalises(self) -> bool:
         """Whether the model starts with a `Normalize` layer; a mean of 0 and a deviation of 1 need none."""
         return any(value != 0 for value in self.mean) or any(value != 1 for value in self.std)

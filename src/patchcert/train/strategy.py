@@ -130,7 +130,9 @@ class Natural(Strategy):
     def bind(self, subject: Subject) -> Objective:
         """The margins of the clean images."""
         model = subject.model
-        return natural_objective(whole_model(model) if batch_norms(model) else trace(model))
+        return natural_objective(
+            whole_model(model) if batch_norms(model) else trace(model, subject.model_spec.image_shape)
+        )
 
 
 @final
@@ -169,14 +171,14 @@ def whole_model(model: nn.Module) -> WholeModel:
     return WholeModel((), model.train())
 
 
-def bounded_model(model: nn.Module) -> Network:
+def bounded_model(subject: Subject) -> Network:
     """The traced model, for training on its bounds; refused if its batch norms would never see a batch."""
-    for name, layer in batch_norms(model).items():
+    for name, layer in batch_norms(subject.model).items():
         raise ModelError(
             f"layer '{name}' is a {type(layer).__name__}, but training on bounds does not update its statistics",
             hint="train with strategy.kind = 'natural' or 'masked', or take an architecture without batch norms",
         )
-    return trace(model)
+    return trace(subject.model, subject.model_spec.image_shape)
 
 
 def natural_objective(network: Network) -> Objective:

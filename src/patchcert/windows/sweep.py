@@ -11,7 +11,14 @@ from torch import Tensor
 from patchcert.bounds import NEAREST, Network, Rounding
 from patchcert.bounds.geometry import FeatureMap
 from patchcert.bounds.network import zero_at_label
-from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Reshape, is_relu
+from patchcert.bounds.operations import (
+    ChannelScale,
+    Convolution,
+    Linear,
+    Reshape,
+    TransposedConvolution,
+    is_relu,
+)
 from patchcert.bounds.rounding import summed_roundings
 from patchcert.tensors import Images, Labels, Margins, PlacementMargins
 from patchcert.threats import Patch, SparsePixels
@@ -81,7 +88,7 @@ def _image_numbers(network: Network, images: Images, unfolded: bool) -> int:
         columns += [
             step.operation.weight()[0].numel() * values[position + 1][0, 0].numel()
             for position, step in enumerate(network.steps)
-            if isinstance(step.operation, Convolution)
+            if isinstance(step.operation, Convolution | TransposedConvolution)
         ]
     return 8 * max(value.numel() for value in values) + 2 * max(columns)
 

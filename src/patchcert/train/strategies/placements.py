@@ -163,7 +163,7 @@ class PlacedPatch:
             raise InvalidThreat(
                 f"placements of a patch are trained against, but the threat is {subject.threat}"
             )
-        return PlacedPatch(bounded_model(subject.model), subject.threat, subject.windows)
+        return PlacedPatch(bounded_model(subject), subject.threat, subject.windows)
 
     def corners(self, images: Images) -> Corners:
         """All allowed corners, copied to the device once."""

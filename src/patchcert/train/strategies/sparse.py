@@ -38,7 +38,7 @@ class SparseChanges(Strategy):
 
     def bind(self, subject: Subject) -> Objective:
         """The margins that are left whichever pixels change."""
-        threat, network = subject.threat, bounded_model(subject.model)
+        threat, network = subject.threat, bounded_model(subject)
         if not isinstance(threat, SparsePixels):
             raise InvalidThreat(f"changes of single pixels are trained against, but the threat is {threat}")
         pixels, bound = threat.pixels, self.bound or threat.bound

@@ -185,7 +185,7 @@ class LocalMargins(Strategy):
         masked = threat if self.aggregation == "sum" else Patch((threat.height, threat.width))
         blank = torch.zeros(1, spec.channels, spec.height, spec.width, device=subject.device)
         try:
-            seen = local_sight(trace_local(subject.model.eval()), spec.height, spec.width)
+            seen = local_sight(trace_local(subject.model.eval(), spec.image_shape), spec.height, spec.width)
         except PatchcertError as error:
             raise SpecError(
                 f"the model {spec.name!r} has no local votes: {error.message}",

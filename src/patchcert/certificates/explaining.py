@@ -1,0 +1,66 @@
+"""Why interval bounds prove little: how wide they are after each layer, and how many units they leave undecided."""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from patchcert.bounds import Interval, Network, trace
+from patchcert.bounds.operations import Monotone, Softplus, Valley
+from patchcert.certificates.checks import model_of_type
+from patchcert.tensors import Images
+from patchcert.threats import Patch
+
+WIDE = 10.0
+"""From this many times the size of the values on, bounds say next to nothing of them."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Width:
+    """What bounds say of the values that one patch reaches before an activation, or of the logits.
+
+    `reached` is the share of values that it reaches, `width` how many times as wide the mean bounds of these are
+    as values are large, and `undecided` the share of them whose sign is open.
+    """
+
+    name: str
+    reached: float
+    width: float
+    undecided: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.reached:.0%} of values are reached, their bounds {self.width:.3g} times as wide as "
+            f"values are large, {self.undecided:.0%} unstable, of either sign"
+        )
+
+
+@torch.no_grad()
+def widths(model: nn.Module, images: Images, threat: Patch) -> list[Width]:
+    """How bounds grow from activation to activation up to the logits, with one patch at the middle placement."""
+    network = trace(model_of_type(model, images.dtype), images.shape[1:])
+    corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
+    middle = corners[len(corners) // 2][None]
+    intervals = network.intervals(threat.boxes(images, middle).flatten(0, 1))
+    values = network.values(images)
+    seen = [(name, index) for name, index in _watched(network) if index > 0]
+    return [_width(name, intervals[index], values[index]) for name, index in seen]
+
+
+def _watched(network: Network) -> list[tuple[str, int]]:
+    """The values before activations, by the names of these, and the logits."""
+    smooth = (Monotone, Valley, Softplus)
+    before = [(step.name, step.inputs[0]) for step in network.steps if isinstance(step.operation, smooth)]
+    return [*((f"before '{name}'", index) for name, index in before), ("the logits", len(network.steps))]
+
+
+def _width(name: str, box: Interval, values: Tensor) -> Width:
+    size = float(values.abs().double().mean())
+    wide = (box.upper - box.lower).double()
+    is_reached = wide > 1e-5 * size
+    count = max(int(is_reached.sum()), 1)
+    is_open = (box.lower < 0) & (box.upper > 0) & is_reached
+    width = float(wide[is_reached].sum()) / count / max(size, 1e-30)
+    return Width(name, float(is_reached.double().mean()), width, int(is_open.sum()) / count)
