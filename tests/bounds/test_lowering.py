@@ -67,6 +67,11 @@ REFUSED = {
         UnsupportedLayer,
         "mode is 'bilinear', bounds exist for 'nearest'",
     ),
+    "a reflected border": (
+        model_of(lambda s, x: F.pad(x, (1, 1, 1, 1), mode="reflect")),
+        UnsupportedLayer,
+        r"it pads by \(1, 1, 1, 1\) with mode 'reflect' and value None, bounds exist for zeros around a map",
+    ),
     "a negative beta": (nn.Sequential(nn.Softplus(-1.0)), UnsupportedLayer, "beta is -1.0"),
     "an alpha of nothing": (nn.Sequential(nn.CELU(-1.0)), UnsupportedLayer, "alpha is -1.0"),
     "indices of an adaptive pool": (
@@ -242,7 +247,7 @@ HINTS = {
     "standardised images": (lambda s, x: s.fc(((x - 0.5) / 0.25).flatten(1)), r"patchcert\.Normalize"),
     "brighter images": (lambda s, x: s.fc((x + 0.5).flatten(1)), r"patchcert\.Normalize"),
     "clamped results": (lambda s, x: s.fc(x.clamp(0, 0.5).flatten(1)), r"nn\.Hardtanh"),
-    "padding": (lambda s, x: s.fc(F.pad(x, (1, 1)).flatten(1)), r"nn\.ZeroPad2d"),
+    "padding by a number": (lambda s, x: s.p2(x), r"nn\.ZeroPad2d"),
     "a squeezed dimension": (lambda s, x: s.fc(x.squeeze(1).flatten(1)), r"nn\.Flatten"),
     "one channel of several": (lambda s, x: s.fc(x[:, :1].flatten(1)), r"1x1 nn\.Conv2d"),
     "the largest of each map": (lambda s, x: s.fc(x.amax((2, 3))), r"nn\.AdaptiveMaxPool2d"),
@@ -263,7 +268,16 @@ HINTS = {
 def test_what_is_refused_comes_with_what_to_write_instead(name):
     forward, hint = HINTS[name]
     with pytest.raises(UnsupportedLayer) as caught:
-        trace(model_of(forward, fc=linear(), g=nn.Mish(), p=nn.PReLU(), n=nn.GroupNorm(1, 2)))
+        trace(
+            model_of(
+                forward,
+                fc=linear(),
+                g=nn.Mish(),
+                p=nn.PReLU(),
+                n=nn.GroupNorm(1, 2),
+                p2=nn.ConstantPad2d(1, 0.5),
+            )
+        )
     assert re.search(hint, caught.value.hint)
 
 

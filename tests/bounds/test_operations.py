@@ -563,6 +563,7 @@ FUNCTIONAL = {
     "largest of parts": lambda x: F.adaptive_max_pool2d(x, (3, 2)),
     "enlarged": lambda x: F.interpolate(x, scale_factor=1.5),
     "enlarged to a size": lambda x: F.interpolate(x, size=(7, 8), mode="nearest"),
+    "padded": lambda x: F.pad(F.pad(x, (1, 2)), (0, 1, 2, -1), "constant", 0),
     "turned": lambda x: x.transpose(-1, 2),
     "multiplied in place": lambda x: torch.relu(x).mul_(torch.sigmoid(x)),
 }

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import patchcert as pc
-from patchcert.certificates.explaining import widths
+from patchcert.certificates.explaining import Width, blown_up, widths
 from patchcert.testing.networks import linear
 
 
@@ -20,7 +20,12 @@ def test_widths_are_those_of_the_bounds_that_one_patch_gives():
     assert logits.name == "the logits"
     assert logits.reached == 0.5
     assert logits.width == pytest.approx(1.5 / 0.5)
-    assert str(logits) == (
-        "the logits: 50% of values are reached, their bounds 3 times as wide as values are large, 0% unstable, of "
-        "either sign"
-    )
+    assert str(logits) == "the logits: 50% reached, 3 times as wide, 0% unstable"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "place"), [([1, 20, 5, 30, 40], 3), ([20, 30], 0), ([50, 2], None), ([1, 11], 1)]
+)
+def test_bounds_have_blown_up_from_where_they_stay_wide(sizes, place):
+    found = [Width(str(number), 1.0, size, 1.0) for number, size in enumerate(sizes)]
+    assert blown_up(found) is (None if place is None else found[place])

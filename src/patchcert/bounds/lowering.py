@@ -187,7 +187,7 @@ _HINTS = {
     "quotients of two results have no bounds",
     "amax max": "the largest value of a whole map is nn.AdaptiveMaxPool2d(1) and nn.Flatten",
     "clamp clip": "nn.Hardtanh(low, high) is the same; with the limit min=0 alone it is nn.ReLU",
-    "pad constantpad2d": "zeros around a map are nn.ZeroPad2d, or the padding of the nn.Conv2d that follows",
+    "constantpad2d": "zeros around a map are nn.ZeroPad2d, or the padding of the nn.Conv2d that follows",
     "squeeze unsqueeze": "drop dimensions with nn.Flatten or x.flatten(1), shape them with x.view(x.size(0), "
     "...)",
     "getitem chunk split narrow select": "channels are picked by a 1x1 nn.Conv2d with weights 0 and 1",

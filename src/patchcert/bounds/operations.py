@@ -512,10 +512,11 @@ class Softplus(Operation):
         bounds = Monotone(self.forward, _ELEMENTARY).interval(box, rounding=rounding)
         # The smooth function s never falls; before the threshold f = s, beyond it s - fall <= f <= s: so f lies between
         # f(lower) - fall and f(upper) + fall. Boxes that end before half the threshold stay clear of it, however it
-        # and their ends are rounded. Twice the fall pays for rounding it.
+        # and their ends are rounded. Twice the fall pays for rounding it, and 2u of the bound for rounding the sum.
         fall = 2 * math.log1p(math.exp(-self.threshold)) / self.beta
         extra = torch.where(box.upper > self.threshold / self.beta / 2, fall, 0.0).to(box.upper.dtype)
-        return Interval(bounds.lower - extra, bounds.upper + extra)
+        lower = bounds.lower - (extra + bounds.lower.abs() * (2 * rounding.unit))
+        return Interval(lower, bounds.upper + (extra + bounds.upper.abs() * (2 * rounding.unit)))
 
     def places(self, area: FeatureMap) -> Places:
         return Places.KEPT
@@ -1064,6 +1065,14 @@ class ZeroPad(Operation):
 @layer_rule(nn.ZeroPad2d)
 def _zero_pad(layer: nn.ZeroPad2d) -> Operation:
     left, right, top, bottom = layer.padding
+    return ZeroPad((top, bottom, left, right))
+
+
+@function_rule(F.pad)
+def _pad(pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Operation:
+    if mode != "constant" or value or len(pad) not in (2, 4):
+        refuse(f"it pads by {pad} with mode {mode!r} and value {value}, bounds exist for zeros around a map")
+    left, right, top, bottom = (*pad, 0, 0)[:4]
     return ZeroPad((top, bottom, left, right))
 
 

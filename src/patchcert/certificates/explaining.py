@@ -31,10 +31,14 @@ class Width:
     undecided: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.reached:.0%} of values are reached, their bounds {self.width:.3g} times as wide as "
-            f"values are large, {self.undecided:.0%} unstable, of either sign"
-        )
+        return f"{self.name}: {self.reached:.0%} reached, {self.width:.3g} times as wide, {self.undecided:.0%} unstable"
+
+
+def blown_up(found: list[Width]) -> Width | None:
+    """The first from which on all bounds are wide; None where those of the logits are not."""
+    narrow = [place for place, each in enumerate(found) if each.width <= WIDE]
+    first = narrow[-1] + 1 if narrow else 0
+    return found[first] if first < len(found) else None
 
 
 @torch.no_grad()

@@ -165,35 +165,36 @@ def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
 def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", command: str) -> None:
     """Where little is proven: where the bounds of a few images grow wide, and what to try instead."""
     from patchcert.certificates import Classifier
-    from patchcert.certificates.explaining import WIDE, widths
+    from patchcert.certificates.explaining import blown_up, widths
     from patchcert.threats import Patch
 
     if not evidence.correct or evidence.certified > LITTLE * evidence.correct:
         return
-    proven = f"{evidence.certified} of {evidence.correct} right images are proven by interval bounds."
-    assert isinstance(subject.classifier, Classifier)
+    say(f"little is proven: {evidence.certified} of {evidence.correct} right images, by interval bounds")
     if isinstance(threat, Patch):
+        assert isinstance(subject.classifier, Classifier)
         right = evidence.columns["prediction"] == evidence.columns["label"]
         few = subject.images(subject.positions()[right.nonzero()[0][:EXPLAINED]])
         found = widths(subject.classifier.model, few.floats(), threat)
-        say(f"little is proven: {proven} With {threat} in the middle of {len(few)} of them,")
+        say(
+            f"why: with the patch in the middle of {len(few)} of them, shares of values that it reaches, their bounds "
+            "against the size of values, and shares of these that are unstable, of either sign:"
+        )
         for each in _some(found):
             say(f"  {each}")
-        wide = next((each for each in found if each.width > WIDE), None)
+        wide = blown_up(found)
         if wide is not None:
             say(
-                f"bounds say next to nothing from here on: {wide.name}. Networks are wide open unless trained for them."
+                f"  from {wide.name} on bounds say next to nothing: models not trained on bounds are seldom proven"
             )
-    else:
-        say(f"little is proven: {proven}")
     say(
-        "next: train for bounds, `patchcert train --help`, or in a loop of your own by patchcert.worst_case_margins;"
+        "next: train on bounds, see `patchcert train --help`, or patchcert.worst_case_margins for a loop of your own"
     )
     if isinstance(threat, Patch):
-        say(f"  prove the model as it is by masks: {command} --method masking")
-        say(f"  or by votes, of a model trained for them: {command} --method bands")
+        say(f"  or prove the model by masks: {command} --method masking")
+        say(f"  or by votes, if it is trained for them: {command} --method bands")
     else:
-        say(f"  or prove votes of a model trained for them: {command} --method ablation")
+        say(f"  or prove it by votes, if it is trained for them: {command} --method ablation")
 
 
 def _some(found: "list[Width]") -> "list[Width]":
