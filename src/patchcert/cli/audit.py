@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 FOUND = 1
 README, PAGE = "README.md", "docs/results.md"
-MEASUREMENTS = ("docs/performance/*.json", "docs/measurements/*.json", "trials/results/**/*")
+MEASUREMENTS = (
+    "docs/performance/*.json",
+    "docs/measurements/*.json",
+    "docs/measurements/*.npz",
+    "trials/results/**/*",
+)
 ENTRIES, PAPER = "src/patchcert/zoo/entries", "src/patchcert/papers/chiang2020"
 
 

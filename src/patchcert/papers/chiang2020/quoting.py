@@ -22,6 +22,7 @@ from patchcert.bench.report import markdown
 from patchcert.errors import InvalidInput, PatchcertError
 from patchcert.evidence.audit import Finding
 from patchcert.evidence.manifest import ListedRun, Manifest, Superseded
+from patchcert.evidence.record import Evidence
 from patchcert.evidence.results import Results
 from patchcert.models import ModelSpec, build
 from patchcert.papers.chiang2020.audit import all_views, audit_page, results_page
@@ -295,6 +296,22 @@ def _json(sources: Sources, file: str, path: str) -> float:
     return _at(sources.read(file), path)
 
 
+def _evidence(sources: Sources, file: str, what: str) -> float:
+    """A count of a file of evidence that belongs to no run among the results."""
+    found = Evidence.read(sources.root / file)
+    counts = {
+        "images": found.total,
+        "correct": found.correct,
+        "certified": found.certified,
+        "broken": found.broken,
+        "open": None if found.broken is None else found.correct - found.certified - found.broken,
+        "seconds": found.meta["seconds"],
+    }
+    if counts.get(what) is None:
+        raise InvalidInput(f"{file} does not count {what!r}", hint=nearest(what, tuple(counts)))
+    return float(counts[what])
+
+
 def _at(plain: Any, path: str) -> float:  # noqa: ANN401 - plain JSON of any shape
     """What stands at a dotted path; positions in lists are numbers from 0."""
     for key in path.split("."):
@@ -343,6 +360,7 @@ _FIGURES: Mapping[str, Callable[..., Any]] = {
     "superseded": _superseded,
     "card": _card,
     "json": _json,
+    "evidence": _evidence,
     "compare": _compared,
     "authors": _authors,
     "parameters": _parameters,
