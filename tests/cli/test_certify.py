@@ -421,7 +421,7 @@ def test_where_little_is_proven_the_reasons_and_the_next_steps_are_told(capsys):
     told = capsys.readouterr().err
     assert "little is proven: 0 of 8 right images, by interval bounds" in told
     assert "  before 'relu1': 100% reached" in told
-    assert "  from the logits on bounds say next to nothing" in told
+    assert "  bounds stay wide from here on: the logits" in told
     assert "patchcert.worst_case_margins" in told
     assert "--method masking" in told
     assert certify("zoo:mnist-2x2-cnn2", "--data", "mnist-mini", "--sparse", 200, "--limit", 8) == 0

@@ -185,7 +185,7 @@ def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", comm
         wide = blown_up(found)
         if wide is not None:
             say(
-                f"  from {wide.name} on bounds say next to nothing: models not trained on bounds are seldom proven"
+                f"  bounds stay wide from here on: {wide.name}; models not trained on bounds are seldom proven"
             )
     say(
         "next: train on bounds, see `patchcert train --help`, or patchcert.worst_case_margins for a loop of your own"
