@@ -250,6 +250,17 @@ def test_a_broken_proof_is_refuted_unless_it_is_about_something_else(evidence):
         assert not refuted(evidence, Evidence(everything.columns, {**everything.meta, **change})).size
 
 
+def test_a_counterexample_of_one_proof_refutes_another(evidence):
+    columns = {**evidence.columns, "broken": evidence.columns["certified"].copy()}
+    columns["certified"] = np.zeros_like(columns["certified"])
+    searched = Evidence(
+        columns, {**evidence.meta, "classifier": {**evidence.meta["classifier"], "refine": "split"}}
+    )
+    assert refuted(evidence, searched).tolist() == np.flatnonzero(evidence.columns["certified"]).tolist()
+    assert not refuted(searched, searched).size
+    assert not refuted(evidence, evidence).size
+
+
 def test_a_folder_knows_which_images_are_proven(subject, tmp_path):
     folder = EvidenceFolder(tmp_path)
     found = Certification(subject, pc.Patch(1)).into(folder).run()

@@ -232,7 +232,12 @@ class Evidence:
 
     @property
     def broken_rows(self) -> NDArray[np.bool_]:
-        """Which images an attack has broken; an alert breaks nothing where proofs promise detection."""
+        """Which images an attack, or a proof that found counterexamples, has broken.
+
+        An alert breaks nothing where proofs promise detection.
+        """
+        if self.kind == "certify":
+            return self.columns.get("broken", np.zeros(self.total, np.bool_))
         method = method_named(self.meta["classifier"].get("name", ""))
         is_alert = self.columns["prediction_after"] == ABSTAINED
         forgiven = is_alert & (method is not None and method.promise == "detection")
@@ -361,7 +366,7 @@ class Evidence:
 
 
 def refuted(proven: Evidence, attacked: Evidence) -> NDArray[np.integer]:
-    """Positions of images that are proven in one file and broken in the other, by an attack within the same threat.
+    """Positions of images that are proven in one file and broken in the other, by a member of the same threat.
 
     None for files of other weights, predictors, threats or data: they cannot contradict a proof.
     """

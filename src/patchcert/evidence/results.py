@@ -113,8 +113,8 @@ def check_together(found: Sequence[Evidence]) -> None:
         if whole is not None and each.selection.split == "test":
             _check_same_images(each, whole)
     proven = [each for each in found if each.kind == "certify"]
-    for attacked in (each for each in found if each.kind == "attack"):
-        if attacked.question.certified_only:
+    for attacked in found:
+        if attacked.kind == "attack" and attacked.question.certified_only:
             _check_attacks_proven(attacked, proven)
             continue
         for proof in proven:

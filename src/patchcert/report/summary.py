@@ -186,7 +186,8 @@ class RunSummary:
         if rows is None:
             return ()
         self._check_labels(rows)
-        pairs = ((proven, attacked) for proven in self.certificates for attacked in self.attacks)
+        breaking = (*self.attacks, *self.certificates)
+        pairs = ((proven, attacked) for proven in self.certificates for attacked in breaking)
         broken = sorted({int(image) for pair in pairs for image in refuted(*pair)})
         wrong = rows.columns["index"][rows.columns["prediction"] != rows.columns["label"]].tolist()
         unharmed = [image for image in wrong if self.withstood.get(image, False)]
