@@ -293,3 +293,13 @@ def test_a_mirrored_classifier_is_one_of_the_mean_over_both_images():
     assert not torch.equal(
         found.lead, DoubleMasking(model, threat, masks=3).certify(images, labels, threat).lead
     )
+
+
+class SaysWhatComesToMind(nn.Module):
+    def forward(self, images):
+        return torch.rand(len(images), 3)
+
+
+def test_a_model_that_draws_lots_is_refused():
+    with pytest.raises(ModelError, match="says something else of the same images"):
+        DoubleMasking(SaysWhatComesToMind().eval(), pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4))

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Annotated, Any, final
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Generator, Tensor, nn
 
-from patchcert.certificates.batches import FixedBatches, Precision, check_precision
+from patchcert.certificates.batches import FixedBatches, MeanVote, Precision, check_precision
 from patchcert.certificates.checks import (
     check_call,
     check_fit,
@@ -224,7 +224,13 @@ class RandomAblation(Classifier):
 
     def surrogate(self) -> nn.Module:
         """The mean of the base model's softmax over a few fixed random copies, in logarithms."""
-        return _MeanVote(self)
+
+        def copies(images: Images) -> Iterator[Tensor]:
+            generator = Generator().manual_seed(self.seed or 0)
+            for mask in draw_retained(8, images.shape[2], images.shape[3], self.retained, generator):
+                yield encode_ablated(images, mask[None].to(images))
+
+        return MeanVote(self.model, copies)
 
     def _generator(self, images: Images) -> Generator:
         generator = Generator(images.device)
@@ -290,29 +296,3 @@ class RandomAblation(Classifier):
     def _copies(self, images: Images, generator: Generator) -> Annotated[Tensor, "n _ h w"]:
         masks = draw_retained(len(images), images.shape[2], images.shape[3], self.retained, generator)
         return encode_ablated(images, masks.to(images))
-
-
-@final
-class _MeanVote(nn.Module):
-    """What an attack differentiates in place of a vote."""
-
-    COPIES = 8
-
-    def __init__(self, ablation: RandomAblation) -> None:
-        super().__init__()
-        self.ablation = ablation
-        self.model = ablation.model
-        self.train(ablation.model.training)
-
-    def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
-        """Logarithms of mean probabilities."""
-        height, width = images.shape[2:]
-        masks = draw_retained(
-            self.COPIES,
-            height,
-            width,
-            self.ablation.retained,
-            Generator().manual_seed(self.ablation.seed or 0),
-        )
-        copies = [self.model(encode_ablated(images, mask[None].to(images))) for mask in masks]
-        return torch.stack([copy.softmax(dim=1) for copy in copies]).mean(dim=0).log()

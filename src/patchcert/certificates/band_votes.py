@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from patchcert.certificates.batches import FixedBatches, Precision
+from patchcert.certificates.batches import FixedBatches, MeanVote, Precision, needed_lead
 from patchcert.certificates.checks import (
     check_call,
     check_fit,
@@ -27,7 +27,6 @@ from patchcert.certificates.votes import (
     check_vote_settings,
     contradiction_of_votes,
     is_won_by_count,
-    needed_lead,
     proven_placements,
     require_patch,
     sum_margins,
@@ -93,6 +92,7 @@ def _spans(
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
 class PartVotes(Classifier):
     """Votes of a base model on parts of the image, of which it sees one at a time; most votes win.
 
@@ -106,11 +106,13 @@ class PartVotes(Classifier):
     half as far; what is assumed beyond that is that no vote ever moves further.
     """
 
-    threshold: float | None
-    ties: Ties
-    precision: Precision
-    slack: float | None
-    batch_size: int
+    wrap: bool = True
+    stride: int = 1
+    threshold: float | None = None
+    ties: Ties = "lowest"
+    precision: Precision = "float32"
+    slack: float | None = None
+    batch_size: int = 512
 
     @abstractmethod
     def views(self, height: int, width: int) -> Views:
@@ -168,11 +170,13 @@ class PartVotes(Classifier):
         logits = torch.cat(list(self._logits(base, images, views, progress)))
         logits = logits.unflatten(0, (len(images), len(views)))
         kind = "one-hot" if self.threshold is None else "threshold"
-        return cell_scores(logits.mT, kind, needed_lead(self), self.threshold)
+        return cell_scores(logits.mT, kind, needed_lead(self.precision, self.slack), self.threshold)
 
     def describe(self) -> dict[str, Any]:
         own = [each.name for each in fields(self) if each.name not in ("model", "batch_size")]  # pyright: ignore
-        settings = {name: getattr(self, name) for name in own} | {"slack": needed_lead(self)}
+        settings = {name: getattr(self, name) for name in own} | {
+            "slack": needed_lead(self.precision, self.slack)
+        }
         return {"name": type(self).__name__} | settings
 
     def images_per_block(self, device: torch.device) -> int | None:
@@ -186,7 +190,12 @@ class PartVotes(Classifier):
 
     def surrogate(self) -> nn.Module:
         """The mean of the base model's softmax over all parts, in logarithms."""
-        return _MeanVote(self)
+
+        def copies(images: Images) -> Iterator[Tensor]:
+            for view in self.views(*images.shape[2:]).to(images.device):
+                yield encode_visible(images, view[None])
+
+        return MeanVote(self.model, copies)
 
     def _base(self, images: Images, views: Views, with_probe: bool) -> FixedBatches:
         numbers = torch.arange(self.batch_size, device=images.device)
@@ -195,7 +204,7 @@ class PartVotes(Classifier):
         sample = encode_visible(images[owner], views[numbers % len(views)])
         base = FixedBatches(self.model, sample, self.batch_size, self.precision)
         if with_probe:
-            base.check_company(sample, needed_lead(self) / 4, owner)
+            base.check_company(sample, needed_lead(self.precision, self.slack) / 4, owner)
         return base
 
     def _logits(
@@ -222,13 +231,6 @@ class BandVotes(PartVotes):
     model: nn.Module
     width: int = 4
     orientation: Orientation = "column"
-    wrap: bool = True
-    stride: int = 1
-    threshold: float | None = None
-    ties: Ties = "lowest"
-    precision: Precision = "float32"
-    slack: float | None = None
-    batch_size: int = 512
 
     def __post_init__(self) -> None:
         if self.orientation not in ("column", "row", "both"):
@@ -252,33 +254,9 @@ class BlockVotes(PartVotes):
 
     model: nn.Module
     size: int = 12
-    wrap: bool = True
-    stride: int = 1
-    threshold: float | None = None
-    ties: Ties = "lowest"
-    precision: Precision = "float32"
-    slack: float | None = None
-    batch_size: int = 512
 
     def __post_init__(self) -> None:
         check_vote_settings(self, "size", "stride", "batch_size")
 
     def views(self, height: int, width: int) -> Views:
         return block_views((height, width), self.size, self.wrap, self.stride)
-
-
-@final
-class _MeanVote(nn.Module):
-    """What an attack differentiates in place of votes."""
-
-    def __init__(self, votes: PartVotes) -> None:
-        super().__init__()
-        self.votes = votes
-        self.model = votes.model
-        self.train(votes.model.training)
-
-    def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
-        """Logarithms of mean probabilities."""
-        views = self.votes.views(*images.shape[2:]).to(images.device)
-        parts = [self.model(encode_visible(images, view[None])).softmax(dim=1) for view in views]
-        return torch.stack(parts).mean(dim=0).clamp(min=torch.finfo(images.dtype).tiny).log()

@@ -1,6 +1,6 @@
 """A model as it is deployed on many copies of images: in one arithmetic, and always in batches of one shape."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Literal, final, get_args
 
@@ -15,13 +15,18 @@ from patchcert.tensors import Images, Logits
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 SLACK: dict[Precision, float] = {"float32": 2**-14, "tf32": 2**-8, "float16": 2**-8, "bfloat16": 2**-6}
 """By how much a class must lead to count, as a share of the largest logit of its copy."""
-_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_HALF: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_precision(precision: str) -> None:
     """Refuses what is no name of an arithmetic."""
     if precision not in get_args(Precision):
         raise InvalidInput(f"precision is {precision!r}; expected one of {', '.join(get_args(Precision))}")
+
+
+def needed_lead(precision: Precision, slack: float | None) -> float:
+    """The lead that a class must exceed to count for a proof, as a share of the largest logit."""
+    return SLACK[precision] if slack is None else slack
 
 
 @final
@@ -105,6 +110,11 @@ class FixedBatches:
                 self._input = given
         try:
             return self._forward()
+        except torch.OutOfMemoryError as error:
+            raise InvalidInput(
+                f"a batch of {self.size} copies of {tuple(self._input.shape[1:])} does not fit into memory",
+                hint="set a smaller batch_size",
+            ) from error
         except RuntimeError as error:
             raise ModelError(
                 f"the model does not take images of {tuple(self._input.shape[1:])}: {str(error).splitlines()[0]}",
@@ -125,6 +135,21 @@ class FixedBatches:
             torch.cuda.synchronize()
             return
         self._graph = graph
+
+
+@final
+class MeanVote(nn.Module):
+    """What an attack differentiates in place of votes or masks: the mean of a model's softmax over copies of images."""
+
+    def __init__(self, model: nn.Module, copies: Callable[[Images], Iterable[Tensor]]) -> None:
+        super().__init__()
+        self.model, self.copies = model, copies
+        self.train(model.training)
+
+    def forward(self, images: Images) -> Logits:
+        """Logarithms of mean probabilities."""
+        mean = torch.stack([self.model(copy).softmax(dim=1) for copy in self.copies(images)]).mean(dim=0)
+        return mean.clamp(min=torch.finfo(mean.dtype).tiny).log()
 
 
 @contextmanager

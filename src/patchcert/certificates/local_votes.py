@@ -16,7 +16,7 @@ from patchcert.bounds import Network, trace
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places
 from patchcert.bounds.operations import Reshape
 from patchcert.bounds.rounding import precise_arithmetic
-from patchcert.certificates.batches import FixedBatches, Precision
+from patchcert.certificates.batches import FixedBatches, Precision, needed_lead
 from patchcert.certificates.checks import (
     check_call,
     check_fit,
@@ -37,7 +37,6 @@ from patchcert.certificates.votes import (
     masked_margins,
     masked_totals,
     maximal,
-    needed_lead,
     proven_placements,
     require_patch,
     sum_margins,
@@ -251,20 +250,20 @@ class LocalVotes(Classifier):
         base = FixedBatches(flat, images, self.batch_size, self.precision)
         if with_probe:
             numbers = torch.arange(self.batch_size, device=images.device)
-            base.check_company(images[numbers % len(images)], needed_lead(self) / 4)
+            base.check_company(images[numbers % len(images)], needed_lead(self.precision, self.slack) / 4)
         rows = []
         for start in range(0, len(images), self.batch_size):
             rows.append(base.logits(images[start : start + self.batch_size]))
             if progress is not None:
                 progress(min(start + self.batch_size, len(images)), len(images))
         logits = torch.cat(rows).unflatten(1, (flat.classes, -1))
-        return cell_scores(logits, self.scores, needed_lead(self))
+        return cell_scores(logits, self.scores, needed_lead(self.precision, self.slack))
 
     def describe(self) -> dict[str, Any]:
         own = [each.name for each in fields(self) if each.name not in ("model", "batch_size")]
         found = {"name": "LocalVotes"} | {name: getattr(self, name) for name in own}
         masked = list(self.masked) if isinstance(self.masked, tuple) else self.masked
-        return found | {"masked": masked, "slack": needed_lead(self)}
+        return found | {"masked": masked, "slack": needed_lead(self.precision, self.slack)}
 
     def images_per_block(self, device: torch.device) -> int | None:
         """Receptive fields are found once for each block, so that few large ones are best where passes are quick."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Self, final
 import torch
 from torch import Tensor, nn
 
-from patchcert.certificates.batches import SLACK, FixedBatches, Precision, check_precision
+from patchcert.certificates.batches import FixedBatches, MeanVote, Precision, check_precision, needed_lead
 from patchcert.certificates.checks import check_call, check_images, check_inputs, check_labels, weight_dtype
 from patchcert.certificates.classifier import (
     ABSTAINED,
@@ -76,7 +76,7 @@ class _Masked(Classifier, _Settings):
     @property
     def needed_lead(self) -> float:
         """The lead that a class must exceed to count for a proof, as a share of the largest logit."""
-        return SLACK[self.precision] if self.slack is None else self.slack
+        return needed_lead(self.precision, self.slack)
 
     def shown_model(self) -> nn.Module:
         """The model that copies are shown to."""
@@ -99,7 +99,16 @@ class _Masked(Classifier, _Settings):
 
     def surrogate(self) -> nn.Module:
         """The mean of the model's softmax over a few fixed masks and pairs of masks, in logarithms."""
-        return _MeanOverMasks(self)
+
+        def copies(images: Images) -> Iterator[Tensor]:
+            masks = self.mask_set(images.shape[2], images.shape[3]).hidden.to(images.device)
+            fill = _fill(self.fill, images.shape[1]).to(images)
+            spread = torch.linspace(0, len(masks) - 1, 8).long()
+            for second in (spread, spread.roll(4)):
+                for hidden in masks[spread] | masks[second]:
+                    yield torch.where(hidden, fill, images)
+
+        return MeanVote(self.shown_model(), copies)
 
     def _copies(
         self, images: Images, labels: Labels, threat: AnyThreat
@@ -488,31 +497,6 @@ class Mirrored(nn.Module):
     def forward(self, images: Images) -> Logits:
         """Half the sum of both."""
         return (self.model(images) + self.model(images.flip(3))) / 2
-
-
-class _MeanOverMasks(nn.Module):
-    """What an attack differentiates in place of double masking."""
-
-    COPIES = 8
-
-    def __init__(self, masking: _Masked) -> None:
-        super().__init__()
-        self.masking = masking
-        self.model = masking.shown_model()
-        self.train(masking.model.training)
-
-    def forward(self, images: Images) -> Logits:
-        """Logarithms of mean probabilities, over masks spread over the image alone and two by two."""
-        masks = self.masking.mask_set(images.shape[2], images.shape[3]).hidden.to(images.device)
-        numbers = torch.linspace(0, len(masks) - 1, self.COPIES, device=images.device).long()
-        first = torch.cat([numbers, numbers])
-        second = torch.cat([numbers, numbers.roll(self.COPIES // 2)])
-        fill = _fill(self.masking.fill, images.shape[1]).to(images)
-        copies = [
-            self.model(torch.where(masks[one] | masks[other], fill, images))
-            for one, other in zip(first.tolist(), second.tolist(), strict=True)
-        ]
-        return torch.stack([copy.softmax(dim=1) for copy in copies]).mean(dim=0).log()
 
 
 def _patch(threat: AnyThreat) -> Patch:

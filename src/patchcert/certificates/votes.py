@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from patchcert.certificates.batches import SLACK, check_precision
+from patchcert.certificates.batches import check_precision, needed_lead
 from patchcert.certificates.classifier import ABSTAINED, AnyThreat, Columns, first_row
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.tensors import Labels
@@ -255,7 +255,10 @@ def check_vote_settings(classifier: Any, *counts: str) -> None:  # noqa: ANN401 
         if type(value) is not int or value < 1:
             raise InvalidInput(f"{name} is {value!r}; expected a whole number of at least 1")
     check_precision(classifier.precision)
-    threshold, slack = getattr(classifier, "threshold", None), needed_lead(classifier)
+    threshold, slack = (
+        getattr(classifier, "threshold", None),
+        needed_lead(classifier.precision, classifier.slack),
+    )
     if threshold is not None and not 0 < threshold < 1:
         raise InvalidInput(
             f"threshold is {threshold!r}; a vote asks for a softmax of more than 0 and less than 1",
@@ -268,11 +271,6 @@ def check_vote_settings(classifier: Any, *counts: str) -> None:  # noqa: ANN401 
             f"slack is {slack!r}; expected a share of the largest logit, from 0 to below 1",
             hint="None is a few times what the precision rounds",
         )
-
-
-def needed_lead(classifier: Any) -> float:  # noqa: ANN401 - a dataclass with these fields
-    """The lead that a vote must exceed to count for a proof, as a share of the image's largest logit."""
-    return SLACK[classifier.precision] if classifier.slack is None else classifier.slack
 
 
 def require_patch(threat: AnyThreat, method: str) -> Patch:

@@ -52,7 +52,7 @@ def _largest_sum(
 
 
 def most_certified(conflicts: Conflicts) -> int:
-    """At most so many of the images are certified: as many as groups in which each image conflicts with every other.
+    """The most images that can be certified: as many as groups in which each image conflicts with every other.
 
     Groups are found greedily, so the true number may be less.
     """
