@@ -188,6 +188,10 @@ class PartVotes(Classifier):
         """Predictions follow from the votes."""
         return contradiction_of_votes(columns, meta)
 
+    def passes(self, height: int, width: int) -> int | None:
+        """One for each part."""
+        return len(self.views(height, width))
+
     def surrogate(self) -> nn.Module:
         """The mean of the base model's softmax over all parts, in logarithms."""
 

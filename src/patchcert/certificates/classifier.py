@@ -197,6 +197,10 @@ class Classifier(ABC):
         """How many images an interruptible proof certifies at a time; None where verdicts do not depend on it."""
         return 256
 
+    def passes(self, height: int, width: int) -> int | None:
+        """How many forward passes of the model a prediction of one image takes at least; None where it is not known."""
+        return None
+
     def surrogate(self) -> nn.Module:
         """A module whose logits an attack may differentiate in search of images that `predict` gets wrong."""
         return self.model

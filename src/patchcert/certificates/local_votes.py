@@ -274,6 +274,9 @@ class LocalVotes(Classifier):
         """Predictions follow from the sums."""
         return contradiction_of_votes(columns, meta)
 
+    def passes(self, height: int, width: int) -> int | None:
+        return 1
+
     def surrogate(self) -> nn.Module:
         """The mean local score, softened where it is 0 or 1."""
         return _SoftVotes(self)

@@ -97,6 +97,10 @@ class _Masked(Classifier, _Settings):
         threat = Patch.from_dict(description["masked_threat"])
         return super().described(model, {**description, "threat": threat})
 
+    def passes(self, height: int, width: int) -> int | None:
+        """One for each mask, if all copies agree."""
+        return len(self.mask_set(height, width).hidden) * (2 if self.mirrored else 1)
+
     def surrogate(self) -> nn.Module:
         """The mean of the model's softmax over a few fixed masks and pairs of masks, in logarithms."""
 
@@ -286,6 +290,10 @@ class MaskedDetection(_Masked):
             lead=lead,
             weakest_masks=singles.lead.argmin(dim=1, keepdim=True).expand(-1, 2),
         )
+
+    def passes(self, height: int, width: int) -> int | None:
+        """One for each mask, and one for the whole image."""
+        return (len(self.mask_set(height, width).hidden) + 1) * (2 if self.mirrored else 1)
 
     def _predictions(self, whole: Labels, singles: "_Answers") -> Labels:
         objects = (singles.said != whole[:, None]) & (singles.confidence > self.threshold)

@@ -144,7 +144,8 @@ class Evidence:
     """The answer to a question, image by image. Reading a file checks that its columns do not contradict each other.
 
     `meta` is the question and the circumstances: weights_sha256, the sums of the data and the size of its images (below
-    `data`), command, seconds, device and versions.
+    `data`), command, seconds, device and versions. Certificates gathered since 16 November 2026 also have `prediction`:
+    how many images the deployed classifier predicted in one call, and in how many seconds.
     """
 
     columns: Mapping[str, NDArray[Any]]
@@ -251,6 +252,12 @@ class Evidence:
         return Guarantee(confidence=1 - self.meta["classifier"].get("error_rate", 0.0))
 
     @property
+    def prediction_milliseconds(self) -> float | None:
+        """What a prediction took the deployed classifier, on the device; None where it was not measured."""
+        measured = self.meta.get("prediction")
+        return None if measured is None else 1000 * measured["seconds"] / measured["images"]
+
+    @property
     def is_undefended(self) -> bool:
         """Whether an attack was on the model that certificates are about, with no defense in between."""
         return "defense" not in self.meta["classifier"]
@@ -317,6 +324,16 @@ class Evidence:
             raise RunError(f"{self.where} does not say what it is evidence of: {error}") from error
         if "weights_sha256" not in self.meta:
             raise RunError(f"{self.where} does not name its weights_sha256", hint="gather the evidence again")
+        measured = self.meta.get("prediction", {"images": 1, "seconds": 0.0})
+        if (
+            not isinstance(measured, Mapping)
+            or not measured.get("images", 0) > 0
+            or "seconds" not in measured
+        ):
+            raise RunError(
+                f"{self.where} does not say how many images were predicted in how many seconds: {measured}",
+                hint="gather the evidence again",
+            )
 
     def _check_columns(self) -> None:
         missing = [name for name in COLUMNS[self.kind] if name not in self.columns]
