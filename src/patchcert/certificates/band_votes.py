@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,7 @@ class PartVotes(Classifier):
     precision: Precision = "float32"
     slack: float | None = None
     batch_size: int = 512
+    of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack",)
 
     @abstractmethod
     def views(self, height: int, width: int) -> Views:

@@ -167,6 +167,9 @@ class Classifier(ABC):
     predicts_as_its_model: ClassVar[bool] = False
     """Whether `predict` is the class of the model's largest logit, so that attacks on the model are attacks on it."""
 
+    of_proofs_alone: ClassVar[tuple[str, ...]] = ()
+    """What in `describe` decides verdicts, but no prediction."""
+
     @abstractmethod
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         """What the deployed classifier says of each image; -1 where it abstains."""

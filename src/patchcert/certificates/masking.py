@@ -56,6 +56,7 @@ class _Masked(Classifier, _Settings):
 
     model: nn.Module
     threat: Patch
+    of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack",)
 
     def __post_init__(self) -> None:
         check_precision(self.precision)

@@ -12,14 +12,14 @@ import numpy as np
 from patchcert.data.labels import KNOWN, true_test_labels
 from patchcert.errors import PatchcertError
 from patchcert.evidence.manifest import SUMMARY, ListedFile, Manifest, listed_files
-from patchcert.evidence.record import Evidence, EvidenceFolder
+from patchcert.evidence.record import MODEL, Evidence, EvidenceFolder, predictor_of
 from patchcert.evidence.results import TRIMMED, Result, check_together
 from patchcert.files import sha256
 from patchcert.train.run_folder import ENVIRONMENT, METRICS, SPEC
 
 NEAR_TIES = 1e-3
 """The share of images whose prediction may differ from machine to machine; among the results none does."""
-_OWN_PREDICTIONS = json.dumps({"name": "Model"})
+_OWN_PREDICTIONS = predictor_of(MODEL)
 """What `Evidence.subject` calls a model that is asked as it is."""
 
 

@@ -23,7 +23,7 @@ from patchcert.certificates.checks import weight_dtype
 from patchcert.data import Dataset, Split
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
-from patchcert.evidence.record import VERSION, Evidence, EvidenceFolder, Question, Selection
+from patchcert.evidence.record import MODEL, VERSION, Evidence, EvidenceFolder, Question, Selection
 from patchcert.files import atomic_write
 from patchcert.progress import Progress
 from patchcert.tensors import Images
@@ -63,7 +63,7 @@ class Subject:
         if isinstance(self.classifier, Defended):
             defense = self.classifier.defense
             return {"name": "Defended", "defense": f"{type(defense).__name__}({defense.extra_repr()})"}
-        return {"name": "Model"}
+        return dict(MODEL)
 
     def evidence(self, question: Question, columns: Mapping[str, Any], facts: Mapping[str, Any]) -> Evidence:
         """An answer with the circumstances under which it was found."""
