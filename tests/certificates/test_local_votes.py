@@ -253,8 +253,19 @@ class Broadcasts(SqueezeExcite):
         return features + self.pool(features)
 
 
-@pytest.mark.parametrize("model", [SqueezeExcite(), Broadcasts()])
-def test_squeeze_and_excitation_is_refused(model):
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.attention = nn.Conv2d(1, 2, 3), nn.MultiheadAttention(2, 1, batch_first=True)
+
+    def forward(self, images):
+        tokens = self.conv(images).flatten(2).permute(0, 2, 1)
+        mixed, _ = self.attention(tokens, tokens, tokens)
+        return mixed.permute(0, 2, 1).unflatten(2, (6, 6))
+
+
+@pytest.mark.parametrize("model", [SqueezeExcite(), Broadcasts(), Attention()])
+def test_squeeze_and_excitation_and_attention_are_refused(model):
     with pytest.raises(UnsupportedLayer, match="receptive field is everything"):
         LocalVotes(model.eval()).certify(torch.zeros(1, 1, 8, 8), torch.tensor([0]), Patch(2))
 
