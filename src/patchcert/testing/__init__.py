@@ -1,4 +1,4 @@
-"""Conformance suites that anybody can run on their own certifier, threat, attack or condition on votes; needs no test framework."""
+"""Suites that anybody can run on a certifier, threat, attack or condition on votes of their own; needs no framework."""
 
 from patchcert.testing.attacks import ATTACK_CHECKS as ATTACK_CHECKS
 from patchcert.testing.attacks import check_attack as check_attack

@@ -1,4 +1,4 @@
-"""What every condition on votes promises: it proves a label exactly where no assignment of touched votes takes it away."""
+"""What a condition on votes promises: it proves a label exactly where no assignment of touched votes takes it away."""
 
 import itertools
 from collections.abc import Callable, Sequence
