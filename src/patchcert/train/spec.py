@@ -40,7 +40,9 @@ PAPER_SCHEDULE = Schedule()
 class DataSettings:
     """Which images to learn from, and how they are varied.
 
-    `size` is what the images of a folder are brought to, height x width; other data sets have a size of their own.
+    `rotation` (in degrees) and `stretch` turn and stretch half of the images by at most as much, `colours` changes
+    brightness, contrast and saturation by at most this share. `size` is what the images of a folder are brought to,
+    height x width; other data sets have a size of their own.
     """
 
     name: str = "mnist"
@@ -48,12 +50,19 @@ class DataSettings:
     limit: int | None = None
     flip: bool = False
     crop_padding: int = 0
+    rotation: float = 0.0
+    stretch: float = 0.0
+    colours: float = 0.0
     size: str | None = None
 
     def __post_init__(self) -> None:
         at_least(0, "validation", self.validation)
         at_least(1, "limit", self.limit)
         at_least(0, "crop_padding", self.crop_padding)
+        at_least(0, "rotation", self.rotation)
+        for name, share in (("stretch", self.stretch), ("colours", self.colours)):
+            if not 0 <= share < 1:
+                raise SpecError(f"{name} is {share}; expected at least 0 and below 1")
         if self.size is None:
             return
         if not self.name.startswith(FOLDER):

@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
 from patchcert.data import Split
-from patchcert.data.split import random_crop, random_flip
+from patchcert.data.augmentation import random_colours, random_crop, random_flip, random_turns
 from patchcert.train.distributed import ALONE, World
 from patchcert.train.spec import OptimiserSettings, Spec
 from patchcert.train.strategy import Batch, Objective, batch_norms, derived_seed, is_robust, margin_loss
@@ -185,6 +185,10 @@ class TrainingStep:
             images = random_flip(images, self.trainee.generator)
         if settings.crop_padding:
             images = random_crop(images, settings.crop_padding, self.trainee.generator)
+        if settings.rotation or settings.stretch:
+            images = random_turns(images, settings.rotation, settings.stretch, self.trainee.generator)
+        if settings.colours:
+            images = random_colours(images, settings.colours, self.trainee.generator)
         return Batch(images, labels, self.plan.world.rows(len(index)))
 
     def _loss(self, batch: Batch) -> tuple[Annotated[Tensor, ""], Annotated[Tensor, "3"]]:

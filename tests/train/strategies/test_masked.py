@@ -163,6 +163,27 @@ def test_the_hardest_pair_is_the_one_with_the_largest_loss():
         assert max(found) - found[masks[number].eq(chosen[number]).all(2).all(1).nonzero()[0, 0]] < 1e-5
 
 
+def test_the_greedy_search_takes_the_worst_mask_and_then_the_worst_beside_it():
+    training = make_training(replace(STRATEGY, search="greedy"))
+    images, labels = make_data().floats()[:12], make_data().labels[:12]
+    training.network.model(images)
+    masks, wanted = training.draw(12, 7, SIDE, SIDE, seeded(1))
+    chosen = training.hardest_greedily(images, labels, masks, wanted)
+    deployed = training.network.model.eval()
+
+    def loss(number, pair, flags):
+        one = slice(number, number + 1)
+        hidden = slowly_hidden(images[one], pair[None], flags[None], STRATEGY)
+        return F.cross_entropy(deployed(hidden), labels[one]).item()
+
+    for number in range(12):
+        first, alone = chosen[number, 0], wanted[number] & torch.tensor([True, False])
+        singly = [loss(number, pair, alone) for pair in masks[number, :3]]
+        assert loss(number, chosen[number], alone) > max(singly) - 1e-5
+        beside = [loss(number, torch.stack([first, pair[1]]), wanted[number]) for pair in masks[number, 3:]]
+        assert loss(number, chosen[number], wanted[number]) > max(beside) - 1e-5
+
+
 def test_worst_pairs_are_trained_on_from_the_stated_epoch():
     objective = STRATEGY.bind(Subject(build(MODEL), MODEL, THREAT))
     assert [objective.at(epoch / 4) is objective for epoch in range(4)] == [True, True, False, False]
