@@ -60,7 +60,7 @@ def make_data():
 def make_training(strategy=STRATEGY, layout=torch.contiguous_format):
     model = build(MODEL, seeded()).to(memory_format=layout).train()
     fill = torch.tensor(strategy.fill)[:, None, None]
-    return MaskedTraining(strategy, WholeModel((), model), fill, layout)
+    return MaskedTraining(strategy, WholeModel((), model), fill, layout, model)
 
 
 def make(strategy=STRATEGY, device="cpu", cuda_graph="auto", layout=torch.contiguous_format, **settings):

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, final
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from patchcert.errors import SpecError
-from patchcert.tensors import Images, Labels
+from patchcert.tensors import Images, Labels, Logits
 from patchcert.threats import Patch, Threat
 from patchcert.train.strategy import (
     Batch,
@@ -33,6 +34,9 @@ Pairs = Annotated[Tensor, "n p 2 2"]
 Wanted = Annotated[Tensor, "n 2"]
 """Which of its two masks hide something of an image."""
 
+Run = Callable[[Images], Logits]
+"""How the network is carried out."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Masked(Strategy):
     are tried, and the pair of masks with the largest cross entropy is trained on: the worst of random pairs or, where
     the `search` is greedy, the worst of half as many single masks with the worst of as many second ones. For that the
     model is asked as it would be deployed, in eval mode. With `bfloat16` the products of the network are rounded to it,
-    those of the loss are not.
+    those of the loss are not. With `compiled` a GPU carries the network out as torch.compile fuses its layers.
     """
 
     threats: ClassVar = (Patch,)
@@ -60,6 +64,7 @@ class Masked(Strategy):
     search: Literal["random", "greedy"] = "random"
     fill: tuple[float, ...] = (0.5,)
     bfloat16: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", self.size):
@@ -103,7 +108,10 @@ class Masked(Strategy):
         subject.model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
         network = whole_model(subject.model)
         fill = torch.tensor(self.fill, device=subject.device)[:, None, None]
-        trainer = MaskedTraining(self, network, fill, layout)
+        run: Run = network.model
+        if self.compiled and is_on_cuda:
+            run = torch.compile(network.model, dynamic=False)
+        trainer = MaskedTraining(self, network, fill, layout, run)
         if self.worst_of == 1:
             return Objective(network, trainer.random_case)
         hardest = Objective(network, trainer.hardest_case)
@@ -136,6 +144,7 @@ class MaskedTraining:
     network: WholeModel
     fill: Annotated[Tensor, "_ 1 1"]
     layout: torch.memory_format
+    run: Run
 
     def random_case(self, batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
         """The margins with one random pair of masks on each image."""
@@ -202,12 +211,12 @@ class MaskedTraining:
             model.train()
         return torch.stack(losses, dim=1)
 
-    def logits(self, images: Images) -> Annotated[Tensor, "n k"]:
+    def logits(self, images: Images) -> Logits:
         """The logits in float32, whatever the network is rounded to."""
         laid_out = images.contiguous(memory_format=self.layout)
         rounded = self.strategy.bfloat16
         with torch.autocast(images.device.type, torch.bfloat16, enabled=rounded, cache_enabled=False):
-            return self.network.values(laid_out)[-1].float()
+            return self.run(laid_out).float()
 
     def _draw(self, batch: Batch, pairs: int, generator: Generator) -> tuple[Pairs, Wanted]:
         """What is drawn for the images of this process, among draws for the whole batch."""
