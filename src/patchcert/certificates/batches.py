@@ -53,7 +53,7 @@ class FixedBatches:
                 hint="call model.eval()",
             )
         check_independence(model)
-        self.model, self.size = compiled or model, size
+        self.model, self.size = model if compiled is None else compiled, size
         self.precision: Precision = precision
         self._input = example.new_zeros(size, *example.shape[1:])
         self._graph: torch.cuda.CUDAGraph | None = None
