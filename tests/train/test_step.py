@@ -194,12 +194,12 @@ class Watch(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("phase", ["growing", "full"])
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_step_never_waits_for_the_device(kind, is_full):
+def test_a_step_never_waits_for_the_device(kind, phase):
     trainee, plan = prepare(kind)
     for done in (0.0, 1.0):
-        step = TrainingStep(trainee, plan, trainee.objective.at(done), is_full=is_full)
+        step = TrainingStep(trainee, plan, trainee.objective.at(done), phase)
         step(torch.arange(16))
         with Watch() as watch:
             step(torch.arange(16))
