@@ -1,7 +1,7 @@
 """Batch norms in training on bounds: they normalise clean values and bounds alike, by the statistics of the batch.
 
-Which values these are is a setting: those of the clean images, or as much those of bounds. The running statistics follow
-them, and they are what certificates see.
+Whose values these are is a setting: those of the clean images, or as much those of bounds. The running statistics
+follow them, and they are what certificates see.
 """
 
 from collections.abc import Mapping
@@ -18,17 +18,13 @@ from patchcert.errors import ModelError
 from patchcert.models import ModelSpec
 from patchcert.tensors import Images
 
-Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm
+Norm = nn.modules.batchnorm._NormBase
 
 
 def batch_norms(model: nn.Module) -> dict[str, Norm]:
     """The layers, by name, that keep statistics of the batches they have seen."""
-    kinds = nn.modules.batchnorm._NormBase
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, kinds) and layer.track_running_stats
-    }
+    layers = model.named_modules()
+    return {name: layer for name, layer in layers if isinstance(layer, Norm) and layer.track_running_stats}
 
 
 class BatchStatistics:

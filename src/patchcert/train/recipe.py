@@ -28,9 +28,9 @@ TOLERATED = 0.5
 class BoundSettings:
     """What training on bounds may add to its loss; nothing by default.
 
-    With `initialisation = "interval"` weights begin so that no layer widens bounds. Batch norms have the `statistics` of
-    clean images, or of these and of bounds at a random placement. `tightness` and `relu_balance` are the weights of the
-    two regularisers, which fall to 0 as epsilon grows to 1.
+    With `initialisation = "interval"` weights begin so that no layer widens bounds. Batch norms have the `statistics`
+    of clean images, or of these and of bounds at a random placement. `tightness` and `relu_balance` are the weights of
+    the two regularisers, which fall to 0 as epsilon grows to 1.
     """
 
     initialisation: Literal["default", "interval"] = "default"
@@ -54,8 +54,8 @@ def initialise_for_intervals(model: nn.Module, generator: Generator) -> None:
     """Draw the weights of all layers but the first from N(0, 2 pi / n^2), for n inputs, and let their biases be 0.
 
     A sum of n weights of deviation s has a radius of n s sqrt(2 / pi) times that of its inputs, on average, and of that
-    a ReLU leaves a half: with s = sqrt(2 pi) / n the radius stays as it is. The first layer, of whose inputs a patch can
-    change only a few, keeps its weights.
+    a ReLU leaves a half: with s = sqrt(2 pi) / n the radius stays as it is. The first layer, of whose inputs a patch
+    can change only a few, keeps its weights.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
     for layer in layers[1:]:
@@ -112,7 +112,11 @@ class Observation:
             boxes = self.network.observe(batch.own_images, box, is_both)
         else:
             boxes = [] if box is None else self.network.intervals(box)
-        return self._added([boxes[index] for index in _bent(self.network)], epsilon) if self.regularises else None
+        return (
+            self._added([boxes[index] for index in _bent(self.network)], epsilon)
+            if self.regularises
+            else None
+        )
 
     def _box(
         self, patch: PlacedPatch, batch: Batch, epsilon: float | Tensor, generator: Generator
@@ -177,4 +181,5 @@ def _ratio(first: Annotated[Tensor, ""], second: Annotated[Tensor, ""]) -> Annot
 
 
 def _positive(value: Annotated[Tensor, ""]) -> Annotated[Tensor, ""]:
-    return value.clamp(min=torch.finfo(value.dtype).tiny)
+    """A divisor that is 0 while epsilon is, or where no unit counts; its ratio and gradient are then 0 or finite."""
+    return value.clamp(min=1e-12)

@@ -35,6 +35,7 @@ TRAINING_VERSION = 1
 longer count as done. A test holds training to its version."""
 
 PAPER_SCHEDULE = Schedule()
+PLAIN_BOUNDS = BoundSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +205,11 @@ class Spec:
     select: Literal["last", "best-validation"] = "last"
     seed: int = 2019
     run: RunSettings = RunSettings()
-    bounds: BoundSettings = BoundSettings()
+    bounds: BoundSettings = PLAIN_BOUNDS
 
     def __post_init__(self) -> None:
         strategy = self.strategy
-        if self.bounds != BoundSettings() and (not strategy.has_bounds or isinstance(strategy, Natural)):
+        if self.bounds != PLAIN_BOUNDS and (not strategy.has_bounds or isinstance(strategy, Natural)):
             raise SpecError(
                 f"[bounds] is set, but the strategy {strategy.kind!r} does not train on bounds",
                 hint='leave [bounds] out, or set strategy.kind = "all"',
