@@ -27,6 +27,7 @@ from patchcert.train.strategies import (
     PooledPlacements,
     RandomPlacements,
     SparseChanges,
+    Weakest,
 )
 from patchcert.train.strategy import Subject
 
@@ -40,6 +41,8 @@ STRATEGIES = {
     "pooled by members": (PooledPlacements(blocks=(2, 2)), Patch((1, 2))),
     "sparse": (SparseChanges(), SparsePixels(2)),
     "masked": (Masked(size="4x3", clean_share=0.1, single_share=0.2, worst_of=3, worst_from=0.6), Patch(3)),
+    "weakest": (Weakest(candidates=2), Patch(3)),
+    "mixture": (Weakest(placements="image", mixture=0.5, attack_steps=2), Patch(3)),
 }
 VARIED = DataSettings(flip=True, crop_padding=2)
 SCHEDULE = Schedule(5, EpsilonSchedule(1, 2), LearningRateSchedule(1e-3))

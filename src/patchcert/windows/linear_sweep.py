@@ -17,7 +17,6 @@ from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.errors import UnsupportedLayer
 from patchcert.tensors import Images, Labels, PlacementMargins
 from patchcert.threats import Patch
-from patchcert.windows.passes import Windows
 
 Pixels = Annotated[Tensor, "p q"]
 """For each placement the numbers of an image that it covers, counted over channels, rows and columns."""
@@ -90,8 +89,9 @@ class LinearSweep:
         slope: Slope,
     ) -> Annotated[Tensor, "p n k"]:
         """Margins at some placements, without the bias of the last layer."""
-        patch = Windows.within(epsilon, images.flatten(1)[:, pixels].transpose(0, 1))  # p n q
-        centre = hidden + patch.deviation @ weight
+        clean = images.flatten(1)[:, pixels].transpose(0, 1)  # p n q
+        patch = Interval((clean - epsilon).clamp(min=0), (clean + epsilon).clamp(max=1))
+        centre = hidden + (patch.centre - clean) @ weight
         box = Interval.around(centre, patch.radius @ weight.abs())
         is_bent, straight = (box.lower < 0) & (box.upper > 0), (box.lower >= 0).to(centre.dtype)
         low = torch.where(is_bent, slope(box), straight)
