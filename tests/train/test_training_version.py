@@ -84,7 +84,12 @@ LOSSES = {
             "data.limit=48",
         ): (3.1236, 3.6037, 4.7656, 5.3086),
         ("strategy.kind=weakest", "strategy.search=linear", *MLP): (2.2586, 2.2882, 2.4063, 2.4388),
-        ("strategy.kind=weakest", "strategy.placements=image", "strategy.mixture=0.5", *CNN): (2.306, 2.8263, 3.1259, 3.079),
+        ("strategy.kind=weakest", "strategy.placements=image", "strategy.mixture=0.5", *CNN): (
+            2.306,
+            2.8263,
+            3.1259,
+            3.079,
+        ),
         (
             "strategy.kind=all",
             "model.name=cnn2_bn",
