@@ -15,8 +15,9 @@ from patchcert.data.folder import FOLDER, ImageShape
 from patchcert.errors import DataError, SpecError
 from patchcert.models import ModelSpec
 from patchcert.threats import Patch, SparsePixels
+from patchcert.train.recipe import BoundSettings
 from patchcert.train.schedules import Schedule
-from patchcert.train.strategies import AnyStrategy
+from patchcert.train.strategies import AnyStrategy, Natural
 from patchcert.train.toml import (
     Place,
     at_least,
@@ -34,6 +35,7 @@ TRAINING_VERSION = 1
 longer count as done. A test holds training to its version."""
 
 PAPER_SCHEDULE = Schedule()
+PLAIN_BOUNDS = BoundSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +214,15 @@ class Spec:
     select: Literal["last", "best-validation"] = "last"
     seed: int = 2019
     run: RunSettings = RunSettings()
+    bounds: BoundSettings = PLAIN_BOUNDS
 
     def __post_init__(self) -> None:
         strategy = self.strategy
+        if self.bounds != PLAIN_BOUNDS and (not strategy.has_bounds or isinstance(strategy, Natural)):
+            raise SpecError(
+                f"[bounds] is set, but the strategy {strategy.kind!r} does not train on bounds",
+                hint='leave [bounds] out, or set strategy.kind = "all"',
+            )
         if not isinstance(self.threat, strategy.threats):
             wanted = "sparse" if SparsePixels in strategy.threats else "patch"
             raise SpecError(

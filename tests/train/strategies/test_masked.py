@@ -12,20 +12,15 @@ from torch import Generator, nn
 from patchcert.data import Split
 from patchcert.errors import ModelError, SpecError
 from patchcert.models import ModelSpec, build
-from patchcert.threats import Patch, SparsePixels
+from patchcert.threats import Patch
 from patchcert.train.checkpoint import Best, load_state, save_state
 from patchcert.train.loop import Position, train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
 from patchcert.train.step import Plan, Trainee
 from patchcert.train.strategies import (
-    AllPlacements,
-    GuidedPlacements,
     Masked,
     Natural,
-    PooledPlacements,
-    RandomPlacements,
-    SparseChanges,
 )
 from patchcert.train.strategies.masked import MaskedTraining
 from patchcert.train.strategy import Batch, Subject, WholeModel, derived_seed
@@ -340,22 +335,6 @@ def test_masks_do_not_depend_on_who_shares_the_batch():
 def test_impossible_settings_are_refused(changes, message):
     with pytest.raises(SpecError, match=message):
         replace(STRATEGY, **changes).bind(Subject(build(MODEL), MODEL, THREAT))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "threat"),
-    [
-        (AllPlacements(), THREAT),
-        (RandomPlacements(), THREAT),
-        (GuidedPlacements(width=2), THREAT),
-        (PooledPlacements(), THREAT),
-        (SparseChanges(), SparsePixels(1)),
-    ],
-    ids=lambda value: getattr(value, "kind", ""),
-)
-def test_training_on_bounds_refuses_batch_norms(strategy, threat):
-    with pytest.raises(ModelError, match=r"layer 'blocks.0.bn1' is a BatchNorm2d, but training on bounds"):
-        strategy.bind(Subject(build(MODEL), MODEL, threat))
 
 
 def test_natural_training_moves_batch_norms_and_refuses_dropout():
