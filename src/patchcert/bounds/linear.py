@@ -247,6 +247,7 @@ def interval_bound(network: Network, intervals: Sequence[Interval], forms: Forms
     return constant + least(forms, intervals[index], NEAREST)[0]
 
 
+@torch.no_grad()
 def reference_margin(network: Network, box: Interval, label: int, target: int, slope: Slope) -> float:
     """The linear bound of one class on one box in float64, nothing batched and nothing clever.
 
