@@ -303,3 +303,20 @@ class SaysWhatComesToMind(nn.Module):
 def test_a_model_that_draws_lots_is_refused():
     with pytest.raises(ModelError, match="says something else of the same images"):
         DoubleMasking(SaysWhatComesToMind().eval(), pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_compiled_model_says_the_same_up_to_rounding():
+    spec = pc.models.ModelSpec("resnet18", 3, 16, 16, 4, filters=4)
+    model = pc.models.build(spec, torch.Generator().manual_seed(0)).eval().cuda()
+    images = torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(1)).cuda()
+    plain = DoubleMasking(model, pc.Patch(3), masks=3, mirrored=True, with_map=True)
+    labels = plain.predict(images)
+    compiled = DoubleMasking(model, pc.Patch(3), masks=3, mirrored=True, with_map=True, compiled=True)
+    assert torch.equal(compiled.predict(images), labels)
+    found, expected = (each.placement_leads(images, labels, pc.Patch(3)) for each in (compiled, plain))
+    proven = expected > plain.needed_lead
+    assert proven.any()
+    assert (found - expected)[proven].abs().max() < plain.needed_lead
+    assert compiled.describe() != plain.describe()
