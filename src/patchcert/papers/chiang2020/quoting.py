@@ -69,7 +69,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "docs/guides/reproduce.md": ("1 of 3", "95 %", "1.2 times", "0.05", "0.9", "0.01", "0.001", "5 %"),
     "docs/guides/zero-percent.md": ("0 %",),
     "docs/index.md": ("0 %",),
-    "docs/guides/train.md": ("1.0", "0.0", "0.5", "10.0", "20.0", "2.30"),
+    "docs/guides/train.md": ("1.0", "0.0", "0.5", "10.0", "20.0", "2.30", "0.998", "0.05"),
 }
 """By document, what looks like a result and is none: settings, definitions, levels of confidence, versions, log(10);
 and what the first example of the README prints, which a test runs."""
