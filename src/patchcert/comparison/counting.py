@@ -250,19 +250,8 @@ def _blank(model: nn.Module, spec: ModelSpec) -> torch.Tensor:
 
 
 def _model_spec(spec: Spec, evidence: Evidence) -> ModelSpec:
-    channels, height, width = evidence.meta["data"]["image"]
-    classes, model = class_names(spec.data.name), spec.model
-    return ModelSpec(
-        name=model.name,
-        channels=channels,
-        height=height,
-        width=width,
-        classes=10 if classes is None else len(classes),
-        hidden=model.hidden,
-        filters=model.filters,
-        depth=model.depth,
-        receptive_field=model.receptive_field,
-    )
+    classes = class_names(spec.data.name)
+    return spec.model.for_images(evidence.meta["data"]["image"], 10 if classes is None else len(classes))
 
 
 def _shared(device: str, jobs: int) -> str:

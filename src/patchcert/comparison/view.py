@@ -24,6 +24,7 @@ _STATED = {
     "published": "stated",
     "unconfirmed": "stated, not confirmed",
 }
+_PRECISION = re.compile(", (tf32|bfloat16|float16)$")
 _SQUARE = re.compile(r"^(\d+)x(\d+)$")
 
 COLUMNS = (
@@ -186,7 +187,7 @@ class Panel:
             PlotPoint(
                 self.x.place(math.log10(_cost(row))),
                 self.y.place(row.certified),
-                row.method,
+                _PRECISION.sub("", row.method),
                 f"{row.method}, {row.network}, {patch}: {row.certified:.2f}% certified, "
                 f"{_cost(row):.3g} multiply-adds",
                 heights[id(row)],
