@@ -63,6 +63,21 @@ def test_nothing_sticks_out_of_the_window(page, evaluate, width):
     assert size[0] <= size[1] == width
 
 
+def test_outlines_are_whole_and_wide_tables_show_that_they_scroll(page, evaluate):
+    overflow, attachment, focus = evaluate(
+        page,
+        """
+        const picture = getComputedStyle(document.querySelector("svg.picture"));
+        const scroll = document.querySelector(".scroll");
+        return [picture.overflow, getComputedStyle(scroll).backgroundAttachment, scroll.tabIndex];
+        """,
+        390,
+    )
+    assert overflow == "visible"
+    assert {"local", "scroll"} <= set(attachment.split(", "))
+    assert focus == 0
+
+
 def test_a_page_that_complains_is_noticed(page, evaluate):
     with pytest.raises(AssertionError, match="out of order"):
         evaluate(page, 'console.error("out of order"); return 1;')
