@@ -108,6 +108,8 @@ def _setting(name: str, value: object) -> str:
     """A setting of a classifier in words."""
     if isinstance(value, bool):
         return name if value else f"not {name}"
+    if value is None:
+        return f"no {name}"
     if isinstance(value, Mapping):
         return f"{name} {describe_threat(threat_from_dict(value))}"
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
