@@ -179,13 +179,14 @@ class Accuracy:
 
 
 def accuracies(
-    clean: Proportion | None, empirical: Proportion | None, certified: Proportion | None
+    clean: Proportion | None, empirical: Proportion | None, certified: Proportion | None, is_detected: bool
 ) -> tuple[Accuracy, ...]:
-    """The three accuracies of a run, from the largest to the smallest."""
+    """The three accuracies of a run, from the largest to the smallest; if patches are detected, alerts suffice."""
+    right = "right, or an alert is raised," if is_detected else "right"
     return (
         Accuracy("Clean", "right when nobody interferes", "plain", clean),
-        Accuracy("Empirical", "right under every attack tried", "soft", empirical),
-        Accuracy("Certified", "proven right under every attack possible", "accent", certified),
+        Accuracy("Empirical", f"{right} under every attack tried", "soft", empirical),
+        Accuracy("Certified", f"proven {right} under every attack possible", "accent", certified),
     )
 
 
@@ -222,15 +223,18 @@ class RunView:
     @property
     def numbers(self) -> tuple[Accuracy, ...]:
         """Accuracies, each on all images that it was measured on."""
-        return accuracies(self.run.clean, self.run.empirical, self.run.certified)
+        return self._accuracies(self.run.clean, self.run.empirical, self.run.certified)
 
     @property
     def same_images(self) -> tuple[Accuracy, ...]:
         """Accuracies on the same images: those certified and attacked, or those certified where none is both."""
         run, found = self.run, self.run.on_the_same_images
         if found is not None:
-            return accuracies(found.clean, found.empirical, found.certified)
-        return self.numbers if run.headline is None else accuracies(run.clean, None, run.certified)
+            return self._accuracies(found.clean, found.empirical, found.certified)
+        return self.numbers if run.headline is None else self._accuracies(run.clean, None, run.certified)
+
+    def _accuracies(self, *shares: Proportion | None) -> tuple[Accuracy, ...]:
+        return accuracies(*shares, is_detected=self.run.guarantee.promise == "detection")
 
     @property
     def same_images_note(self) -> str:
@@ -267,9 +271,8 @@ class RunView:
 
     @property
     def has_margins(self) -> bool:
-        """Whether the numbers of maps are margins, rather than only what is proven."""
-        rows = self.run.headline
-        return rows is not None and not {"margin", "lead"}.isdisjoint(rows.columns)
+        """Whether maps show margins, and not only what is proven."""
+        return any(each.has_margins for each in self.run.maps)
 
     @property
     def masks(self) -> tuple[Pixels, ...]:

@@ -96,7 +96,8 @@ class Box:
 class CertificateMap:
     """An image with its least margin at every placement of the patch; NaN where no placement is allowed.
 
-    For proofs by masks it is the lead beyond the slack, for votes 1 where a placement is proven, else -1.
+    For double masking it is the lead beyond the slack. Other kinds of proof have no margins (`has_margins`): it is then 1
+    where a placement is proven, else -1.
     """
 
     index: int
@@ -106,6 +107,7 @@ class CertificateMap:
     certified: bool
     patch: Patch
     margins: NDArray[np.float64]
+    has_margins: bool = True
 
     @property
     def weakest(self) -> Box:
@@ -181,6 +183,7 @@ def certificate_maps(model: nn.Module, images: Split, rows: Evidence, count: int
             certified=bool(columns["certified"][at]),
             patch=threat,
             margins=grids[at],
+            has_margins=isinstance(classifier, IntervalBounds | DoubleMasking),
         )
         for at in range(len(chosen))
     ]
