@@ -91,7 +91,7 @@ def test_every_page_is_on_the_map():
 def test_the_reference_has_every_public_name():
     text = (ROOT / "docs" / "reference.md").read_text()
     described = {name.split(".")[0] for name in re.findall(r"^::: patchcert\.(\S+)$", text, re.M)}
-    assert described == set(pc.__all__)
+    assert described >= set(pc.__all__)
 
 
 def test_nothing_in_the_site_is_loaded_from_elsewhere():

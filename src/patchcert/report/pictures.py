@@ -96,8 +96,8 @@ class Box:
 class CertificateMap:
     """An image with its least margin at every placement of the patch; NaN where no placement is allowed.
 
-    For double masking it is the lead beyond the slack. Other kinds of proof have no margins (`has_margins`): it is then 1
-    where a placement is proven, else -1.
+    For double masking it is the lead beyond the slack. Other kinds of proof have no margins (`has_margins`): it is
+    then 1 where a placement is proven, else -1.
     """
 
     index: int
