@@ -260,6 +260,11 @@ def test_runs_that_answer_different_questions_are_compared_with_a_warning(read, 
         text = read(run, replace(same, **other, attacks=())).text
         assert f"They differ in {words}: a larger number" in text
     assert "not about the same question" not in read(run, replace(same, certificates=(), attacks=())).text
+    elsewhere = asked(fewer, threat=Patch(3), selection=Selection("another"))
+    assert (
+        "in the threat, the data and the images:"
+        in read(run, replace(same, certificates=(elsewhere,), attacks=())).text
+    )
 
 
 def test_headings_leave_no_level_out_and_figures_have_labels(

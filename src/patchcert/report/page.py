@@ -333,7 +333,7 @@ class RunView:
         return image_table(self.run, self.run.headline) if self.run.headline else None
 
 
-def differing(views: Sequence[RunView]) -> tuple[str, ...]:
+def differing(views: Sequence[RunView]) -> str:
     """What runs must share to be compared, as far as they do not: the threat, the data, and the images certified."""
     found = [rows for view in views if (rows := view.run.headline) is not None]
     questions = {
@@ -341,7 +341,8 @@ def differing(views: Sequence[RunView]) -> tuple[str, ...]:
         "the data": [view.data for view in views],
         "the images": [rows.columns["index"].tolist() for rows in found],
     }
-    return tuple(name for name, asked in questions.items() if any(each != asked[0] for each in asked))
+    names = [name for name, asked in questions.items() if any(each != asked[0] for each in asked)]
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def class_name(classes: Sequence[str], label: int) -> str:
