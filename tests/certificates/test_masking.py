@@ -320,3 +320,17 @@ def test_a_compiled_model_says_the_same_up_to_rounding():
     assert proven.any()
     assert (found - expected)[proven].abs().max() < plain.needed_lead
     assert compiled.describe() != plain.describe()
+
+
+@pytest.mark.parametrize(("images", "size"), [(7, 16), (20, 16), (3, 64)])
+def test_hardly_a_row_of_a_batch_is_empty(images, size):
+    model, batches = nn.Sequential(nn.Flatten(), nn.Linear(64, 2)).eval(), []
+    with torch.no_grad():
+        model[1].weight.zero_()
+        model[1].bias.copy_(torch.tensor([1.0, 0.0]))
+    model.register_forward_hook(lambda *_: batches.append(None))
+    masking = DoubleMasking(model, pc.Patch(2), masks=4, batch_size=size)
+    found = masking.certify(torch.rand(images, 1, 8, 8), torch.zeros(images, dtype=torch.long), pc.Patch(2))
+    assert found.certified.all()
+    wanted = images * (16 * 15 // 2 + 16)
+    assert len(batches) * size < 1.1 * wanted + 10 * size

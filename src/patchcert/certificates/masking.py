@@ -32,6 +32,8 @@ from patchcert.threats import Patch
 from patchcert.threats.masks import MaskSet, masks_covering, masks_per_axis
 
 _PIXELS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
+_BATCHES_AT_ONCE = 4
+"""Full batches of pairs between two looks at which images can still be proven."""
 _PASSES_PER_BLOCK = {"cuda": 2**21, "cpu": 2**12}
 
 Numbers = Annotated[Tensor, "b"]
@@ -467,7 +469,7 @@ class _Rows:
         order = (self.least[:, pairs[:, 0]] + self.least[:, pairs[:, 1]]).argsort(dim=1)
         start, left = 0, self._left(covering, for_map)
         while start < len(pairs) and len(left):
-            chosen = order[left, start : start + _share(2 * self.copies.size, len(left))]
+            chosen = order[left, start : start + _share(_BATCHES_AT_ONCE * self.copies.size, len(left))]
             start += chosen.shape[1]
             first, second = pairs[chosen.flatten()].T
             self._look(left.repeat_interleave(chosen.shape[1]), first, second)
@@ -535,8 +537,8 @@ def _fill(fill: float | tuple[float, ...], channels: int) -> Annotated[Tensor, "
 
 
 def _share(copies: int, images: int) -> int:
-    """How many copies of each image make about this many copies in all."""
-    return max(1, -(-copies // max(images, 1)))
+    """How many copies of each image make at most this many copies in all, so that no batch is nearly empty."""
+    return max(1, copies // max(images, 1))
 
 
 def _any_covering(
