@@ -1,6 +1,8 @@
 """`patchcert compare`, from run folders that the real commands certified to one table and a leaderboard file."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import patchcert as pc
 from patchcert.cli.app import run
 from patchcert.models import ModelSpec, build, save
 from patchcert.train.run_folder import Run
-from patchcert.train.spec import DataSettings, ModelSettings, Spec
+from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, Spec
 from patchcert.train.strategies.masked import Masked
 from patchcert.train.strategies.votes import Bands, LocalMargins
 from patchcert.train.strategy import Strategy
@@ -87,6 +89,7 @@ def test_rows_that_are_written_can_be_compared_again(runs, tmp_path, capsys):
 def test_data_and_threats_that_differ_are_warned_of(runs, tmp_path, capsys):
     other = json.loads(Path(_written(runs["bands"], tmp_path / "a.json", capsys)).read_text())
     other["rows"][0] |= {"data": "cifar10", "patch": "2x2"}
+    other["rows"][0]["evidence"]["sha256"] = "0" * 64
     (tmp_path / "b.json").write_text(json.dumps(other))
     said = compared(capsys, runs["bands"], tmp_path / "b.json")
     assert "warning: the rows have different data" in said.err
@@ -121,3 +124,36 @@ def test_a_run_without_certificates_is_no_row(runs, tmp_path, capsys):
     save(build(settings), settings, empty.weights)
     assert run(["compare", str(empty.path)]) == 2
     assert "there are no certificates of test images" in capsys.readouterr().err
+
+
+def test_a_row_is_counted_again_where_its_evidence_is_at_hand(runs, tmp_path, capsys):
+    file = _written(runs["bands"], tmp_path / "others.json", capsys)
+    (evidence,) = (runs["bands"] / "evidence").glob("*.npz")
+    said = compared(capsys, file, evidence, "--format", "markdown")
+    assert "counted: bands" in said.out
+    assert said.out.count("bands of 4 columns") == 1
+    forged = json.loads(file.read_text())
+    forged["rows"][0]["patch"] = "10x10"
+    file.write_text(json.dumps(forged))
+    assert run(["compare", str(file), str(evidence)]) == 2
+    assert "states patch as 10x10, but its evidence" in capsys.readouterr().err
+
+
+def test_the_best_of_a_kind_says_of_how_many_it_is(runs, tmp_path, capsys):
+    other = Run.create(
+        tmp_path / "other", replace(Run.open(runs["bands"]).spec, optimiser=OptimiserSettings(batch_size=7))
+    )
+    other.weights.write_bytes((runs["bands"] / "weights.safetensors").read_bytes())
+    other.append_metrics({"epoch": 0, "loss": 1.0, "seconds": 90.0})
+    shutil.copytree(runs["bands"] / "evidence", other.evidence_folder)
+    said = compared(capsys, runs["bands"], other.path, "--best", "--format", "json")
+    (row,) = json.loads(said.out)["rows"]
+    assert row["source"]["note"] == "the best of 2 trainings"
+
+
+def test_evidence_alone_is_a_row_without_a_network(runs, capsys):
+    (evidence,) = (runs["local"] / "evidence").glob("*.npz")
+    (row,) = json.loads(compared(capsys, evidence, "--format", "json").out)["rows"]
+    assert row["method"] == "local votes, masked sum"
+    assert "network" not in row
+    assert "multiply_adds" not in row["cost"]

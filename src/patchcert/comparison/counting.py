@@ -17,6 +17,7 @@ from patchcert.certificates import method_named
 from patchcert.comparison.leaderboard import NO_OUTSIDE_DATA, Cost, Counted, Row, Seeds, Source
 from patchcert.comparison.words import method_words, patch_words, placement_words
 from patchcert.data import class_names
+from patchcert.errors import InvalidInput
 from patchcert.evidence import Evidence, EvidenceFolder
 from patchcert.evidence.results import Result, Results, experiment_key, last_loss
 from patchcert.files import sha256
@@ -34,16 +35,19 @@ CERTIFICATES = 10_000
 @final
 @dataclass(frozen=True)
 class Network:
-    """What is known of a network beside its proofs: where it stands, its size, and what its training took."""
+    """What is known of a network beside its proofs: where it stands, its size, and what its training took.
+
+    Of evidence that belongs to no run nothing of it is known.
+    """
 
     name: str
-    words: str
-    model: ModelSpec
     training: str
-    seed: int
-    loss: float | None
-    seconds: float
-    device: str
+    words: str | None = None
+    model: ModelSpec | None = None
+    seed: int | None = None
+    loss: float | None = None
+    seconds: float | None = None
+    device: str | None = None
 
     @classmethod
     def of_result(cls, result: Result, evidence: Evidence) -> "Network":
@@ -142,6 +146,16 @@ def proofs_of_zoo(zoo: Zoo, files: Iterable[Path]) -> tuple[Proof, ...]:
     return tuple(found)
 
 
+def proof_of_file(file: Path) -> Proof:
+    """The certificates in a file of evidence; of its network no more than the sum of its weights is known."""
+    evidence = Evidence.read(file)
+    if evidence.kind != "certify":
+        raise InvalidInput(
+            f"{file} is evidence of an attack, not of certificates", hint="name one of certificates"
+        )
+    return Proof(evidence, Network(name=file.name, training=evidence.weights))
+
+
 def count(proofs: Sequence[Proof]) -> tuple[Row, ...]:
     """A row for each training and question, of whose seeds the one of least training loss counts."""
     experiments: dict[tuple[str, str], list[Proof]] = {}
@@ -168,12 +182,31 @@ def _best(rows: Sequence[Row]) -> Row:
     return replace(first, source=replace(first.source, note=f"the best of {len(rows)} trainings"))
 
 
+def recounted(stated: Row, counted: Sequence[Row]) -> Row:
+    """A row of a file, as `recounted` where the evidence that it names is at hand, which must count the same."""
+    own = next((row for row in counted if _sum(row) is not None and _sum(row) == _sum(stated)), None)
+    if own is None:
+        return stated
+    for name in ("data", "images", "patch", "placements", "promise", "confidence", "evidence"):
+        if getattr(stated, name) != getattr(own, name):
+            raise InvalidInput(
+                f"the row {stated.source.title!r} states {name} as {getattr(stated, name)}, but its evidence "
+                f"{own.source.title} says {getattr(own, name)}",
+                hint="correct the row, or leave it out",
+            )
+    return replace(stated, recounted=True)
+
+
+def _sum(row: Row) -> str | None:
+    return None if row.evidence is None else row.evidence.sha256
+
+
 def _row(seeds: Sequence[Proof]) -> Row:
     counting = min(seeds, key=_loss)
     evidence, network = counting.evidence, counting.network
     assert evidence.path is not None
     shares = [proof.percent for proof in seeds]
-    parameters, multiply_adds = network_size(network.model)
+    parameters, multiply_adds = (None, None) if network.model is None else network_size(network.model)
     passes = prediction_passes(evidence)
     return Row(
         data=evidence.selection.data,
@@ -191,7 +224,7 @@ def _row(seeds: Sequence[Proof]) -> Row:
         certified=counting.percent,
         cost=Cost(
             passes=passes,
-            multiply_adds=None if passes is None else passes * multiply_adds,
+            multiply_adds=None if passes is None or multiply_adds is None else passes * multiply_adds,
             milliseconds=evidence.prediction_milliseconds,
             certificate_seconds=evidence.meta["seconds"] * CERTIFICATES / evidence.total,
             training_seconds=network.seconds,
