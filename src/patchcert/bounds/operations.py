@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -313,11 +313,11 @@ def _split(index: object, split_size: int | tuple[int, ...], dim: int = 0) -> Op
 @function_rule(operator.getitem)
 def _getitem(index: object) -> Operation:
     chosen = index if isinstance(index, tuple) else (index,)
-    is_plain = all(isinstance(each, int | slice) and not isinstance(each, bool) for each in chosen)
-    if not is_plain or chosen[0] != slice(None):
+    picked = tuple(each for each in chosen if isinstance(each, int | slice) and not isinstance(each, bool))
+    if len(picked) < len(chosen) or chosen[0] != slice(None):
         refuse(f"it picks {list(chosen)}: the first must be all of the batch, the others numbers or slices")
     is_by_channel = isinstance(chosen[-1], slice) and all(each == slice(None) for each in chosen[2:])
-    return Part(lambda value: value[chosen], is_by_channel)
+    return Part(lambda value: value[picked], is_by_channel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,28 +538,28 @@ _always(F.softsign, _ELEMENTARY, nn.Softsign)
 def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Operation:
     if not isinstance(min_val, int | float) or not isinstance(max_val, int | float):
         refuse("its limits are tensors, bounds exist for limits that are plain numbers")
-    return Monotone(lambda value: F.hardtanh(value, min_val, max_val), _ROUNDED_LIMIT)
+    return Monotone(partial(F.hardtanh, min_val=min_val, max_val=max_val), _ROUNDED_LIMIT)
 
 
 @function_rule(F.leaky_relu, layers=(nn.LeakyReLU,))
 def _leaky_relu(negative_slope: float = 0.01, inplace: bool = False) -> Operation:
     if negative_slope < 0:
         refuse(f"negative_slope is {negative_slope}, bounds exist for slopes of at least 0")
-    return Monotone(lambda value: F.leaky_relu(value, negative_slope), _ROUNDED_PRODUCT)
+    return Monotone(partial(F.leaky_relu, negative_slope=negative_slope), _ROUNDED_PRODUCT)
 
 
 @function_rule(F.elu, layers=(nn.ELU,))
 def _elu(alpha: float = 1.0, inplace: bool = False) -> Operation:
     if alpha < 0:
         refuse(f"alpha is {alpha}, bounds exist for alpha of at least 0")
-    return Monotone(lambda value: F.elu(value, alpha), _ELEMENTARY)
+    return Monotone(partial(F.elu, alpha=alpha), _ELEMENTARY)
 
 
 @function_rule(F.celu, torch.celu, layers=(nn.CELU,))
 def _celu(alpha: float = 1.0, inplace: bool = False) -> Operation:
     if alpha <= 0:
         refuse(f"alpha is {alpha}, bounds exist for positive alpha")
-    return Monotone(lambda value: F.celu(value, alpha), _ELEMENTARY)
+    return Monotone(partial(F.celu, alpha=alpha), _ELEMENTARY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1064,7 +1064,8 @@ def _constant(*given: object, make: Callable[[Tensor], Tensor] = lambda value: v
     """What `make` gives for a number, or for a weight whenever it is read; both in float64."""
     (value,) = given
     if callable(value):
-        return lambda: make(value().double())
+        source = cast("Source", value)
+        return lambda: make(source().double())
     if not isinstance(value, int | float) or isinstance(value, bool):
         refuse(f"its constant is {value!r}, bounds exist for numbers, parameters and buffers")
     number = make(torch.tensor(value, dtype=torch.float64))
