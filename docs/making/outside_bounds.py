@@ -61,7 +61,8 @@ NOTE = (
     "ones that read the exported ONNX and VNN-LIB files: the linear program of the triangle relaxation, solved by "
     "HiGHS, and CROWN and alpha-CROWN of auto_LiRPA 0.3. A row has the least over all classes. `below`: how far "
     f"margins are below the program on average, `nearest`: at least; slopes ascended for {STEPS} steps or until the "
-    "margin is proven, without splitting. `crown_apart`: how far our bound with the same slopes is from that of auto_LiRPA."
+    "margin is proven, without splitting. `crown_apart`: how far our bound with the same slopes is from that of "
+    "auto_LiRPA."
 )
 
 Array = NDArray[np.float64]
