@@ -156,6 +156,37 @@ def test_sizes_that_are_asked_for_are_those_of_one_image(tmp_path):
     assert [type(step.operation).__name__ for step in trace(network, SHAPE).steps] == ["Reshape", "Linear"]
 
 
+@pytest.mark.parametrize(("opset", "settings"), [(11, {"axes": [2, 3]}), (17, {})])
+def test_dimensions_of_size_one_are_dropped_unless_they_are_the_batch(tmp_path, opset, settings):
+    axes = [] if settings else ["axes"]
+    nodes = [
+        node("GlobalAveragePool", ["x"], ["mean"]),
+        node("Squeeze", ["mean", *axes], ["flat"], **settings),
+        node("Gemm", ["flat", "w", "b"], ["y"]),
+    ]
+    weights = {"w": constant(2, 3), "b": constant(3), "axes": ints(-2, -1)}
+    network = load_onnx(write(tmp_path / "squeeze.onnx", nodes, weights, opset=opset))
+    assert network(torch.rand(4, *SHAPE)).shape == (4, 3)
+    nodes[1] = node("Squeeze", ["mean"], ["flat"])
+    with pytest.raises(
+        UnsupportedLayer, match=r"operator Squeeze at 'the Squeeze': its axes are \[\]; the first"
+    ):
+        load_onnx(write(tmp_path / "all.onnx", nodes, weights, opset=opset))
+
+
+def test_nodes_of_one_name_are_kept_apart(tmp_path):
+    nodes = [
+        helper.make_node("Relu", ["x"], ["z"], name="one"),
+        helper.make_node("Relu", ["z"], ["v"], name="one"),
+    ]
+    network = load_onnx(write(tmp_path / "one.onnx", [*nodes, *flattened("v")], WEIGHTS), check=False)
+    assert list(network.layers)[:2] == ["one", "one_"]
+
+
+def flattened(name):
+    return [node("Flatten", [name], ["flat"]), node("Gemm", ["flat", "w", "b"], ["y"])]
+
+
 def test_a_gate_by_its_own_sigmoid_is_one_function(tmp_path):
     nodes = [
         node("Sigmoid", ["x"], ["gate"]),
@@ -189,7 +220,7 @@ def test_layers_have_the_names_of_their_nodes(tmp_path):
         helper.make_node("Relu", ["z"], ["y"]),
     ]
     network = load_onnx(write(tmp_path / "names.onnx", nodes, {"w": constant(72, 4)}))
-    assert list(network.layers) == ["body_flatten", "Gemm_1_1", "Relu_2_2"]
+    assert list(network.layers) == ["body_flatten", "Gemm_1", "Relu_2"]
 
 
 def test_double_precision_is_kept(tmp_path):

@@ -102,6 +102,11 @@ def test_functions_that_are_no_operators_are_refused(tmp_path):
         save_onnx(nn.Sequential(nn.Flatten(), Own()), tmp_path / "model.onnx", (1, 2, 2))
 
 
+def test_half_precision_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="weights of torch.float16 cannot be written"):
+        save_onnx(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).half(), tmp_path / "model.onnx", (1, 2, 2))
+
+
 def test_a_file_that_the_runtime_reads_otherwise_is_not_written(tmp_path, monkeypatch):
     theirs = runtime.runtime_outputs
     monkeypatch.setattr(runtime, "runtime_outputs", lambda file, images: theirs(file, images) * 1.1)

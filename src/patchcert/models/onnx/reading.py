@@ -256,8 +256,11 @@ class _Reader:
     def _name(self, proto: Any, position: int) -> str:  # noqa: ANN401
         """That of the node, as far as modules can have it."""
         name = re.sub(r"\W+", "_", proto.name).strip("_")
-        is_free = name and name not in self.layers and not hasattr(nn.ModuleDict, name)
-        return name if is_free else f"{proto.op_type}_{position}_{len(self.layers)}"
+        if not name or hasattr(nn.ModuleDict, name):
+            name = f"{proto.op_type}_{position}"
+        while name in self.layers:
+            name += "_"
+        return name
 
 
 _STANDARD = ("", "ai.onnx")

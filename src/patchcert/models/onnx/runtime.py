@@ -84,7 +84,9 @@ def compare_with_runtime(
 def runtime_outputs(file: str | bytes, images: Images) -> Logits:
     """What ONNX Runtime makes of each image by itself, on the CPU, with the network of a file or of its content."""
     runtime = importlib.import_module("onnxruntime")
-    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    options = runtime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1  # errors alone, and no threads that spin
+    session = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     rows = [session.run(None, {name: image[None].numpy()})[0] for image in images.cpu()]
     return torch.from_numpy(np.concatenate(rows))

@@ -32,7 +32,7 @@ from patchcert.bounds.operations import (
     Valley,
     ZeroPad,
 )
-from patchcert.errors import UnsupportedLayer
+from patchcert.errors import ModelError, UnsupportedLayer
 from patchcert.files import atomic_write
 from patchcert.models.onnx.runtime import compare_with_runtime, drawn_images, has_runtime, import_onnx
 
@@ -40,6 +40,8 @@ OPSET = 13
 """Which readers of all kinds know; where an operator is newer, its opset is taken."""
 IR_VERSION = 8
 INPUT, OUTPUT = "images", "logits"
+_KINDS = {torch.float32: 1, torch.float64: 11}
+"""Types by their numbers in ONNX."""
 
 
 def save_onnx(
@@ -55,6 +57,11 @@ def save_onnx(
     onnx = import_onnx(f"writing {path}")
     network = trace(model, image_shape)
     own = next((value for value in model.state_dict().values() if value.is_floating_point()), torch.empty(0))
+    if own.dtype not in _KINDS:
+        raise ModelError(
+            f"weights of {own.dtype} cannot be written to {path}; expected torch.float32 or torch.float64",
+            hint="convert the model with .float()",
+        )
     image = torch.zeros(1, *image_shape, dtype=own.dtype, device=own.device)
     with torch.no_grad():
         examples = network.values(image)
@@ -117,7 +124,7 @@ class _Writer:
 
     def model(self) -> Any:  # noqa: ANN401
         """The whole, checked."""
-        helper, kind = self.onnx.helper, {torch.float32: 1, torch.float64: 11}[self.dtype]
+        helper, kind = self.onnx.helper, _KINDS[self.dtype]
         ends = [
             helper.make_tensor_value_info(name, kind, ["batch", *shape[1:]])
             for name, shape in ((INPUT, self.shapes[0]), (OUTPUT, self.shapes[-1]))
