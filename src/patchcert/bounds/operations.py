@@ -1034,9 +1034,9 @@ class Rescale(Affine):
         return 4
 
     def transposed(
-        self, value: Annotated[Tensor, "n ..."], inputs: Size
+        self, value: Annotated[Tensor, "n ..."], inputs: Size, precise: bool
     ) -> tuple[Annotated[Tensor, "n ..."], int] | None:
-        return self.map(value, precise=True), 4
+        return self.map(value, precise), 4
 
     def places(self, area: FeatureMap) -> Places:
         for constant in (self.factor, self.shift):
