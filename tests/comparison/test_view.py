@@ -4,7 +4,7 @@ import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
-from patchcert.comparison.leaderboard import Cost, Counted, Row, Source, published_rows
+from patchcert.comparison.leaderboard import Cost, Counted, Row, Seeds, Source, published_rows
 from patchcert.comparison.view import as_json, in_order, page, panels, plot, table, warnings
 
 OURS = Row(
@@ -124,3 +124,9 @@ def test_json_has_the_keys_of_leaderboard_files():
     plain = json.loads(as_json([OURS, replace(OURS, data="mnist")]))
     assert plain["rows"][0] == OURS.to_dict()
     assert len(plain["warnings"]) == 1
+
+
+def test_several_seeds_are_averaged_and_the_one_that_counts_is_named():
+    one, several = Seeds(count=1, mean=50.0), Seeds(count=3, mean=49.0, counted=2020, spread=1.25)
+    found = [cells([replace(OURS, seeds=seeds)])[0]["seeds: mean ± deviation"] for seeds in (one, several)]
+    assert found == ["1", "3: 49.00 ± 1.25; 2020 counts"]

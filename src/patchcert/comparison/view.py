@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import final
 
 import patchcert
-from patchcert.comparison.leaderboard import Row
+from patchcert.comparison.leaderboard import Row, Seeds
 from patchcert.report.charts import Axis, nice_axis, path, spread
 from patchcert.report.page import page_environment
 from patchcert.report.tables import Cell, Column, Table
@@ -80,7 +80,7 @@ def _cells(row: Row) -> tuple[Cell, ...]:
         row.clean,
         row.certified if is_recovery else None,
         None if is_recovery else row.certified,
-        None if seeds is None else _seed_words(seeds.count, seeds.mean, seeds.spread),
+        None if seeds is None else _seed_words(seeds),
         cost.passes,
         _scaled(cost.multiply_adds, 1e6),
         cost.milliseconds,
@@ -98,8 +98,11 @@ def _scaled(value: float | None, unit: float) -> float | None:
     return None if value is None else value / unit
 
 
-def _seed_words(count: int, mean: float, deviation: float | None) -> str:
-    return str(count) if deviation is None else f"{count}: {mean:.2f} ± {deviation:.2f}"
+def _seed_words(seeds: Seeds) -> str:
+    if seeds.spread is None:
+        return str(seeds.count)
+    counted = "" if seeds.counted is None else f"; {seeds.counted} counts"
+    return f"{seeds.count}: {seeds.mean:.2f} ± {seeds.spread:.2f}{counted}"
 
 
 def _origin(row: Row) -> str:
