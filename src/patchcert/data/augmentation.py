@@ -42,9 +42,8 @@ def random_colours(images: Images, strength: float, generator: Generator) -> Ima
 
 
 def random_turns(images: Images, degrees: float, stretch: float, generator: Generator) -> Images:
-    """Half of the images, each turned by up to `degrees` either way and each axis stretched by up to `stretch`.
-
-    Pixels are interpolated, and zero where nothing was.
+    """Each image, with probability one half, turned by up to `degrees` and each axis stretched by up to `stretch`,
+    either way. Pixels are interpolated, and zero where nothing was.
     """
     count, _, height, width = images.shape
     luck = 2 * torch.rand(3, count, generator=generator, device=images.device) - 1

@@ -42,9 +42,9 @@ PLAIN_BOUNDS = BoundSettings()
 class DataSettings:
     """Which images to learn from, and how they are varied.
 
-    `rotation` (in degrees) and `stretch` turn and stretch half of the images by at most as much, `colours` changes
-    brightness, contrast and saturation by at most this share. `size` is what the images of a folder are brought to,
-    height x width; other data sets have a size of their own.
+    `rotation` (in degrees) and `stretch` are the most by which images, each with a chance of one half, are turned and
+    stretched; `colours` is that of brightness, contrast and saturation. `size` is what the images of a folder are
+    brought to, height x width; other data sets have a size of their own.
     """
 
     name: str = "mnist"

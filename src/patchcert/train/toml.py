@@ -38,7 +38,7 @@ class Place:
         return SpecError(f"{source}: {self.key or 'the specification'} {message}", hint=hint)
 
 
-def at_least(least: int, name: str, value: int | None) -> None:
+def at_least(least: int, name: str, value: float | None) -> None:
     """Refuse the value of a field that is set and below the least that makes sense."""
     if value is not None and value < least:
         raise InvalidInput(f"{name} is {value}; expected at least {least}")
