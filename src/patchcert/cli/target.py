@@ -193,7 +193,7 @@ def _open_imagenet(name: str, data_dir: Path | None) -> Target:
     from patchcert.models.imagenet import load_imagenet
 
     folder = find_imagenet(data_dir)
-    return Target(load_imagenet(name, folder), None, folder / f"{name}.safetensors", data=f"folder:{folder}")
+    return Target(load_imagenet(name, folder), None, folder / f"{name}.safetensors", data="imagenet")
 
 
 def open_data(target: Target, name: str | None, data_dir: Path | None) -> "Dataset":

@@ -22,6 +22,7 @@ from patchcert.evidence import Evidence, EvidenceFolder
 from patchcert.evidence.results import Result, Results, experiment_key, last_loss
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build
+from patchcert.models.imagenet import IMAGENET_WEIGHTS, build_imagenet
 from patchcert.report.summary import read_test_evidence
 from patchcert.threats import Patch
 from patchcert.train.run_folder import EVIDENCE, Run
@@ -146,6 +147,20 @@ def proofs_of_zoo(zoo: Zoo, files: Iterable[Path]) -> tuple[Proof, ...]:
     return tuple(found)
 
 
+def proofs_of_imagenet(files: Iterable[Path]) -> tuple[Proof, ...]:
+    """Certificates of ImageNet's images by networks that were not trained here, in files of evidence."""
+    names = {weights: name for name, weights in IMAGENET_WEIGHTS.items()}
+    found = (Evidence.read(file) for file in sorted(files))
+    return tuple(
+        Proof(
+            each,
+            Network(name=f"imagenet:{names[each.weights]}", training=each.weights, words=names[each.weights]),
+        )
+        for each in found
+        if each.kind == "certify" and each.weights in names and each.selection.is_whole_test_set
+    )
+
+
 def proof_of_file(file: Path) -> Proof:
     """The certificates in a file of evidence; of its network no more than the sum of its weights is known."""
     evidence = Evidence.read(file)
@@ -206,7 +221,7 @@ def _row(seeds: Sequence[Proof]) -> Row:
     evidence, network = counting.evidence, counting.network
     assert evidence.path is not None
     shares = [proof.percent for proof in seeds]
-    parameters, multiply_adds = (None, None) if network.model is None else network_size(network.model)
+    parameters, multiply_adds = _sizes(network)
     passes = prediction_passes(evidence)
     return Row(
         data=evidence.selection.data,
@@ -231,7 +246,9 @@ def _row(seeds: Sequence[Proof]) -> Row:
             device=evidence.meta["device"],
             training_device=network.device,
         ),
-        seeds=Seeds(
+        seeds=None
+        if network.seed is None
+        else Seeds(
             count=len(seeds),
             counted=network.seed,
             mean=fmean(shares),
@@ -264,13 +281,29 @@ def prediction_passes(evidence: Evidence) -> int | None:
     return method.described(nn.Identity(), settings).passes(size[1], size[2])
 
 
+def _sizes(network: Network) -> tuple[int, int] | tuple[None, None]:
+    if network.model is not None:
+        return network_size(network.model)
+    return imagenet_size(network.words) if network.words in IMAGENET_WEIGHTS else (None, None)
+
+
 @cache
 def network_size(spec: ModelSpec) -> tuple[int, int]:
     """Parameters, and multiplications with an addition in one forward pass, of the network of a specification."""
     model = build(spec).eval()
+    return _counted(model, _blank(model, spec))
+
+
+@cache
+def imagenet_size(name: str) -> tuple[int, int]:
+    """The same of a network for ImageNet."""
+    return _counted(build_imagenet(name).eval(), torch.zeros(1, 3, 224, 224))
+
+
+def _counted(model: nn.Module, blank: torch.Tensor) -> tuple[int, int]:
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
-        model(_blank(model, spec))
+        model(blank)
     parameters = sum(each.numel() for each in model.parameters())
     return parameters, counter.get_total_flops() // 2  # a product and a sum are two of what is counted
 

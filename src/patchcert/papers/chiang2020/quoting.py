@@ -20,7 +20,7 @@ from typing import Any, cast, final
 
 from patchcert.bench.report import markdown
 from patchcert.comparison import view as comparison
-from patchcert.comparison.counting import best, count, proofs_of_results, proofs_of_zoo
+from patchcert.comparison.counting import best, count, proofs_of_imagenet, proofs_of_results, proofs_of_zoo
 from patchcert.comparison.leaderboard import Row, published_rows
 from patchcert.errors import InvalidInput, PatchcertError
 from patchcert.evidence.audit import Finding
@@ -41,7 +41,7 @@ from patchcert.zoo.shelf import Zoo
 ENTRIES = Path("src/patchcert/zoo/entries")
 PAGE = Path("docs/results.md")
 PLOT = Path("docs/pictures/comparison.svg")
-REFINED = "docs/measurements/*.npz"
+OUTSIDE_RESULTS = "docs/measurements/*.npz"
 
 _FIGURE = re.compile(r"(?P<text>[-+]?\d[\d,]*(?:\.\d+)?)<!--= (?P<query>.*?) -->", re.DOTALL)
 _TABLE = re.compile(r"<!-- table: (?P<query>[^\n]*?) -->\n(?P<text>.*?)<!-- end of table -->", re.DOTALL)
@@ -101,8 +101,9 @@ class Sources:
     @cached_property
     def compared(self) -> tuple[Row, ...]:
         """The rows of all kinds of proof: the best of ours, and what others have published."""
-        proofs = (*proofs_of_results(self.found), *proofs_of_zoo(self.zoo, self.root.glob(REFINED)))
-        return (*best(count(proofs)), *published_rows())
+        files = tuple(self.root.glob(OUTSIDE_RESULTS))
+        trained = (*proofs_of_results(self.found), *proofs_of_zoo(self.zoo, files))
+        return (*best(count(trained)), *count(proofs_of_imagenet(files)), *published_rows())
 
     @cached_property
     def plot(self) -> str:
