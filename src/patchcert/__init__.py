@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from patchcert.data import load_dataset
     from patchcert.errors import PatchcertError
     from patchcert.models import ModelSpec, Normalize
-    from patchcert.threats import Patch, SparsePixels, shapes
+    from patchcert.threats import Patch, Patches, SparsePixels, shapes
     from patchcert.threats.masks import MaskSet, masks_covering
     from patchcert.train.margins import worst_case_margins
     from patchcert.zoo import load
@@ -45,6 +45,7 @@ __all__ = [
     "Patch",
     "PatchAttack",
     "PatchcertError",
+    "Patches",
     "RandomAblation",
     "SparseAttack",
     "SparsePixels",
@@ -75,6 +76,7 @@ _HOMES = {
     "Patch": "patchcert.threats",
     "PatchAttack": "patchcert.attacks",
     "PatchcertError": "patchcert.errors",
+    "Patches": "patchcert.threats",
     "RandomAblation": "patchcert.certificates.ablation",
     "SparseAttack": "patchcert.attacks",
     "SparsePixels": "patchcert.threats",

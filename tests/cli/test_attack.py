@@ -339,3 +339,17 @@ def test_defaults_depend_on_threat_and_images():
     assert patch == pc.PatchAttack(batch_size=512)
     assert sparse == pc.SparseAttack(steps=150, batch_size=512)
     assert corners.describe()["restarts"] == 4
+
+
+def test_several_patches_are_certified_and_attacked_at_once(trained_file, capsys, tmp_path):
+    one = [trained_file, "--data", "mnist-mini", "--patch", "2", "--placements", "corners"]
+    file = tmp_path / "rows.npz"
+    assert attack(*one, *QUICK, "--patches", "2", "--search", "sweep", "--out", file) == 0
+    two = answer(capsys)
+    assert two["threat"] == {"kind": "patches", "stamp": "2x2", "placements": "corners", "count": 2}
+    assert two["attack"]["kind"] == "PatchesInTurn"
+    assert two["attack"]["attack"]["search"] == "sweep"
+    assert run(["certify", *map(str, one), "--patches", "2", "--limit", "25", "--device", "cpu"]) == 0
+    assert answer(capsys)["threat"]["count"] == 2
+    assert attack(*one, *QUICK, "--patches", "1") == 2
+    assert "is not a whole number of at least 2" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from patchcert.attacks.composite import AdaptiveAfterTransfer as AdaptiveAfterTr
 from patchcert.attacks.composite import AdaptiveAttack as AdaptiveAttack
 from patchcert.attacks.composite import AttackSeries as AttackSeries
 from patchcert.attacks.composite import AttackWithin as AttackWithin
+from patchcert.attacks.composite import PatchesInTurn as PatchesInTurn
 from patchcert.attacks.composite import TransferAttack as TransferAttack
 from patchcert.attacks.composite import strongest_attack as strongest_attack
 from patchcert.attacks.patch import PatchAttack as PatchAttack

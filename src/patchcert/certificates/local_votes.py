@@ -25,22 +25,22 @@ from patchcert.certificates.checks import (
     check_labels,
     weight_dtype,
 )
-from patchcert.certificates.classifier import AnyThreat, Ballots, Certificates, Classifier, Columns
+from patchcert.certificates.classifier import AnyThreat, Certificates, Classifier, Columns
 from patchcert.certificates.votes import (
     Scores,
     Ties,
     Touched,
     Windows,
     cell_scores,
+    certified_by_votes,
     check_vote_settings,
     contradiction_of_votes,
     masked_margins,
     masked_totals,
     maximal,
-    proven_placements,
-    require_patch,
     sum_margins,
     sum_totals,
+    voted_patch,
     winners,
 )
 from patchcert.errors import InvalidInput, ModelError, UnsupportedLayer
@@ -201,25 +201,17 @@ class LocalVotes(Classifier):
         check_call(progress)
         check_inputs(self.model, images, labels)
         check_fit(threat, images)
-        patch, network = require_patch(threat, type(self).__name__), trace_local(self.model, images.shape[1:])
+        patch, patches = voted_patch(threat, type(self).__name__)
+        network = trace_local(self.model, images.shape[1:])
         seen = local_sight(network, *images.shape[2:])
         scores = self.local_scores(images, progress, with_probe=True)
         self._check_trace(images, network)
         check_labels(labels, scores.values.shape[1])
         totals, touched = self.totals(scores.values, images), touched_cells(patch, seen, images)
-        predictions = winners(totals, self.ties)
-        margins_of = partial(sum_margins, touched=touched)
+        margins_of = sum_margins
         if self.masked is not None:
-            margins_of = partial(masked_margins, touched=touched, windows=self.windows(images))
-        proven = proven_placements(margins_of, scores, labels, len(touched), self.ties)
-        proven &= (predictions == labels)[:, None]
-        return Certificates(
-            certified=proven.all(dim=1),
-            predictions=predictions,
-            labels=labels,
-            placements=proven,
-            ballots=Ballots(totals.long(), totals.long()),
-        )
+            margins_of = partial(masked_margins, windows=self.windows(images))
+        return certified_by_votes(margins_of, scores, totals, labels, touched, self.ties, patches)
 
     def touched(self, threat: Patch, images: Images) -> Touched:
         """Which cells, row by row, see a pixel that the patch covers, at each of its placements."""

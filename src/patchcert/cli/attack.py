@@ -15,6 +15,7 @@ from patchcert.cli.options import (
     DeviceOption,
     EvidenceOption,
     NormaliseOption,
+    PatchesOption,
     PatchOption,
     PlacementsOption,
     ShapeOption,
@@ -56,6 +57,7 @@ def attack(
     shape: ShapeOption = None,
     sparse: SparseOption = None,
     placements: PlacementsOption = None,
+    patches: PatchesOption = None,
     data: DataOption = None,
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
@@ -144,7 +146,7 @@ def attack(
     subjects = []
     for target in targets:
         opened = open_target(target, data_dir, weights, normalise)
-        threat = parse_threat(patch, shape, sparse, None, placements, opened.threat)
+        threat = parse_threat(patch, shape, sparse, None, placements, opened.threat, patches)
         dataset = open_data(opened, data, data_dir)
         selection = select_images(opened, dataset, split, limit, drawn, seed)
         subjects.append(AttackedTarget(target, opened, dataset, selection, threat))
@@ -230,8 +232,8 @@ class AttackOptions:
 
     def build_unaware(self, threat: "AnyThreat", is_imagenet: bool) -> "Attack":
         """The attack as it would be on an undefended model."""
-        from patchcert.attacks import PatchAttack, SparseAttack
-        from patchcert.threats import SparsePixels
+        from patchcert.attacks import PatchAttack, PatchesInTurn, SparseAttack
+        from patchcert.threats import Patches, SparsePixels
 
         batch_size = self._batch_size(is_imagenet)
         options = {"step_size": self.step_size, "restarts": self.restarts, "loss": self.loss}
@@ -243,7 +245,8 @@ class AttackOptions:
         if is_imagenet:
             given = {"restarts": 4, **given}
         search = cast("Search", self.search or "random")
-        return PatchAttack(self.steps, search=search, batch_size=batch_size, **given)
+        attack = PatchAttack(self.steps, search=search, batch_size=batch_size, **given)
+        return PatchesInTurn(attack) if isinstance(threat, Patches) else attack
 
     def _batch_size(self, is_imagenet: bool) -> int:
         from patchcert.attacks import default_batch_size

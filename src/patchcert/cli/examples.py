@@ -60,7 +60,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
 
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Model": ("weights", "normalise"),
-    "Threat": ("patch", "shape", "sparse", "bound", "placements"),
+    "Threat": ("patch", "shape", "sparse", "bound", "placements", "patches"),
     "Images": ("data", "data_dir", "split", "images", "limit"),
     "Proof": ("method", "setting", "masks", "dtype", "memory_budget", "refine"),
     "Attack": ("seed", "steps", "step_size", "restarts", "loss", "search", "certified_only", "batch_size"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from patchcert.certificates import AnyThreat
+    from patchcert.threats import Patch, SparsePixels
     from patchcert.threats.sparse import SparseBound
 
 
@@ -66,6 +67,9 @@ ShapeOption = Annotated[
     str | None, typer.Option(help="Another shape, like diamond:25, or a file with a stamp (PNG or # and .).")
 ]
 SparseOption = Annotated[int | None, number_option("Any N pixels, anywhere.")]
+PatchesOption = Annotated[
+    int | None, number_option("So many patches at once, each at a placement of its own; else one.", least=2)
+]
 PlacementsOption = Annotated[
     str | None, typer.Option(help="Where the patch may be: everywhere, corners, 'top,left;...' or a file.")
 ]
@@ -95,10 +99,11 @@ def parse_threat(
     sparse: int | None,
     bound: str | None,
     placements: str | None,
-    trained: "AnyThreat | None",
+    trained: "Patch | SparsePixels | None",
+    patches: int | None = None,
 ) -> "AnyThreat":
     """The threat that the options name; without any the one a run was trained on."""
-    from patchcert.threats import Patch, SparsePixels, shapes
+    from patchcert.threats import Patch, Patches, SparsePixels, shapes
 
     given = [f"--{name}" for name, value in (("patch", patch), ("shape", shape), ("sparse", sparse)) if value]
     if len(given) > 1:
@@ -106,6 +111,17 @@ def parse_threat(
     stamp = shapes.parse(patch or shape or "") if patch or shape else None
     if stamp is None and sparse is None and isinstance(trained, Patch) and placements:
         stamp = trained.stamp
+    if patches is not None:
+        if sparse is not None:
+            raise InvalidThreat(
+                f"--patches {patches} needs a patch, not --sparse", hint="leave one of them out."
+            )
+        one = parse_threat(patch, shape, None, bound, placements, trained)
+        if not isinstance(one, Patch):
+            raise InvalidThreat(
+                f"--patches {patches} needs a patch, not {one}", hint="give --patch or --shape."
+            )
+        return Patches(one, patches)
     if bound is not None and sparse is None:
         raise InvalidThreat(f"--bound {bound} needs --sparse", hint="give --sparse K, for any K pixels.")
     if placements is not None and stamp is None:

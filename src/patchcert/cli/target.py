@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from patchcert.data import Dataset, Split
     from patchcert.evidence import Selection
     from patchcert.models import ModelSpec
+    from patchcert.threats import Patch, SparsePixels
     from patchcert.train.run_folder import Run
     from patchcert.zoo import Card
 
@@ -37,7 +38,7 @@ class Target:
     weights: Path | str
     run: "Run | None" = None
     card: "Card | None" = None
-    threat: "AnyThreat | None" = None
+    threat: "Patch | SparsePixels | None" = None
     data: str | None = None
 
     @property

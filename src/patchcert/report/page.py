@@ -20,7 +20,7 @@ from patchcert.report.pictures import PROVEN, UNPROVEN, colour_limit, data_addre
 from patchcert.report.statistics import Proportion
 from patchcert.report.summary import RunSummary
 from patchcert.report.tables import NOT_MEASURED, percent
-from patchcert.threats import Patch, shapes
+from patchcert.threats import Patch, Patches, shapes
 
 NOT_STATED = "not stated"
 KEEP_PICTURES = "Pictures are kept by `patchcert attack` with --save-images."
@@ -80,6 +80,8 @@ def describe_threat(threat: AnyThreat) -> str:
     """What the attacker may do, in a few words."""
     if isinstance(threat, Patch):
         return f"one {shapes.describe(threat.stamp)} patch, {threat.rule}"
+    if isinstance(threat, Patches):
+        return f"{threat.count} {shapes.describe(threat.patch.stamp)} patches at once, {threat.patch.rule}"
     return f"any {_pixels(threat.pixels)}"
 
 
@@ -368,6 +370,13 @@ def _freedom(threat: AnyThreat) -> str:
     if isinstance(threat, Patch):
         where = "wherever it is placed" if str(threat.rule) == "everywhere" else f"placed {threat.rule}"
         return f"no {shapes.describe(threat.stamp)} patch, {where},"
+    if isinstance(threat, Patches):
+        where = (
+            "wherever they are placed"
+            if str(threat.patch.rule) == "everywhere"
+            else f"placed {threat.patch.rule}"
+        )
+        return f"no {threat.count} {shapes.describe(threat.patch.stamp)} patches at once, {where},"
     return f"no change of {_pixels(threat.pixels)}, wherever they lie,"
 
 

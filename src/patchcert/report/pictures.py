@@ -22,7 +22,7 @@ from patchcert.data import Split
 from patchcert.errors import InvalidInput
 from patchcert.evidence import Evidence
 from patchcert.tensors import Labels, PlacementMargins
-from patchcert.threats import Patch, threat_from_dict
+from patchcert.threats import Patch, SparsePixels, threat_from_dict
 from patchcert.threats.masks import masks_covering
 
 Pixels = NDArray[np.uint8]
@@ -222,9 +222,9 @@ def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage
     kind = rows.meta["classifier"]
     _, height, width = images.image_size
     threat = threat_from_dict(kind["masked_threat"])
-    assert isinstance(threat, Patch)
+    assert not isinstance(threat, SparsePixels)
     masks = kind["masks"] if isinstance(kind["masks"], int) else tuple(kind["masks"])
-    hidden = masks_covering(threat, height, width, masks, kind["patches"]).hidden.numpy()
+    hidden = masks_covering(threat, height, width, masks).hidden.numpy()
     fill = np.rint(255 * np.clip(np.atleast_1d(kind["fill"]), 0, 1)).astype(np.uint8)
     found = []
     for row in telling_rows(rows, count).tolist():

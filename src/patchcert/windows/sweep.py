@@ -21,7 +21,7 @@ from patchcert.bounds.operations import (
 )
 from patchcert.bounds.rounding import summed_roundings
 from patchcert.tensors import Images, Labels, Margins, PlacementMargins
-from patchcert.threats import Patch, SparsePixels
+from patchcert.threats import Patch, Patches, SparsePixels
 from patchcert.windows.layout import Layout
 from patchcert.windows.passes import (
     Clean,
@@ -61,13 +61,13 @@ def default_image_budget(device: torch.device) -> int:
 
 
 def images_within(
-    network: Network, images: Images, threat: Patch | SparsePixels, classes: int, budget: int
+    network: Network, images: Images, threat: Patch | Patches | SparsePixels, classes: int, budget: int
 ) -> int:
     """How many images are certified together, at least one: their clean pass and margins fit the budget."""
     numbers = _image_numbers(network, images, unfolded=True)
     if isinstance(threat, SparsePixels):
         numbers += 2 * _sparse_numbers(network, images)
-    else:
+    elif isinstance(threat, Patch):
         numbers += 4 * classes * len(threat.placements(images.shape[-2], images.shape[-1]))
     most = max(1, budget // (16 * numbers))
     return min(most, _ENOUGH_IMAGES) if isinstance(threat, Patch) and not images.is_cuda else most
