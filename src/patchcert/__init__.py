@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from patchcert.models import ModelSpec, Normalize
     from patchcert.threats import Patch, Patches, SparsePixels, shapes
     from patchcert.threats.masks import MaskSet, masks_covering
+    from patchcert.threats.resizing import resized_patch
     from patchcert.train.margins import worst_case_margins
     from patchcert.zoo import load
 
@@ -55,6 +56,7 @@ __all__ = [
     "load_dataset",
     "masks_covering",
     "placement_margins",
+    "resized_patch",
     "shapes",
     "worst_case_margins",
     "zoo",
@@ -86,6 +88,7 @@ _HOMES = {
     "load_dataset": "patchcert.data",
     "masks_covering": "patchcert.threats.masks",
     "placement_margins": "patchcert.certificates",
+    "resized_patch": "patchcert.threats.resizing",
     "shapes": "patchcert.threats",
     "worst_case_margins": "patchcert.train.margins",
     "zoo": "patchcert.zoo",
