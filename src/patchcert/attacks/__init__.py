@@ -17,6 +17,9 @@ from patchcert.attacks.composite import TransferAttack as TransferAttack
 from patchcert.attacks.composite import strongest_attack as strongest_attack
 from patchcert.attacks.patch import PatchAttack as PatchAttack
 from patchcert.attacks.patch import reference_patch_attack as reference_patch_attack
+from patchcert.attacks.printed import Transform as Transform
+from patchcert.attacks.printed import TransformedAttack as TransformedAttack
+from patchcert.attacks.printed import UniversalAttack as UniversalAttack
 from patchcert.attacks.sparse import SparseAttack as SparseAttack
 from patchcert.attacks.tuning import smoothing_grid as smoothing_grid
 from patchcert.attacks.tuning import tune_defense as tune_defense

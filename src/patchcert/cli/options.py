@@ -229,7 +229,11 @@ def check_evidence_file(path: Path | None) -> None:
 
 
 def parse_settings(
-    owner: str, constructor: type, settings: Sequence[str], without: Collection[str] = ("model",)
+    owner: str,
+    constructor: type,
+    settings: Sequence[str],
+    without: Collection[str] = ("model",),
+    option: str = "--setting",
 ) -> dict[str, Any]:
     """Settings from words like `window=7`, as the constructor takes them; unknown names and odd values are refused."""
     parameters = inspect.signature(constructor).parameters
@@ -239,10 +243,10 @@ def parse_settings(
         name, _, value = setting.partition("=")
         if name not in known:
             raise InvalidInput(
-                f"--setting {setting}: {owner} has no setting {name!r}",
+                f"{option} {setting}: {owner} has no setting {name!r}",
                 hint=f"it has {', '.join(known)}." if known else "it has none.",
             )
-        parsed[name] = _read_value(setting, value, known[name])
+        parsed[name] = _read_value(f"{option} {setting}", value, known[name])
     return parsed
 
 
@@ -252,7 +256,7 @@ def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 
         return None
     if kind is bool:
         if value not in ("true", "false"):
-            raise InvalidInput(f"--setting {setting} is neither true nor false", hint="write one of them.")
+            raise InvalidInput(f"{setting} is neither true nor false", hint="write one of them.")
         return value == "true"
     try:
         if "," in value and any(get_origin(each) is tuple for each in kinds):
@@ -262,5 +266,5 @@ def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 
         if re.fullmatch(r"[\d.,\s]+", value):
             return tuple(float(part) for part in value.split(","))
     except ValueError as error:
-        raise InvalidInput(f"--setting {setting} is not a number", hint="write it like window=7.") from error
+        raise InvalidInput(f"{setting} is not a number", hint="write it like window=7.") from error
     return value
