@@ -543,3 +543,8 @@ def test_scripted_modules_are_refused_by_name():
         UnsupportedLayer, match=r"layer '1' \(RecursiveScriptModule\) is compiled by torch.jit"
     ):
         trace(model)
+    whole = torch.jit.trace(nn.Sequential(nn.Flatten(), linear()), torch.zeros(1, 60))
+    with pytest.raises(
+        UnsupportedLayer, match=r"the model \(TopLevelTracedModule\) is compiled by torch.jit"
+    ):
+        trace(whole)
