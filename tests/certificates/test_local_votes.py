@@ -74,7 +74,7 @@ def votes_of(model, **settings):
     ],
 )
 def test_local_votes_conform(settings):
-    check_certifier(partial(votes_of, **settings), logits_decide=False)
+    check_certifier(partial(votes_of, **settings), logits_decide=False, several=True)
 
 
 @pytest.mark.gpu
