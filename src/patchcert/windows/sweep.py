@@ -63,11 +63,16 @@ def default_image_budget(device: torch.device) -> int:
 def images_within(
     network: Network, images: Images, threat: Patch | Patches | SparsePixels, classes: int, budget: int
 ) -> int:
-    """How many images are certified together, at least one: their clean pass and margins fit the budget."""
+    """How many images are certified together, at least one: their clean pass and margins fit the budget.
+
+    Several patches have boxes enough for each image to be bounded by itself.
+    """
+    if isinstance(threat, Patches):
+        return 1
     numbers = _image_numbers(network, images, unfolded=True)
     if isinstance(threat, SparsePixels):
         numbers += 2 * _sparse_numbers(network, images)
-    elif isinstance(threat, Patch):
+    else:
         numbers += 4 * classes * len(threat.placements(images.shape[-2], images.shape[-1]))
     most = max(1, budget // (16 * numbers))
     return min(most, _ENOUGH_IMAGES) if isinstance(threat, Patch) and not images.is_cuda else most
