@@ -53,7 +53,8 @@ def test_an_image_is_a_member_exactly_if_some_placements_cover_what_differs(patc
     inside = unions(threat, 4, 4)
     chosen = inside[int(torch.randint(len(inside), (), generator=generator))]
     drawn = torch.rand(4, 4, generator=generator).flatten().argsort().view(4, 4) < pixels
-    for wanted in (drawn, drawn & chosen, chosen, chosen | (drawn & (torch.rand(4, 4) < 0.2))):
+    stray = drawn & (torch.rand(4, 4, generator=generator) < 0.2)
+    for wanted in (drawn, drawn & chosen, chosen, chosen | stray):
         expected = any(not bool((wanted & ~mask).any()) for mask in inside)
         assert bool(threat.contains(clean, torch.where(wanted, 1.0, clean))) == expected
 
