@@ -305,3 +305,34 @@ class SaysWhatComesToMind(nn.Module):
 def test_a_model_that_draws_lots_is_refused():
     with pytest.raises(ModelError, match="says something else of the same images"):
         DoubleMasking(SaysWhatComesToMind().eval(), pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_compiled_model_says_the_same_up_to_rounding():
+    spec = pc.models.ModelSpec("resnet18", 3, 16, 16, 4, filters=4)
+    model = pc.models.build(spec, torch.Generator().manual_seed(0)).eval().cuda()
+    images = torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(1)).cuda()
+    plain = DoubleMasking(model, pc.Patch(3), masks=3, mirrored=True, with_map=True)
+    labels = plain.predict(images)
+    compiled = DoubleMasking(model, pc.Patch(3), masks=3, mirrored=True, with_map=True, compiled=True)
+    assert torch.equal(compiled.predict(images), labels)
+    found, expected = (each.placement_leads(images, labels, pc.Patch(3)) for each in (compiled, plain))
+    proven = expected > plain.needed_lead
+    assert proven.any()
+    assert (found - expected)[proven].abs().max() < plain.needed_lead
+    assert compiled.describe() != plain.describe()
+
+
+@pytest.mark.parametrize(("images", "size"), [(7, 16), (20, 16), (3, 64)])
+def test_hardly_a_row_of_a_batch_is_empty(images, size):
+    model, batches = nn.Sequential(nn.Flatten(), nn.Linear(64, 2)).eval(), []
+    with torch.no_grad():
+        model[1].weight.zero_()
+        model[1].bias.copy_(torch.tensor([1.0, 0.0]))
+    model.register_forward_hook(lambda *_: batches.append(None))
+    masking = DoubleMasking(model, pc.Patch(2), masks=4, batch_size=size)
+    found = masking.certify(torch.rand(images, 1, 8, 8), torch.zeros(images, dtype=torch.long), pc.Patch(2))
+    assert found.certified.all()
+    wanted = images * (16 * 15 // 2 + 16)
+    assert len(batches) * size < 1.1 * wanted + 10 * size

@@ -27,6 +27,7 @@ from patchcert.train.strategies import (
     PooledPlacements,
     RandomPlacements,
     SparseChanges,
+    Weakest,
 )
 from patchcert.train.strategy import Subject
 
@@ -40,6 +41,8 @@ STRATEGIES = {
     "pooled by members": (PooledPlacements(blocks=(2, 2)), Patch((1, 2))),
     "sparse": (SparseChanges(), SparsePixels(2)),
     "masked": (Masked(size="4x3", clean_share=0.1, single_share=0.2, worst_of=3, worst_from=0.6), Patch(3)),
+    "weakest": (Weakest(candidates=2), Patch(3)),
+    "mixture": (Weakest(placements="image", mixture=0.5, attack_steps=2), Patch(3)),
 }
 VARIED = DataSettings(flip=True, crop_padding=2)
 SCHEDULE = Schedule(5, EpsilonSchedule(1, 2), LearningRateSchedule(1e-3))
@@ -194,12 +197,12 @@ class Watch(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("phase", ["growing", "full"])
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_step_never_waits_for_the_device(kind, is_full):
+def test_a_step_never_waits_for_the_device(kind, phase):
     trainee, plan = prepare(kind)
     for done in (0.0, 1.0):
-        step = TrainingStep(trainee, plan, trainee.objective.at(done), is_full=is_full)
+        step = TrainingStep(trainee, plan, trainee.objective.at(done), phase)
         step(torch.arange(16))
         with Watch() as watch:
             step(torch.arange(16))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from patchcert.bounds.forms import Forms, PerForm, Pulled, summed
 from patchcert.bounds.network import Network, Step
-from patchcert.bounds.operations import Add, Affine, Interval, Reshape, is_relu
+from patchcert.bounds.operations import Add, Affine, Interval, Linear, Reshape, is_relu
 from patchcert.bounds.rounding import NEAREST, Rounding
 from patchcert.tensors import Labels
 
@@ -219,13 +219,35 @@ def linear_margins(
     """Lower bounds of logit[label] - logit[target] on each box, the best over the choices of slopes."""
     intervals = network.intervals(box, rounding)
     forms = margin_forms(labels, targets, classes, box.lower.dtype)
+    return best_bound(network, intervals, forms, rounding, slopes)
+
+
+def best_bound(
+    network: Network,
+    intervals: Sequence[Interval],
+    forms: Forms,
+    rounding: Rounding = NEAREST,
+    slopes: Sequence[Slope] = SLOPES,
+) -> PerForm:
+    """Lower bounds of forms of the logits, the best over the choices of slopes."""
     found = [
         BackwardPass(network, intervals, slope, rounding).bound(forms, len(network.steps)).lower
         for slope in slopes
     ]
-    return torch.stack(found).amax(dim=0)
+    return found[0] if len(found) == 1 else torch.stack(found).amax(dim=0)
 
 
+def interval_bound(network: Network, intervals: Sequence[Interval], forms: Forms) -> PerForm:
+    """Lower bounds of forms of the logits by intervals, rounded to nearest; a last linear layer is merged with them."""
+    step, constant, index = network.steps[-1], 0.0, len(network.steps)
+    if isinstance(step.operation, Linear):
+        pulled = step.operation.backward(forms, intervals[step.inputs[0]], slope=None, rounding=NEAREST)
+        assert pulled is not None
+        (forms,), constant, index = pulled.coefficients, pulled.constant, step.inputs[0]
+    return constant + least(forms, intervals[index], NEAREST)[0]
+
+
+@torch.no_grad()
 def reference_margin(network: Network, box: Interval, label: int, target: int, slope: Slope) -> float:
     """The linear bound of one class on one box in float64, nothing batched and nothing clever.
 

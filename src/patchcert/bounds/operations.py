@@ -631,10 +631,10 @@ class Affine(Operation):
         offset = self.offset(like)
         return None if offset is None else offset.abs()
 
-    def transposed(self, value: Tensor, inputs: Size) -> tuple[Tensor, int] | None:
+    def transposed(self, value: Tensor, inputs: Size, precise: bool) -> tuple[Tensor, int] | None:
         """W' y for inputs of this shape, and the most roundings that a product meets, that of its weight included.
 
-        None where there is no rule.
+        These count where it is `precise`. None where there is no rule.
         """
         return None
 
@@ -654,7 +654,7 @@ class Affine(Operation):
         self, forms: Forms, *inputs: Interval, slope: Tensor | None, rounding: Rounding
     ) -> Pulled | None:
         (box,) = inputs
-        found = self.transposed(forms.flatten(0, 1), box.shape[1:])
+        found = self.transposed(forms.flatten(0, 1), box.shape[1:], rounding.is_outward)
         if found is None:
             return None
         rows, roundings = found
@@ -673,7 +673,9 @@ class Affine(Operation):
         if offset is None or magnitude is None:
             nothing = forms.new_zeros(forms.shape[:2])
             return nothing, nothing
-        constant, _ = summed(forms * offset, 0, NEAREST)
+        constant, error = summed(forms * offset, 0, NEAREST)
+        if not rounding.is_outward:
+            return constant, error
         # The offset may be rounded as often as a scale, and its product once.
         _, error = summed(forms * magnitude, SCALE_ROUNDINGS + 1, rounding)
         return constant, error
@@ -727,9 +729,11 @@ class Linear(Affine):
     def roundings(self, value: Tensor) -> int:
         return summed_roundings(self.weight().shape[1])
 
-    def transposed(self, value: Annotated[Tensor, "... _"], inputs: Size) -> tuple[Tensor, int] | None:
-        weight = self.weight()
-        rows = blocked_product(value.flatten(0, -2), weight)
+    def transposed(
+        self, value: Annotated[Tensor, "... _"], inputs: Size, precise: bool
+    ) -> tuple[Tensor, int] | None:
+        weight, flat = self.weight(), value.flatten(0, -2)
+        rows = blocked_product(flat, weight) if precise else flat @ weight
         return rows.unflatten(0, value.shape[:-1]), summed_roundings(weight.shape[0])
 
     def places(self, area: FeatureMap) -> Places:
@@ -775,9 +779,9 @@ class Convolution(Affine):
     def roundings(self, value: Tensor) -> int:
         return summed_roundings(math.prod(self.weight().shape[1:]))
 
-    def transposed(self, value: Maps, inputs: Size) -> tuple[Tensor, int] | None:
+    def transposed(self, value: Maps, inputs: Size, precise: bool) -> tuple[Tensor, int] | None:
         weight = self.weight()
-        moved = convolve_back(value, weight, self.geometry, self.groups, (inputs[1], inputs[2]))
+        moved = convolve_back(value, weight, self.geometry, self.groups, (inputs[1], inputs[2]), precise)
         return moved, summed_roundings(len(weight) // self.groups) + math.prod(self.geometry.kernel)
 
     def places(self, area: FeatureMap) -> Geometry:
@@ -916,8 +920,8 @@ class ChannelScale(Affine):
     def roundings(self, value: Tensor) -> int:
         return SCALE_ROUNDINGS
 
-    def transposed(self, value: ByChannel, inputs: Size) -> tuple[Tensor, int] | None:
-        return self.map(value, precise=True), SCALE_ROUNDINGS
+    def transposed(self, value: ByChannel, inputs: Size, precise: bool) -> tuple[Tensor, int] | None:
+        return self.map(value, precise), SCALE_ROUNDINGS
 
     def places(self, area: FeatureMap) -> Places:
         if area.is_flat:
@@ -1141,12 +1145,12 @@ class AveragePool(Affine):
         # divisor and the division, area + 1. Two are to spare.
         return self.most(value) + 3
 
-    def transposed(self, value: ChannelMaps, inputs: Size) -> tuple[Tensor, int] | None:
+    def transposed(self, value: ChannelMaps, inputs: Size, precise: bool) -> tuple[Tensor, int] | None:
         geometry = self.geometry(inputs[1], inputs[2])
         if geometry is None:
             return None
         weights = equal_weights(geometry, value)
-        moved = convolve_back(value, weights, geometry, value.shape[1], (inputs[1], inputs[2]))
+        moved = convolve_back(value, weights, geometry, value.shape[1], (inputs[1], inputs[2]), precise)
         # 1/area, a product of one term, and the sums over the places of the kernel.
         return moved, 1 + summed_roundings(1) + math.prod(geometry.kernel)
 

@@ -45,16 +45,24 @@ class FixedBatches:
     Libraries choose by the shape of a batch in which order they sum. With one shape and one arithmetic, what is said of
     a copy does not hang on how many other copies there are; `check_company` tries whether it hangs on which ones. On a
     GPU the forward pass is captured once and replayed, if the model allows it: the same kernels on the same numbers.
+    Where the same model is given as torch.compile makes it, that is what runs.
     """
 
-    def __init__(self, model: nn.Module, example: Images, size: int, precision: Precision) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Images,
+        size: int,
+        precision: Precision,
+        compiled: nn.Module | None = None,
+    ) -> None:
         if model.training:
             raise InvalidInput(
                 "the base model is in training mode, where its answers may depend on each other",
                 hint="call model.eval()",
             )
         check_independence(model)
-        self.model, self.size = model, size
+        self.model, self.size = model if compiled is None else compiled, size
         self.precision: Precision = precision
         self._input = example.new_zeros(size, *example.shape[1:])
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -7,6 +7,7 @@ rules and their proofs.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self, final
 
 import torch
@@ -39,6 +40,8 @@ from patchcert.threats.masks import MaskSet, hidden_patch, masks_covering, masks
 from patchcert.threats.patch import choices
 
 _PIXELS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
+_BATCHES_AT_ONCE = 4
+"""Full batches of pairs between two looks at which images can still be proven."""
 _PASSES_PER_BLOCK = {"cuda": 2**21, "cpu": 2**12}
 
 Numbers = Annotated[Tensor, "b"]
@@ -54,6 +57,7 @@ class _Settings:
     precision: Precision = "float32"
     slack: float | None = None
     mirrored: bool = False
+    compiled: bool = False
     batch_size: int | None = None
 
 
@@ -86,6 +90,11 @@ class _Masked(Classifier, _Settings):
     def shown_model(self) -> nn.Module:
         """The model that copies are shown to."""
         return Mirrored(self.model) if self.mirrored else self.model
+
+    @cached_property
+    def compiled_model(self) -> nn.Module:
+        """The model that copies are shown to, as torch.compile carries it out for batches of one shape."""
+        return torch.compile(self.shown_model(), dynamic=False)  # pyright: ignore[reportReturnType]
 
     def mask_set(self, height: int, width: int) -> MaskSet:
         """The masks for images of this size."""
@@ -154,7 +163,8 @@ class DoubleMasking(_Masked):
     An image is certified if for every placement a mask covers it for which the label comes out with every second
     mask. `masks` = K makes K x K masks: the more there are, the less each hides. `fill` is what hidden pixels show.
     The masks are made for `threat`, one patch or several, and serve every threat that they cover.
-    With `mirrored` a copy's logits are the mean of those of the copy and of its mirror image, at twice the cost.
+    With `mirrored` a copy's logits are the mean of those of the copy and of its mirror image, at twice the cost. With
+    `compiled` a GPU carries the model out as torch.compile fuses its layers, which is faster and rounds otherwise.
 
     The proof is about the model as it is carried out here: in `precision`, in batches of one shape, and a copy counts
     only where the label leads by more than `slack` of the largest logit. With `with_map` the certificate map is
@@ -354,7 +364,9 @@ class MaskedCopies:
         pixels = _PIXELS_AT_ONCE.get(device.type, _PIXELS_AT_ONCE["cpu"])
         self.size = settings.batch_size or max(1, min(pixels // (height * width), 4096))
         with torch.no_grad():
-            self.base = FixedBatches(settings.shown_model(), self.images, self.size, settings.precision)
+            compiled = settings.compiled_model if settings.compiled and images.is_cuda else None
+            shown, precision = settings.shown_model(), settings.precision
+            self.base = FixedBatches(shown, self.images, self.size, precision, compiled)
             self._check(settings.needed_lead)
 
     @property
@@ -457,7 +469,7 @@ class _Rows:
         order = (self.least[:, pairs[:, 0]] + self.least[:, pairs[:, 1]]).argsort(dim=1)
         start, left = 0, self._left(covering, for_map)
         while start < len(pairs) and len(left):
-            chosen = order[left, start : start + _share(2 * self.copies.size, len(left))]
+            chosen = order[left, start : start + _share(_BATCHES_AT_ONCE * self.copies.size, len(left))]
             start += chosen.shape[1]
             first, second = pairs[chosen.flatten()].T
             self._look(left.repeat_interleave(chosen.shape[1]), first, second)
@@ -525,8 +537,8 @@ def _fill(fill: float | tuple[float, ...], channels: int) -> Annotated[Tensor, "
 
 
 def _share(copies: int, images: int) -> int:
-    """How many copies of each image make about this many copies in all."""
-    return max(1, -(-copies // max(images, 1)))
+    """How many copies of each image make at most this many copies in all, so that no batch is nearly empty."""
+    return max(1, copies // max(images, 1))
 
 
 def _any_covering(

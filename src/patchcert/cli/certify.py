@@ -100,7 +100,7 @@ def certify(
     from patchcert.report.statistics import summarise
     from patchcert.train.distributed import joined_world, local_device
 
-    opened = open_target(target, weights=weights, normalise=normalise)
+    opened = open_target(target, data_dir, weights, normalise)
     threat = parse_threat(patch, shape, sparse, bound, placements, opened.threat, patches)
     budget, place = _parse_budget(memory_budget), local_device(parse_device(device))
     check_evidence_file(out)

@@ -58,7 +58,7 @@ def predict(
 
     The answer is JSON on stdout, a class for each image; null where the classifier abstains or raises an alert.
     """
-    opened = open_target(target, weights=weights, normalise=normalise)
+    opened = open_target(target, data_dir, weights, normalise)
     threat = parse_threat(patch, shape, None, None, placements, opened.threat, patches)
     place = parse_device(device)
     opened.model.to(place)

@@ -23,7 +23,7 @@ from patchcert.errors import InvalidInput
 from patchcert.evidence import Evidence
 from patchcert.tensors import Labels, PlacementMargins
 from patchcert.threats import Patch, SparsePixels, threat_from_dict
-from patchcert.threats.masks import masks_covering
+from patchcert.threats.masks import MaskSet, masks_covering
 
 Pixels = NDArray[np.uint8]
 
@@ -96,7 +96,8 @@ class Box:
 class CertificateMap:
     """An image with its least margin at every placement of the patch; NaN where no placement is allowed.
 
-    For proofs by masks it is the lead beyond the slack, for votes 1 where a placement is proven, else -1.
+    For double masking it is the lead beyond the slack. Other kinds of proof have no margins (`has_margins`): it is
+    then 1 where a placement is proven, else -1.
     """
 
     index: int
@@ -106,6 +107,7 @@ class CertificateMap:
     certified: bool
     patch: Patch
     margins: NDArray[np.float64]
+    has_margins: bool = True
 
     @property
     def weakest(self) -> Box:
@@ -181,6 +183,7 @@ def certificate_maps(model: nn.Module, images: Split, rows: Evidence, count: int
             certified=bool(columns["certified"][at]),
             patch=threat,
             margins=grids[at],
+            has_margins=isinstance(classifier, IntervalBounds | DoubleMasking),
         )
         for at in range(len(chosen))
     ]
@@ -217,15 +220,9 @@ def _placement_margins(classifier: Classifier, split: Split, threat: Patch) -> A
 
 def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage]:
     """`count` telling rows of a proof by masks, each with its weakest copy; none of other kinds of proof."""
-    if "first_mask" not in rows.columns:
+    masks = masks_of(rows, images)
+    if masks is None:
         return []
-    kind = rows.meta["classifier"]
-    _, height, width = images.image_size
-    threat = threat_from_dict(kind["masked_threat"])
-    assert not isinstance(threat, SparsePixels)
-    masks = kind["masks"] if isinstance(kind["masks"], int) else tuple(kind["masks"])
-    hidden = masks_covering(threat, height, width, masks).hidden.numpy()
-    fill = np.rint(255 * np.clip(np.atleast_1d(kind["fill"]), 0, 1)).astype(np.uint8)
     found = []
     for row in telling_rows(rows, count).tolist():
         values = {name: column[row].item() for name, column in rows.columns.items() if column.ndim == 1}
@@ -235,7 +232,7 @@ def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage
             MaskedImage(
                 index=values["index"],
                 image=image,
-                copy=np.where(hidden[pair[0]] | hidden[pair[1]], fill[:, None, None], image),
+                copy=behind(masks.hidden[list(pair)].any(dim=0), image, rows),
                 label=values["label"],
                 prediction=values["prediction"],
                 certified=values["certified"],
@@ -246,18 +243,40 @@ def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage
     return found
 
 
-def telling_rows(rows: Evidence, count: int) -> NDArray[np.intp]:
-    """Rows over the whole range of margins or leads: proofs from the widest to the narrowest, then failures likewise.
+def masks_of(rows: Evidence, images: Split) -> MaskSet | None:
+    """The masks of a proof by masks; None of other kinds of proof."""
+    if "first_mask" not in rows.columns:
+        return None
+    kind, (_, height, width) = rows.meta["classifier"], images.image_size
+    threat = threat_from_dict(kind["masked_threat"])
+    assert not isinstance(threat, SparsePixels)
+    masks = kind["masks"] if isinstance(kind["masks"], int) else tuple(kind["masks"])
+    return masks_covering(threat, height, width, masks)
 
-    Half of the rows are certified and half are not, as far as there are enough of either. Without margins and leads
-    they are spread over the images in their order.
+
+def behind(hidden: Annotated[Tensor, "h w"], image: Pixels, rows: Evidence) -> Pixels:
+    """The image as the model is shown it, hidden pixels at the fill of the proof."""
+    fill = np.rint(255 * np.clip(np.atleast_1d(rows.meta["classifier"]["fill"]), 0, 1)).astype(np.uint8)
+    return np.where(hidden.numpy(), fill[:, None, None], image)
+
+
+def telling_rows(rows: Evidence, count: int) -> NDArray[np.intp]:
+    """Rows over the whole range of margins or leads: proofs, then images right but not proven, then wrong ones.
+
+    Half of the rows are certified and half are not, as far as there are enough of either; wrong ones fill what the
+    others leave. Each group goes from the widest to the narrowest; without margins and leads it is spread over the
+    images in their order.
     """
-    certified = rows.columns["certified"]
-    widths = rows.columns.get("margin", rows.columns.get("lead", np.zeros(rows.total)))
+    columns = rows.columns
+    widths = columns.get("margin", columns.get("lead", np.zeros(rows.total)))
     order = np.argsort(-widths, kind="stable")
-    proven, unproven = order[certified[order]], order[~certified[order]]
-    failures = min(len(unproven), max(count // 2, count - len(proven)))
-    return np.concatenate([_spread(proven, count - failures), _spread(unproven, failures)])
+    certified, right = columns["certified"][order], (columns["prediction"] == columns["label"])[order]
+    proven, unproven, wrong = order[certified], order[right & ~certified], order[~right & ~certified]
+    failures = min(len(unproven) + len(wrong), max(count // 2, count - len(proven)))
+    unproven = _spread(unproven, failures)
+    return np.concatenate(
+        [_spread(proven, count - failures), unproven, _spread(wrong, failures - len(unproven))]
+    )
 
 
 def attacked_images(images: Split, attacks: Sequence[Evidence], count: int) -> list[AttackedImage]:

@@ -232,10 +232,11 @@ def _runs_at_once(run: Run, collected: Path | None) -> int:
 
 def _training_command(run: Run, name: str) -> str:
     trained = f"patchcert zoo spec {name} > {name}.toml && patchcert train {name}.toml --out runs/{name}"
-    if not run.model_spec().widths:
+    is_trimmed, half = bool(run.model_spec().widths), " --half" if is_half(run.weights) else ""
+    if not is_trimmed and not half:
         return trained
-    half = " --half" if is_half(run.weights) else ""
-    return f"{trained} && patchcert trim runs/{name}{half} --out runs/{name}-trimmed"
+    words, suffix = (half, "trimmed") if is_trimmed else (" --half --keep-units", "half")
+    return f"{trained} && patchcert trim runs/{name}{words} --out runs/{name}-{suffix}"
 
 
 def _weights_of(run: Run) -> str:
