@@ -16,7 +16,7 @@ from torch import Tensor
 
 from patchcert.bounds.forms import Forms, PerForm, Pulled, summed
 from patchcert.bounds.network import Network, Step
-from patchcert.bounds.operations import Add, Affine, Interval, Linear, Reshape, is_relu
+from patchcert.bounds.operations import Add, Affine, Interval, Linear, Part, Reshape, is_relu
 from patchcert.bounds.rounding import NEAREST, Rounding
 from patchcert.tensors import Labels
 
@@ -276,6 +276,9 @@ def reference_margin(network: Network, box: Interval, label: int, target: int, s
         elif isinstance(step.operation, Add | Reshape):
             for index in step.inputs:
                 forms[index] += form
+        elif isinstance(step.operation, Part):
+            numbers = torch.arange(inputs[0].lower[0].numel()).reshape(inputs[0].shape)
+            forms[step.inputs[0]].index_add_(0, step.operation.take(numbers).flatten(), form)
         else:
             constant += _least_of(form, intervals[number])
     return constant + _least_of(forms[0], intervals[0])

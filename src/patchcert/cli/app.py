@@ -34,6 +34,7 @@ COMMANDS = {
     "reproduce": "Recompute a table of the paper.",
     "audit": "Check that evidence, cards and documents can be believed.",
     "report": "Put runs and their evidence into one HTML page.",
+    "export": "Write a model as ONNX, and what is claimed of it as VNN-LIB.",
     "bench": "Measure how fast certificates are computed here.",
     "trim": "Remove units that are zero on every training image.",
     "zoo": "List, show and add trained models that come with patchcert.",

@@ -33,6 +33,10 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     ),
     "audit": ("patchcert audit results", "patchcert audit results --reprove 20 --data-dir ~/data"),
     "report": ("patchcert report runs/mlp", "patchcert report runs/mlp runs/cnn2 --out page.html"),
+    "export": (
+        "patchcert export zoo:mnist-5x5-cnn2 --onnx cnn2.onnx",
+        "patchcert export zoo:mnist-5x5-mlp --vnnlib properties --placements corners --limit 10",
+    ),
     "bench": ("patchcert bench", "patchcert bench --only mlp --json"),
     "trim": (
         "patchcert trim runs/cnn5w --out runs/cnn5w-trimmed",

@@ -47,8 +47,8 @@ def number_option(
 TargetArgument = Annotated[
     str,
     typer.Argument(
-        help="A run folder, a .safetensors file with a model, zoo:NAME, zoo:FOLDER/NAME, or MODULE:FACTORY, a function "
-        "of yours that returns the model."
+        help="A run folder, a .safetensors file with a model, an .onnx file, zoo:NAME, zoo:FOLDER/NAME, or "
+        "MODULE:FACTORY, a function of yours that returns the model."
     ),
 ]
 WeightsOption = Annotated[
@@ -59,7 +59,7 @@ NormaliseOption = Annotated[
     str | None,
     typer.Option(
         metavar="MEAN/STD",
-        help="With MODULE:FACTORY: normalise images first, like 0.49,0.48,0.45/0.25,0.24,0.26.",
+        help="With MODULE:FACTORY or an .onnx file: normalise images first, like 0.49,0.48,0.45/0.25,0.24,0.26.",
     ),
 ]
 PatchOption = Annotated[str | None, typer.Option(help="A rectangle, HEIGHTxWIDTH or SIDE: 5x5, 2x8, 5.")]
