@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,7 @@ class PartVotes(Classifier):
     precision: Precision = "float32"
     slack: float | None = None
     batch_size: int = 512
+    of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack",)
 
     @abstractmethod
     def views(self, height: int, width: int) -> Views:
@@ -177,6 +178,10 @@ class PartVotes(Classifier):
     def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
         """Predictions follow from the votes."""
         return contradiction_of_votes(columns, meta)
+
+    def passes(self, height: int, width: int) -> int | None:
+        """One for each part."""
+        return len(self.views(height, width))
 
     def surrogate(self) -> nn.Module:
         """The mean of the base model's softmax over all parts, in logarithms."""

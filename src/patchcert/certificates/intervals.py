@@ -126,6 +126,9 @@ class IntervalBounds(Classifier):
             dtype = bound_dtype(self.model, images, self.dtype)
             return Limits.of(trace(model_of_type(self.model, dtype)), images[:1].to(dtype))
 
+    def passes(self, height: int, width: int) -> int | None:
+        return 1
+
     def describe(self) -> dict[str, Any]:
         dtype = self.dtype or torch.promote_types(weight_dtype(self.model, torch.float32), torch.float32)
         settings = {

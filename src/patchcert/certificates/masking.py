@@ -67,6 +67,7 @@ class _Masked(Classifier, _Settings):
 
     model: nn.Module
     threat: Patch | Patches
+    of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack",)
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
@@ -111,6 +112,10 @@ class _Masked(Classifier, _Settings):
     def described(cls, model: nn.Module, description: Mapping[str, Any]) -> Self:
         threat = threat_from_dict(description["masked_threat"])
         return super().described(model, {**description, "threat": threat})
+
+    def passes(self, height: int, width: int) -> int | None:
+        """One for each mask, if all copies agree."""
+        return len(self.mask_set(height, width).hidden) * (2 if self.mirrored else 1)
 
     def surrogate(self) -> nn.Module:
         """The mean of the model's softmax over a few fixed masks and pairs of masks, in logarithms."""
@@ -305,6 +310,10 @@ class MaskedDetection(_Masked):
             lead=lead,
             weakest_masks=singles.lead.argmin(dim=1, keepdim=True).expand(-1, 2),
         )
+
+    def passes(self, height: int, width: int) -> int | None:
+        """One for each mask, and one for the whole image."""
+        return (len(self.mask_set(height, width).hidden) + 1) * (2 if self.mirrored else 1)
 
     def _predictions(self, whole: Labels, singles: "_Answers") -> Labels:
         objects = (singles.said != whole[:, None]) & (singles.confidence > self.threshold)

@@ -173,6 +173,52 @@ def masked_margins(scores: Scores, labels: Labels, touched: Touched, windows: Wi
     return _zero_at(labels, torch.stack(margins, dim=1)[:, place])
 
 
+def scores_between(
+    lower: CellScores, upper: CellScores, kind: ScoreKind, slack: float, most: int
+) -> tuple[CellScores, CellScores]:
+    """The least and the largest scores of all logits between these, each moved by at most half the slack times the
+    image's largest one; 0 and `most` where that is not finite.
+
+    It is for scores that never fall with their own logit, and do not depend on those of other classes.
+    """
+    lower, upper = lower.double(), upper.double()
+    distance = slack / 2 * torch.maximum(lower.abs(), upper.abs()).amax(dim=(1, 2), keepdim=True)
+    lower, upper = lower - distance, upper + distance
+    is_finite = (lower.isfinite() & upper.isfinite()).all(dim=1, keepdim=True)
+    least, _, _ = _bounded_scores(lower.where(is_finite, 0.0), torch.zeros_like(distance), kind, None)
+    _, _, largest = _bounded_scores(upper.where(is_finite, 0.0), torch.zeros_like(distance), kind, None)
+    return least.double() * is_finite, largest.double().where(is_finite, float(most))
+
+
+def bounded_margins(
+    scores: Scores, labels: Labels, cells: Annotated[Tensor, "cells"], windows: Windows | None = None
+) -> Annotated[Tensor, "n k"]:
+    """The least lead of the label's sum, or with windows of its masked sum, over each class's; 0 at the label.
+
+    Every score lies between `lower` and `upper`, also in the cells that the patch touches. Sums and masked sums never
+    fall when a score rises, so that these ends decide. What a window that holds all touched cells leaves over is a
+    bound of its own, and the better one counts.
+    """
+    if windows is None:
+        kept, reached = sum_totals(scores.lower), sum_totals(scores.upper)
+    else:
+        kept, reached = masked_totals(scores.lower, windows), _masked_upper(scores.upper, cells, windows)
+    own = kept.gather(1, labels[:, None])
+    return (own - reached).scatter(1, labels[:, None], 0.0)
+
+
+def _masked_upper(
+    upper: CellScores, cells: Annotated[Tensor, "cells"], windows: Windows
+) -> Annotated[Tensor, "n k"]:
+    """The most that masked sums reach: that of the largest scores, or what a window around the cells leaves over."""
+    reached = masked_totals(upper, windows)
+    holders = windows[~(cells & ~windows).any(dim=1)].to(upper)
+    if not len(holders):
+        return reached
+    left_over = upper.sum(dim=2, keepdim=True) - upper @ holders.T
+    return torch.minimum(reached, left_over.amin(dim=2))
+
+
 def _of(labels: Labels, values: CellScores) -> Annotated[Tensor, "n cells"]:
     return values[torch.arange(len(labels), device=labels.device), labels]
 

@@ -31,6 +31,7 @@ COMMANDS = {
     "certify": "Prove a model's predictions against a threat.",
     "predict": "Say what the classifier of a kind of proof predicts.",
     "attack": "Look for patches that change a model's predictions.",
+    "compare": "Put runs and leaderboard files into one table.",
     "reproduce": "Recompute a table of the paper.",
     "audit": "Check that evidence, cards and documents can be believed.",
     "report": "Put runs and their evidence into one HTML page.",

@@ -29,7 +29,15 @@ from patchcert.cli.options import (
     parse_threat,
 )
 from patchcert.cli.output import print_error, print_json, progress_bar, say
-from patchcert.cli.target import IMAGENET, Target, choose_classifier, open_data, open_target, select_images
+from patchcert.cli.target import (
+    IMAGENET,
+    Target,
+    choose_classifier,
+    learned_method,
+    open_data,
+    open_target,
+    select_images,
+)
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -87,7 +95,10 @@ def attack(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="Attack the classifier of a kind of proof, like masking; else the model."),
+        typer.Option(
+            help="Attack the classifier of a kind of proof, like masking or bands; by default that which the run was "
+            "trained for. interval is the model itself."
+        ),
     ] = None,
     defense: Annotated[str, typer.Option(help="none, lgs (smoothing) or dw (watermarking).")] = "none",
     setting: Annotated[
@@ -384,7 +395,8 @@ def _subject(attacked: AttackedTarget, asked: AttackOptions) -> "tuple[Subject, 
 
     target, tuning = attacked.target, {}
     model: Any = target.model.to(asked.device)
-    if asked.method is not None:
+    is_trained_for_it = asked.defense == "none" and learned_method(target) != "interval"
+    if asked.method is not None or is_trained_for_it:
         model = choose_classifier(target, attacked.threat, asked.method, asked.settings)
     elif asked.defense != "none":
         model, tuning = _defended(model, attacked, asked)
@@ -400,12 +412,14 @@ def _certified_positions(attacked: AttackedTarget, subject: "Subject", asked: At
     positions, run = subject.positions(), attacked.target.run
     if run is not None:
         folder = EvidenceFolder(run.evidence_folder)
-        known = folder.proven(attacked.threat, attacked.selection, subject.weights, positions)
+        known = folder.proven(
+            attacked.threat, attacked.selection, subject.weights, positions, subject.describe()
+        )
         if known is not None:
             return positions[known]
     classifier = subject.classifier
     if not isinstance(classifier, Classifier):
-        classifier = choose_classifier(attacked.target, attacked.threat)
+        classifier = choose_classifier(attacked.target, attacked.threat, "interval")
     images = subject.images(positions)
     with progress_bar("certifying", "images") as report:
         found = classifier.certify(images.floats(), images.labels, attacked.threat, report)

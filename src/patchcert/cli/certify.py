@@ -63,7 +63,8 @@ def certify(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Kind of proof: interval, masking, detection or ablation; by default what the run was trained for."
+            help="Kind of proof: interval, masking, detection, ablation, bands, blocks or local-votes; by default what "
+            "the run was trained for."
         ),
     ] = None,
     setting: Annotated[

@@ -27,6 +27,10 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "patchcert attack zoo:mnist-5x5-cnn2 --images 100 --search sweep",
         "patchcert attack runs/mlp --certified-only",
     ),
+    "compare": (
+        "patchcert compare runs/bands runs/masked --published",
+        "patchcert compare runs/bands others.json --write ours.json",
+    ),
     "reproduce": (
         "patchcert reproduce strategy-detail-5x5 --scale quick",
         "patchcert reproduce all --from results",

@@ -316,6 +316,11 @@ def choose_classifier(
     return made(target.model, **masked, **{**trained, **given, **words})
 
 
+def learned_method(target: Target) -> str:
+    """The kind of proof that a run was trained for; interval where it was for none."""
+    return _learned_method(target)[0]
+
+
 def _learned_method(target: Target) -> "tuple[str, Mapping[str, Any]]":
     """The kind of proof that a run was trained for, and its settings; interval bounds where it was for none."""
     strategy = None if target.run is None else target.run.spec.strategy

@@ -23,14 +23,17 @@ from patchcert.certificates.checks import weight_dtype
 from patchcert.data import Dataset, Split
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
-from patchcert.evidence.record import VERSION, Evidence, EvidenceFolder, Question, Selection
+from patchcert.evidence.record import MODEL, VERSION, Evidence, EvidenceFolder, Question, Selection
 from patchcert.files import atomic_write
 from patchcert.progress import Progress
+from patchcert.tensors import Images
 from patchcert.train.distributed import ALONE, World
 from patchcert.train.environment import describe_machine, source_sha256
 
 FIRST_BLOCK, LARGEST_BLOCK = 64, 4096
 BLOCK_SECONDS = 10.0
+PREDICTED_SECONDS = 0.2
+"""How long predictions are measured at least, where there are images enough."""
 _PLAIN = (bool, int, float, str, tuple, type(None), torch.Size, torch.dtype)
 
 
@@ -60,7 +63,7 @@ class Subject:
         if isinstance(self.classifier, Defended):
             defense = self.classifier.defense
             return {"name": "Defended", "defense": f"{type(defense).__name__}({defense.extra_repr()})"}
-        return {"name": "Model"}
+        return dict(MODEL)
 
     def evidence(self, question: Question, columns: Mapping[str, Any], facts: Mapping[str, Any]) -> Evidence:
         """An answer with the circumstances under which it was found."""
@@ -118,6 +121,10 @@ class Certification:
         found = _gathered(found, self._rows(len(positions)), len(positions), self.world)
         guarantee = asdict(found.guarantee)
         facts = {"guarantee": guarantee, "command": self.command, "seconds": round(seconds, 3)}
+        if self.world.is_main:
+            facts["prediction"] = prediction_time(
+                self.classifier, images.floats().to(_dtype_of(self.classifier))
+            )
         evidence = self.subject.evidence(self.question, certificate_columns(found, positions), facts)
         if self.file is not None and self.world.is_main:
             evidence = evidence.write(self.file)
@@ -183,6 +190,22 @@ class Certification:
         return _Partial(
             self.file.with_name(f"{self.file.name}.partial{part}"), json.dumps(identity, sort_keys=True)
         )
+
+
+def prediction_time(classifier: Classifier, images: Images) -> dict[str, float]:
+    """How many images the deployed classifier predicted in one call, and in how many seconds.
+
+    First of a single image, then of eight times as many until a call takes `PREDICTED_SECONDS` or has all images: the
+    last call counts, so that what is done once is done before or is a small part of it.
+    """
+    count = 1
+    while True:
+        began = time.perf_counter()
+        classifier.predict(images[:count]).cpu()  # waits for the device
+        seconds = time.perf_counter() - began
+        if seconds >= PREDICTED_SECONDS or count >= len(images):
+            return {"images": min(count, len(images)), "seconds": round(seconds, 6)}
+        count *= 8
 
 
 def _gathered(part: Certificates, rows: slice, total: int, world: World) -> Certificates:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -123,17 +123,19 @@ class ModelSettings:
 
     def for_data(self, dataset: Dataset) -> ModelSpec:
         """The architecture for the data's images and classes."""
-        channels, height, width = dataset.train.image_size
         mean, std = dataset.normalisation() if self.normalise else ((), ())
+        return replace(self.for_images(dataset.train.image_size, len(dataset.classes)), mean=mean, std=std)
+
+    def for_images(self, size: Sequence[int], classes: int) -> ModelSpec:
+        """The architecture for images of (channels, height, width), without normalisation."""
+        channels, height, width = size
         return ModelSpec(
             name=self.name,
             channels=channels,
             height=height,
             width=width,
-            classes=len(dataset.classes),
+            classes=classes,
             hidden=self.hidden,
-            mean=mean,
-            std=std,
             filters=self.filters,
             depth=self.depth,
             receptive_field=self.receptive_field,
