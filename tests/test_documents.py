@@ -6,17 +6,21 @@ import os
 import re
 import shlex
 import struct
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
+import lightning_stand_in
 import patchcert as pc
 from patchcert.cli.app import create_app
 from patchcert.models import registry
 
 ROOT = Path(__file__).parents[1]
 NEEDS_OWN_FILES = ("folder:~/photos",)
+LOOPS = ("for step, (images, labels)", "lightning.Trainer(")
 TUTORIAL = ROOT / "docs" / "guides" / "tutorial.md"
 
 
@@ -34,7 +38,7 @@ def examples():
     )
     for path in [ROOT / "README.md", *(page for page in pages if page != TUTORIAL)]:
         for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)):
-            if not any(text in code for text in NEEDS_OWN_FILES):
+            if not any(text in code for text in (*NEEDS_OWN_FILES, *LOOPS)):
                 yield pytest.param(code, id=f"{path.name}-{number}")
 
 
@@ -43,6 +47,28 @@ def test_examples_run(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_builders", dict(registry._builders))
     exec(compile(code, "example", "exec"), {"__name__": "example"})
+
+
+@pytest.fixture
+def _lightning(monkeypatch):
+    """Lightning, or where it is not installed a module that does what the examples need of it."""
+    if importlib.util.find_spec("lightning") is None:
+        monkeypatch.setitem(sys.modules, "lightning", lightning_stand_in)
+
+
+@pytest.mark.usefixtures("_lightning")
+@pytest.mark.parametrize("kind", LOOPS)
+def test_loops_of_one_s_own_train_for_certificates(kind, monkeypatch):
+    """Few digits would be proven of a network that was trained in the ordinary way."""
+    text = (ROOT / "docs" / "guides" / "your-own-model.md").read_text()
+    (code,) = [each for each in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if kind in each]
+    names, found = {"__name__": "example"}, []
+    for name in ("certify", "certify_loader"):
+        own = getattr(pc, name)
+        monkeypatch.setattr(pc, name, lambda *given, own=own, **named: found.append(own(*given, **named)))
+    torch.manual_seed(0)
+    exec(compile(code, "example", "exec"), names)
+    assert found[0].certified_accuracy > 0.3
 
 
 def test_the_notebook_is_its_page_and_prints_what_the_page_says(capsys):

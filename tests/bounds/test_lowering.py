@@ -376,7 +376,7 @@ def test_a_class_with_a_call_of_its_own_is_refused():
             return -super().__call__(images)
 
     with pytest.raises(
-        UnsupportedLayer, match=r"the call or forward pass of layer '' \(Turned\) has been replaced"
+        UnsupportedLayer, match=r"the call or forward pass of the model \(Turned\) has been replaced"
     ):
         trace(Turned(nn.Flatten(), linear()))
 
@@ -384,7 +384,7 @@ def test_a_class_with_a_call_of_its_own_is_refused():
 def test_a_replaced_forward_pass_of_a_graph_is_refused():
     model = fx.symbolic_trace(nn.Sequential(nn.Flatten(), linear()))
     model.forward = torch.sin
-    with pytest.raises(UnsupportedLayer, match="the call or forward pass of layer '' .* has been replaced"):
+    with pytest.raises(UnsupportedLayer, match="the call or forward pass of the model .* has been replaced"):
         trace(model)
 
 
@@ -565,3 +565,8 @@ def test_scripted_modules_are_refused_by_name():
         UnsupportedLayer, match=r"layer '1' \(RecursiveScriptModule\) is compiled by torch.jit"
     ):
         trace(model)
+    whole = torch.jit.trace(nn.Sequential(nn.Flatten(), linear()), torch.zeros(1, 60))
+    with pytest.raises(
+        UnsupportedLayer, match=r"the model \(TopLevelTracedModule\) is compiled by torch.jit"
+    ):
+        trace(whole)

@@ -74,7 +74,7 @@ def votes_of(model, **settings):
     ],
 )
 def test_local_votes_conform(settings):
-    check_certifier(partial(votes_of, **settings), logits_decide=False)
+    check_certifier(partial(votes_of, **settings), logits_decide=False, several=True)
 
 
 @pytest.mark.gpu
@@ -152,7 +152,7 @@ class PerPixel(nn.Module):
 
 @pytest.mark.parametrize("scores", ["one-hot", "clipped"])
 def test_sums_are_proven_exactly_where_brute_force_over_pixels_changes_nothing(scores):
-    votes = LocalVotes(PerPixel(), scores=scores, slack=0.0)
+    votes = LocalVotes(PerPixel(), scores=scores, slack=2**-40)
     share = torch.linspace(0, 1, 40).view(40, 1, 1, 1)
     images = 0.1 + 0.8 * (torch.rand(40, 1, 3, 4, generator=seeded(1)) < share)
     labels, patch = votes.predict(images), Patch((1, 2))
@@ -312,6 +312,8 @@ def test_a_model_that_is_another_function_when_traced_is_refused():
         ({"scores": "positive"}, "without upper limit"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"slack": 2.0}, "slack is 2.0"),
+        ({"slack": 0.0}, "slack is 0.0"),
+        ({"slack": float("nan")}, "slack is nan"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):

@@ -77,30 +77,32 @@ def patched(image, threat, values=(0.0, WHITE)):
 
 
 CASES = [
-    (pc.Patch(1), (2, 3), (2, 3), 1),
-    (pc.Patch((1, 2)), (2, 4), (2, 2), 1),
-    (pc.Patch((2, 1)), (3, 3), (2, 3), 1),
-    (pc.Patch(1, [(0, 0), (1, 2), (1, 0)]), (2, 3), 2, 1),
-    (pc.Patch(pc.shapes.from_text("#.\n.#")), (3, 3), 2, 1),
-    (pc.Patch(1), (1, 4), (1, 4), 2),
+    (pc.Patch(1), (2, 3), (2, 3)),
+    (pc.Patch((1, 2)), (2, 4), (2, 2)),
+    (pc.Patch((2, 1)), (3, 3), (2, 3)),
+    (pc.Patch(1, [(0, 0), (1, 2), (1, 0)]), (2, 3), 2),
+    (pc.Patch(pc.shapes.from_text("#.\n.#")), (3, 3), 2),
+    (pc.Patches(pc.Patch(1)), (1, 4), (1, 4)),
+    (pc.Patches(pc.Patch((1, 2)), 2), (1, 5), (1, 4)),
 ]
 
 
-@pytest.mark.parametrize(("threat", "size", "masks", "patches"), CASES)
-def test_no_patch_changes_what_is_proven_of_any_function(threat, size, masks, patches):
+@pytest.mark.parametrize(("threat", "size", "masks"), CASES)
+def test_no_patch_changes_what_is_proven_of_any_function(threat, size, masks):
+    patch = threat.patch if isinstance(threat, pc.Patches) else threat
     image = torch.zeros(1, *size)
     proven = 0
     for seed in range(60):
         model = Lookup(size[0] * size[1], 3, seed, calm=0.9, alien=seed % 3)
-        masking = DoubleMasking(model, threat, masks=masks, patches=patches, with_map=True, batch_size=64)
+        masking = DoubleMasking(model, threat, masks=masks, with_map=True, batch_size=64)
         found = masking.certify(image[None], torch.tensor([0]), threat)
-        members = list(patched(image, threat))
-        if patches == 2:
-            members = [(-1, again) for _, changed in members for _, again in patched(changed, threat)]
+        members = list(patched(image, patch))
+        if patch is not threat:
+            members = [(-1, again) for _, changed in members for _, again in patched(changed, patch)]
         said = masking.predict(torch.stack([changed for _, changed in members]))
         assert int(found.predictions) == predicted_one_by_one(masking, image)
         assert not bool(found.certified) or bool((said == 0).all())
-        if patches == 1:
+        if patch is threat:
             assert torch.equal(found.placements[0], proven_one_by_one(masking, image, 0, threat))
             for (place, _), label in zip(members, said.tolist(), strict=True):
                 assert label == 0 or not bool(found.placements[0, place])
@@ -254,7 +256,7 @@ def test_what_models_and_settings_may_not_be_is_said():
         ({"slack": 0.0}, "slack is 0.0"),
         ({"precision": "float8"}, "precision is 'float8'"),
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"patches": 3}, "patches is 3"),
+        ({"slack": 1.0}, "slack is 1.0"),
     ):
         with pytest.raises(InvalidInput, match=message):
             DoubleMasking(plain, threat, **{"masks": 2, **settings}).certify(images, labels, threat)

@@ -180,9 +180,7 @@ def test_many_images_are_looked_at_in_parts(monkeypatch):
     monkeypatch.setattr("patchcert.certificates.votes._MARGINS_AT_ONCE", 1)
     values = torch.stack([one_hot([0, 0, 0, 1, 2]), one_hot([0, 1, 0, 1, 2])])
     touched, labels = torch.stack([mask({0}), mask({3})]), torch.tensor([0, 0])
-    found = proven_placements(
-        lambda scores, own: sum_margins(scores, own, touched), exact(values), labels, 2, "lowest"
-    )
+    found = proven_placements(sum_margins, exact(values), labels, touched, "lowest")
     assert found.tolist() == [[True, True], [False, True]]
 
 

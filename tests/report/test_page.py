@@ -17,7 +17,7 @@ from patchcert.report.pictures import MaskedImage, masked_images, masks_of
 from patchcert.report.statistics import Proportion
 from patchcert.report.summary import RunSummary
 from patchcert.report.tables import percent
-from patchcert.threats import Patch, SparsePixels, shapes
+from patchcert.threats import Patch, Patches, SparsePixels, shapes
 from patchcert.threats.masks import masks_covering
 
 
@@ -171,6 +171,18 @@ def test_a_sparse_threat_has_words_and_no_placement(read, run, asked, changed):
     text = read(replace(run, threat=SparsePixels(4), certificates=(sparse,), attacks=())).text
     assert "no change of 4 pixels, wherever they lie," in text
     assert "3, 7" not in text.split("Every image")[1].split("Check it again")[0]
+
+
+@pytest.mark.parametrize(
+    ("placements", "where"), [("everywhere", "wherever they are placed"), ("corners", "placed corners")]
+)
+def test_several_patches_have_words_and_no_placement(read, run, asked, changed, placements, where):
+    threat, rows = Patches(Patch(5, placements), 2), run.certificates[0]
+    nowhere = np.full_like(rows.columns["worst_top"], -1)
+    two = asked(changed(rows, worst_top=nowhere, worst_left=nowhere), threat=threat)
+    text = read(replace(run, threat=threat, certificates=(two,), attacks=(), maps=())).text
+    assert f"no 2 5x5 square patches at once, {where}," in text
+    assert f"2 5x5 square patches at once, {placements}" in text
 
 
 def test_whatever_the_certificates_have_is_shown(read, run, voted_run):

@@ -127,7 +127,9 @@ class Site:
 
     def __str__(self) -> str:
         kind, name = kind_of(self.target), public_name(self.target)
-        return f"layer '{self.place}' ({name})" if kind == "layer" else f"{kind} {name} at '{self.place}'"
+        if kind != "layer":
+            return f"{kind} {name} at '{self.place}'"
+        return f"layer '{self.place}' ({name})" if self.place else f"the model ({name})"
 
     def refuse(self) -> NoReturn:
         """Says what has bounds instead, and what to do."""

@@ -24,6 +24,15 @@ def check_precision(precision: str) -> None:
         raise InvalidInput(f"precision is {precision!r}; expected one of {', '.join(get_args(Precision))}")
 
 
+def check_slack(precision: Precision, slack: float | None) -> None:
+    """Refuses a slack that is no share: with 0 a proof would rest on answers that never move by a single bit."""
+    if not 0 < needed_lead(precision, slack) < 1:
+        raise InvalidInput(
+            f"slack is {slack!r}; expected a share of the largest logit, above 0 and below 1",
+            hint="None is a few times what the precision rounds",
+        )
+
+
 def needed_lead(precision: Precision, slack: float | None) -> float:
     """The lead that a class must exceed to count for a proof, as a share of the largest logit."""
     return SLACK[precision] if slack is None else slack

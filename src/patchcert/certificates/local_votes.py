@@ -4,7 +4,7 @@ Sums of 0/1 scores are certified as BagCert does (Metzen and Yatsura 2021).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial, reduce
 from typing import Annotated, Any, ClassVar, Literal, final, get_args
 
@@ -26,7 +26,7 @@ from patchcert.certificates.checks import (
     check_labels,
     weight_dtype,
 )
-from patchcert.certificates.classifier import AnyThreat, Ballots, Certificates, Classifier, Columns
+from patchcert.certificates.classifier import AnyThreat, Certificates, Classifier, Columns
 from patchcert.certificates.votes import (
     Scores,
     Ties,
@@ -34,17 +34,17 @@ from patchcert.certificates.votes import (
     Windows,
     bounded_margins,
     cell_scores,
+    certified_by_votes,
     check_vote_settings,
     contradiction_of_votes,
     is_won,
     masked_margins,
     masked_totals,
     maximal,
-    proven_placements,
-    require_patch,
     scores_between,
     sum_margins,
     sum_totals,
+    voted_patch,
     winners,
 )
 from patchcert.errors import InvalidInput, ModelError, UnsupportedLayer
@@ -166,7 +166,7 @@ class LocalVotes(Classifier):
 
     With `bounded` a placement that this leaves open is looked at again: what touched cells can give is then bounded by
     intervals, as in `IntervalBounds`, instead of by the least and the largest score there is. Both are proofs of the
-    same sums, and the better one counts. It takes a pass of intervals for each image and open placement.
+    same sums, and the better one counts. It takes a pass of intervals for each image and open placement of one patch.
     """
 
     model: nn.Module
@@ -219,30 +219,23 @@ class LocalVotes(Classifier):
         check_call(progress)
         check_inputs(self.model, images, labels)
         check_fit(threat, images)
-        patch, network = require_patch(threat, type(self).__name__), trace_local(self.model, images.shape[1:])
+        patch, patches = voted_patch(threat, type(self).__name__)
+        network = trace_local(self.model, images.shape[1:])
         seen = local_sight(network, *images.shape[2:])
         scores = self.local_scores(images, progress, with_probe=True)
         self._check_trace(images, network)
         check_labels(labels, scores.values.shape[1])
         totals, touched = self.totals(scores.values, images), touched_cells(patch, seen, images)
-        predictions = winners(totals, self.ties)
-        margins_of = partial(sum_margins, touched=touched)
+        margins_of = sum_margins
         if self.masked is not None:
-            margins_of = partial(masked_margins, touched=touched, windows=self.windows(images))
-        proven = proven_placements(margins_of, scores, labels, len(touched), self.ties)
-        right = predictions == labels
-        if self.bounded:
-            check_foreign_rules(network, images, patch)
-            is_open = ~proven & right[:, None]
-            proven |= self._proven_by_bounds(network, images, labels, scores, patch, is_open)
-        proven &= right[:, None]
-        return Certificates(
-            certified=proven.all(dim=1),
-            predictions=predictions,
-            labels=labels,
-            placements=proven,
-            ballots=Ballots(totals.long(), totals.long()),
-        )
+            margins_of = partial(masked_margins, windows=self.windows(images))
+        found = certified_by_votes(margins_of, scores, totals, labels, touched, self.ties, patches)
+        if not self.bounded or found.placements is None:
+            return found
+        check_foreign_rules(network, images, patch)
+        is_open = ~found.placements & (found.predictions == labels)[:, None]
+        proven = found.placements | self._proven_by_bounds(network, images, labels, scores, patch, is_open)
+        return replace(found, certified=proven.all(dim=1), placements=proven)
 
     @torch.no_grad()
     def _proven_by_bounds(

@@ -68,10 +68,21 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
 
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Model": ("weights", "normalise"),
-    "Threat": ("patch", "shape", "sparse", "bound", "placements"),
+    "Threat": ("patch", "shape", "sparse", "bound", "placements", "patches"),
     "Images": ("data", "data_dir", "split", "images", "limit"),
     "Proof": ("method", "setting", "masks", "dtype", "memory_budget", "refine"),
-    "Attack": ("seed", "steps", "step_size", "restarts", "loss", "search", "certified_only", "batch_size"),
+    "Attack": (
+        "seed",
+        "steps",
+        "step_size",
+        "restarts",
+        "loss",
+        "search",
+        "universal",
+        "transform",
+        "certified_only",
+        "batch_size",
+    ),
     "Defense": ("defense", "adaptive", "tune", "largest_drop"),
 }
 """Options that belong together, wherever they occur; all others are just options."""

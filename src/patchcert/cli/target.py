@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from patchcert.data import Dataset, Split
     from patchcert.evidence import Selection
     from patchcert.models import ModelSpec, OnnxNetwork
+    from patchcert.threats import Patch, SparsePixels
     from patchcert.train.run_folder import Run
     from patchcert.zoo import Card
 
@@ -39,7 +40,7 @@ class Target:
     weights: Path | str
     run: "Run | None" = None
     card: "Card | None" = None
-    threat: "AnyThreat | None" = None
+    threat: "Patch | SparsePixels | None" = None
     data: str | None = None
     onnx: "OnnxNetwork | None" = None
 

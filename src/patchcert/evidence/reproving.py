@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Generator, nn
 
-from patchcert.attacks import Attack, PatchAttack, SparseAttack
+from patchcert.attacks import Attack, PatchAttack, PatchesInTurn, SparseAttack
 from patchcert.certificates import ABSTAINED, AnyThreat, Certificates, Classifier, method_named
 from patchcert.data import Dataset, Split
 from patchcert.errors import PatchcertError
 from patchcert.evidence.audit import Finding
 from patchcert.evidence.record import Evidence
-from patchcert.threats import Patch
+from patchcert.threats import Patch, Patches
 
 STEPS, RESTARTS = 20, 8
 CLOSE = 1e-3
@@ -144,4 +144,6 @@ def _attack(threat: AnyThreat, is_bounded: bool) -> Attack:
     """Where interval certificates are weakest first, if it is these that are attacked."""
     if isinstance(threat, Patch):
         return PatchAttack(STEPS, restarts=RESTARTS, search="certificate" if is_bounded else "random")
+    if isinstance(threat, Patches):
+        return PatchesInTurn(PatchAttack(STEPS, restarts=RESTARTS))
     return SparseAttack(STEPS, restarts=RESTARTS, selections=RESTARTS)

@@ -29,7 +29,7 @@ from patchcert.report.pictures import (
 from patchcert.report.statistics import Proportion
 from patchcert.report.summary import RunSummary
 from patchcert.report.tables import NOT_MEASURED, percent
-from patchcert.threats import Patch, shapes, threat_from_dict
+from patchcert.threats import Patch, Patches, shapes, threat_from_dict
 from patchcert.threats.masks import MaskSet
 
 NOT_STATED = "not stated"
@@ -94,6 +94,8 @@ def describe_threat(threat: AnyThreat) -> str:
     """What the attacker may do, in a few words."""
     if isinstance(threat, Patch):
         return f"one {shapes.describe(threat.stamp)} patch, {threat.rule}"
+    if isinstance(threat, Patches):
+        return f"{threat.count} {shapes.describe(threat.patch.stamp)} patches at once, {threat.patch.rule}"
     return f"any {_pixels(threat.pixels)}"
 
 
@@ -481,6 +483,13 @@ def _freedom(threat: AnyThreat) -> str:
     if isinstance(threat, Patch):
         where = "wherever it is placed" if str(threat.rule) == "everywhere" else f"placed {threat.rule}"
         return f"no {shapes.describe(threat.stamp)} patch, {where},"
+    if isinstance(threat, Patches):
+        where = (
+            "wherever they are placed"
+            if str(threat.patch.rule) == "everywhere"
+            else f"placed {threat.patch.rule}"
+        )
+        return f"no {threat.count} {shapes.describe(threat.patch.stamp)} patches at once, {where},"
     return f"no change of {_pixels(threat.pixels)}, wherever they lie,"
 
 

@@ -22,7 +22,7 @@ from patchcert.data import Split
 from patchcert.errors import InvalidInput
 from patchcert.evidence import Evidence
 from patchcert.tensors import Labels, PlacementMargins
-from patchcert.threats import Patch, threat_from_dict
+from patchcert.threats import Patch, SparsePixels, threat_from_dict
 from patchcert.threats.masks import MaskSet, masks_covering
 
 Pixels = NDArray[np.uint8]
@@ -249,9 +249,9 @@ def masks_of(rows: Evidence, images: Split) -> MaskSet | None:
         return None
     kind, (_, height, width) = rows.meta["classifier"], images.image_size
     threat = threat_from_dict(kind["masked_threat"])
-    assert isinstance(threat, Patch)
+    assert not isinstance(threat, SparsePixels)
     masks = kind["masks"] if isinstance(kind["masks"], int) else tuple(kind["masks"])
-    return masks_covering(threat, height, width, masks, kind["patches"])
+    return masks_covering(threat, height, width, masks)
 
 
 def behind(hidden: Annotated[Tensor, "h w"], image: Pixels, rows: Evidence) -> Pixels:

@@ -9,7 +9,7 @@ from patchcert.bounds import NEAREST, Network, Rounding
 from patchcert.bounds.linear import linear_margins
 from patchcert.bounds.network import zero_at_label
 from patchcert.tensors import Corners, Images, Labels, PlacementMargins
-from patchcert.threats import Patch
+from patchcert.threats import Patch, Patches
 from patchcert.windows.sweep import rows_within
 
 
@@ -17,12 +17,12 @@ def dense_margins(
     network: Network,
     images: Images,
     labels: Labels,
-    threat: Patch,
-    corners: Corners,
+    threat: Patch | Patches,
+    corners: Annotated[Tensor, "p ... 2"],
     epsilon: float | Tensor = 1.0,
     rounding: Rounding = NEAREST,
 ) -> PlacementMargins:
-    """Margins with the patch at each of the corners."""
+    """Margins with the patch at each of the corners, or with several patches at each set of corners."""
     boxes = threat.boxes(images, corners, epsilon).flatten(0, 1)
     repeated = labels.repeat_interleave(len(corners))
     return network.margins(boxes, repeated, rounding=rounding).unflatten(0, (len(images), len(corners)))
