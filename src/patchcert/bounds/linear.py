@@ -203,8 +203,9 @@ def margin_forms(
     labels: Labels, targets: Annotated[Tensor, "n m"], classes: int, dtype: torch.dtype
 ) -> Annotated[Tensor, "n m k"]:
     """The forms logit[label] - logit[target]; 0 where the target is the label."""
-    own = torch.nn.functional.one_hot(labels, classes).unsqueeze(1)
-    return (own - torch.nn.functional.one_hot(targets, classes)).to(dtype)
+    numbers = torch.arange(classes, device=labels.device)
+    own, other = (part.unsqueeze(2) == numbers for part in (labels.unsqueeze(1), targets))
+    return own.to(dtype) - other.to(dtype)
 
 
 def linear_margins(

@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from patchcert.bounds import Interval, Network
-from patchcert.bounds.linear import SLOPES, Slope, adaptive, best_bound, flat, interval_bound, parallel
+from patchcert.bounds.linear import (
+    SLOPES,
+    Slope,
+    adaptive,
+    best_bound,
+    flat,
+    interval_bound,
+    margin_forms,
+    parallel,
+)
 from patchcert.errors import SpecError
 from patchcert.tensors import Images, Labels, Margins, PlacementMargins
 from patchcert.train.strategies.placements import Chosen, PlacedPatch, in_class_order, other_classes
@@ -72,7 +81,7 @@ class Weakest(Strategy):
 
     def bind(self, subject: Subject) -> Objective:
         """The margins at the weakest placements of each image."""
-        training = WeakestTraining(self, PlacedPatch.of(subject))
+        training = WeakestTraining(self, PlacedPatch.of(subject), subject.model_spec.classes)
         if self.search == "linear":
             hidden_layer(training.patch.network)
         return Objective(training.patch.network, training.worst_case)
@@ -81,8 +90,8 @@ class Weakest(Strategy):
 class WeakestTraining:
     """The strategy at work on a network; keeps the geometry of placements between steps."""
 
-    def __init__(self, strategy: Weakest, patch: PlacedPatch) -> None:
-        self.strategy, self.patch = strategy, patch
+    def __init__(self, strategy: Weakest, patch: PlacedPatch, classes: int) -> None:
+        self.strategy, self.patch, self.classes = strategy, patch, classes
         self.search = WeakestPlacements(patch.threat)
         self._sweeps: dict[tuple[object, ...], LinearSweep] = {}
 
@@ -124,7 +133,7 @@ class WeakestTraining:
         self, images: Images, labels: Labels, ranked: PlacementMargins, epsilon: float | Tensor
     ) -> Chosen:
         """The weakest placement against each other class, in the order of `other_classes`, or the one for all."""
-        others, count = other_classes(labels, ranked.shape[2]), min(self.strategy.candidates, ranked.shape[1])
+        others, count = other_classes(labels, self.classes), min(self.strategy.candidates, ranked.shape[1])
         if self.strategy.placements == "image":
             found = hardest(ranked, count)
             if count == 1:
@@ -149,15 +158,13 @@ class WeakestTraining:
         clean: Clean | None = None,
     ) -> Margins:
         """Margins at the chosen placements, of which there are one for each other class, or one for all of them."""
-        by_class = self.strategy.placements == "class"
+        by_class, others = self.strategy.placements == "class", other_classes(labels, self.classes)
         if self.strategy.bound == "linear":
-            others = other_classes(labels, self._classes(images))
             targets = others.unsqueeze(2 if by_class else 1)
             margins = self.linear(images, labels, chosen, targets, epsilon)
             return in_class_order(labels, margins.flatten(1))
         if not by_class:
             return self.patch.margins(images, labels, chosen, epsilon, clean=clean)[:, 0]
-        others = other_classes(labels, chosen.shape[1] + 1)
         return in_class_order(labels, self.patch.margins(images, labels, chosen, epsilon, others, clean))
 
     def linear(
@@ -166,7 +173,7 @@ class WeakestTraining:
         """Margins against the targets at each placement: linear bounds, or the interval's where that is better."""
         network, repeated = self.patch.network, labels.unsqueeze(1).expand_as(chosen).flatten()
         intervals = network.intervals(self._boxes(images, chosen, epsilon))
-        forms = _margin_forms(repeated, targets.flatten(0, 1), intervals[-1].lower)
+        forms = margin_forms(repeated, targets.flatten(0, 1), self.classes, images.dtype)
         found = best_bound(network, intervals, forms, slopes=_CHOICES[self.strategy.slopes])
         found = torch.maximum(found, interval_bound(network, intervals, forms))
         return found.unflatten(0, tuple(chosen.shape))
@@ -175,13 +182,6 @@ class WeakestTraining:
         """One after the other, those of an image together."""
         corners = self.patch.corners(images)[chosen]
         return self.patch.threat.boxes(images, corners, epsilon).flatten(0, 1)
-
-    def _classes(self, images: Images) -> int:
-        head = self.patch.network.head
-        if head is not None:
-            return len(head.weight())
-        with torch.no_grad():
-            return self.patch.network.values(images[:1])[-1].shape[1]
 
 
 def hardest(ranked: PlacementMargins, count: int) -> Chosen:
@@ -192,15 +192,6 @@ def hardest(ranked: PlacementMargins, count: int) -> Chosen:
 def _cross_entropy(margins: Annotated[Tensor, "n p t"]) -> Annotated[Tensor, "n p"]:
     """Up to a function that rises: margins may have the label's own 0 among them, or not."""
     return torch.logsumexp(-margins, dim=2)
-
-
-def _margin_forms(
-    labels: Annotated[Tensor, "b"], targets: Annotated[Tensor, "b t"], like: Annotated[Tensor, "b k"]
-) -> Annotated[Tensor, "b t k"]:
-    """The forms logit[label] - logit[target], without a look at values, for which the host would wait."""
-    numbers = torch.arange(like.shape[1], device=labels.device)
-    own, other = (part.unsqueeze(-1) == numbers for part in (labels.unsqueeze(1), targets))
-    return own.to(like.dtype) - other.to(like.dtype)
 
 
 def attacked_margins(network: Network, box: Interval, noise: Images, labels: Labels, steps: int) -> Margins:
