@@ -151,7 +151,7 @@ class _Reader:
                 "images, logits",
             )
         kind = inputs[0].type.tensor_type
-        sizes = [each.dim_value or each.dim_param or "?" for each in kind.shape.dim]
+        sizes: list[Any] = [each.dim_value or each.dim_param or "?" for each in kind.shape.dim]
         shape = sizes[1:]
         if len(shape) != 3 or not all(isinstance(size, int) and size > 0 for size in shape):
             raise UnsupportedLayer(
