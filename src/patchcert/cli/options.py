@@ -53,7 +53,7 @@ TargetArgument = Annotated[
 ]
 WeightsOption = Annotated[
     Path | None,
-    typer.Option(help="With MODULE:FACTORY: its weights, a safetensors file or a state dict (.pt)."),
+    typer.Option(help="The weights for MODULE:FACTORY, a safetensors file or a state dict (.pt)."),
 ]
 NormaliseOption = Annotated[
     str | None,

@@ -1,6 +1,8 @@
 """ONNX files are read as what ONNX Runtime computes, or refused by the operator's name and place."""
 
 import importlib
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 import patchcert as pc
+from families import FAMILIES
 from onnx_graphs import SHAPE, constant, node, with_head, write
 from patchcert.bounds import Interval, Rounding, trace
 from patchcert.errors import ModelError, UnsupportedLayer
@@ -16,6 +19,7 @@ from patchcert.models import load_onnx
 from patchcert.models.onnx import runtime
 from patchcert.models.onnx.operators import OPERATORS
 from patchcert.models.onnx.runtime import runtime_outputs
+from patchcert.testing.networks import randomise
 
 
 def ints(*values):
@@ -94,6 +98,7 @@ CASES = {
     "Unsqueeze": ("Unsqueeze", ["x", "a"], {"a": ints(2)}, 17, 72, {}),
     "Unsqueeze 11": ("Unsqueeze", ["x"], {}, 11, 72, {"axes": [-1]}),
     "Transpose": ("Transpose", ["x"], {}, 17, 72, {"perm": [0, 2, 3, 1]}),
+    "Expand": ("Expand", ["x", "s"], {"s": ints(1, 1, 6)}, 17, 72, {}),
     "Concat": ("Concat", ["x", "x"], {}, 17, 144, {"axis": 1}),
     "Concat, last": ("Concat", ["x", "x"], {}, 17, 144, {"axis": -1}),
     "Split": ("Split", ["x", "s"], {"s": ints(2, 4)}, 17, 72, {"axis": 2, "count": 2}),
@@ -223,6 +228,36 @@ def test_layers_have_the_names_of_their_nodes(tmp_path):
     assert list(network.layers) == ["body_flatten", "Gemm_1", "Relu_2"]
 
 
+def test_maps_of_one_place_are_copied_to_all_places(tmp_path):
+    nodes = [
+        node("GlobalAveragePool", ["x"], ["mean"]),
+        node("Expand", ["mean", "s"], ["wide"]),
+        node("Mul", ["x", "wide"], ["z"]),
+        *flattened("z"),
+    ]
+    path = write(tmp_path / "expand.onnx", nodes, {**WEIGHTS, "s": ints(1, 2, 6, 6)})
+    network, images = load_onnx(path), torch.rand(3, *SHAPE)
+    torch.testing.assert_close(network(images), runtime_outputs(str(path), images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["ResNet", "SENet", "MobileNetV3", "ShuffleNetV2"])
+def test_what_torch_has_exported_is_the_module_it_was(tmp_path, name):
+    """By its older exporter, which needs no other package."""
+    torch.manual_seed(0)
+    model = randomise(FAMILIES[name](), torch.Generator().manual_seed(1), gain=0.5)
+    path, images = tmp_path / "exported.onnx", torch.rand(3, 3, 32, 32)
+    torch.onnx.export(
+        model,
+        (images[:1],),
+        path,
+        dynamo=False,
+        input_names=["images"],
+        dynamic_axes={"images": {0: "batch"}},
+    )
+    torch.testing.assert_close(load_onnx(path)(images), model(images), rtol=1e-4, atol=1e-5)
+
+
 def test_double_precision_is_kept(tmp_path):
     nodes = [node("Flatten", ["x"], ["flat"]), node("Gemm", ["flat", "w"], ["y"])]
     weights = {"w": constant(72, 3, dtype=np.float64)}
@@ -263,6 +298,8 @@ REFUSED = {
     "mixed batch": (("Reshape", ["x", "s"], {"s": ints(2, 36)}, 17, 36, {}), r"it makes \(2, 36\) of one image"),
     "misfit": (("Reshape", ["x", "s"], {"s": ints(1, 5)}, 17, 5, {}), "it does not fit its input"),
     "permuted batch": (("Transpose", ["x"], {}, 17, 72, {}), r"it permutes to \[3, 2, 1, 0\]"),
+    "expanded batch": (("Expand", ["x", "s"], {"s": ints(3, 1, 1, 1)}, 17, 72, {}), r"it makes \(3, 2, 6, 6\) of \(1, 2, 6, 6\)"),
+    "one more dimension": (("Expand", ["x", "s"], {"s": ints(1, 1, 1, 1, 1)}, 17, 72, {}), r"it makes \(1, 1, 2, 6, 6\)"),
     "joined batch": (("Concat", ["x", "x"], {}, 17, 72, {"axis": 0}), "it joins along the batch"),
     "joined constant": (("Concat", ["x", "c"], {"c": constant(1, 2, 6, 6)}, 17, 144, {"axis": 1}), "constants are among its inputs"),
     "cut batch": (("Slice", ["x", "s", "e", "a"], {"s": ints(0), "e": ints(1), "a": ints(0)}, 17, 72, {}), "along axis 0; bounds exist for forward steps, not of the batch"),
@@ -383,3 +420,9 @@ def test_without_the_packages_it_is_said_what_to_install(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="needs the package onnx, which is not installed") as caught:
         load_onnx(path)
     assert caught.value.hint == "pip install 'patchcert[onnx]'"
+
+
+def test_the_page_lists_the_operators_that_are_read():
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "your-own-model.md").read_text()
+    table = page.split("## ONNX files")[1].split("| | operators |")[1].partition("\nand everything")[0]
+    assert set(re.findall(r"`(\w+)`", table)) == {*OPERATORS, "Softmax", "LogSoftmax"}

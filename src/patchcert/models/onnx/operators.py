@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from patchcert.errors import UnsupportedLayer
 
 Array = NDArray[Any]
+FLOATS = {1: torch.float32, 11: torch.float64}
+"""Types by their numbers in ONNX."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,6 +485,25 @@ def _transpose(node: Node) -> Made:
     return Applied(lambda value: value.permute(*order))
 
 
+@_operator("Expand")
+def _expand(node: Node) -> Made:
+    """Copies one after the other along each dimension that grows."""
+    value, sizes = node.result(), [int(size) for size in node.needed(1)]
+    shape = torch.broadcast_shapes(value.shape, sizes)
+    if len(shape) != value.dim() or shape[0] != 1:
+        node.refuse(
+            f"it makes {tuple(shape)} of {tuple(value.shape)}; the first dimension, the batch, must stay"
+        )
+    grown = [axis for axis, size in enumerate(shape) if size != value.shape[axis]]
+
+    def expand(value: Tensor) -> Tensor:
+        for axis in grown:
+            value = torch.cat([value] * shape[axis], axis)
+        return value
+
+    return Applied(expand)
+
+
 @_operator("Concat")
 def _concatenate(node: Node) -> Made:
     axis = node.attribute("axis")
@@ -562,7 +583,7 @@ def _dropout(node: Node) -> Made:
 
 @_operator("Cast")
 def _cast(node: Node) -> Made:
-    wanted = {1: torch.float32, 11: torch.float64}.get(node.attribute("to"))
+    wanted = FLOATS.get(node.attribute("to"))
     node.attribute("saturate")
     if wanted != node.result().dtype:
         node.refuse("it casts to another type; bounds exist for one type")

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from patchcert.bounds.lowering import MASKING_HINT
 from patchcert.errors import ModelError, UnsupportedLayer
-from patchcert.models.onnx.operators import OPERATORS, Array, Layer, Node
+from patchcert.models.onnx.operators import FLOATS, OPERATORS, Array, Layer, Node
 from patchcert.models.onnx.runtime import compare_with_runtime, drawn_images, has_runtime, import_onnx
 from patchcert.tensors import Images, Logits
 
@@ -80,8 +81,18 @@ def _read(path: Path) -> Any:  # noqa: ANN401 - onnx has no types
 
 
 _HINTS = {
-    "Softmax": "where it comes last it is left out; elsewhere no useful bound is known: double masking proves models "
-    "of any layers, --method masking",
+    "Softmax": f"where it comes last it is left out; elsewhere no useful bound is known: {MASKING_HINT}",
+    **dict.fromkeys(
+        (
+            "LayerNormalization",
+            "InstanceNormalization",
+            "GroupNormalization",
+            "RMSNormalization",
+            "LRN",
+            "Attention",
+        ),
+        f"a patch moves the statistics of a whole image, so that no useful bound is known: {MASKING_HINT}",
+    ),
     "Erf": "export with opset 20 or later, in which GELU is one operator",
     "ArgMax": "give the file with logits as its output",
 }
@@ -94,7 +105,7 @@ class _Reader:
         self.numpy = importlib.import_module("onnx.numpy_helper")
         self.helper = importlib.import_module("onnx.helper")
         self.model, self.graph, self.file = model, model.graph, file
-        self.opset = self._opset()
+        self.opset, self.dtype = self._opset(), torch.float32
         self.constants = {each.name: self.numpy.to_array(each) for each in self.graph.initializer}
         self.producers = {name: node for node in self.graph.node for name in node.output}
         self.layers: dict[str, nn.Module] = {}
@@ -140,21 +151,19 @@ class _Reader:
                 "images, logits",
             )
         kind = inputs[0].type.tensor_type
-        sizes = [each.dim_value or each.dim_param or "?" for each in kind.shape.dim]
-        _, *shape = [*sizes, None]
-        shape.pop()
+        sizes: list[Any] = [each.dim_value or each.dim_param or "?" for each in kind.shape.dim]
+        shape = sizes[1:]
         if len(shape) != 3 or not all(isinstance(size, int) and size > 0 for size in shape):
             raise UnsupportedLayer(
                 f"{self.file} takes inputs of shape ({', '.join(map(str, sizes))}); expected (batch, channels, height, "
                 "width), of which only the batch may be left open",
                 hint="export it with images of a fixed size.",
             )
-        dtype = {1: torch.float32, 11: torch.float64}.get(kind.elem_type)
-        if dtype is None:
+        if kind.elem_type not in FLOATS:
             name = self.helper.tensor_dtype_to_string(kind.elem_type)
             raise UnsupportedLayer(f"{self.file} takes images of {name}; expected FLOAT or DOUBLE")
-        self.dtype = dtype
-        self.examples.append(torch.zeros(1, *shape, dtype=dtype))
+        self.dtype = FLOATS[kind.elem_type]
+        self.examples.append(torch.zeros(1, *shape, dtype=self.dtype))
         self.results[inputs[0].name] = 0
         return shape[0], shape[1], shape[2]
 
@@ -167,7 +176,7 @@ class _Reader:
         axes = [each.i for each in last.attribute if each.name == "axis"]
         if axes and axes[0] not in (1, -1):
             raise UnsupportedLayer(
-                f"{self._where(last, len(self.graph.node))}: its axis is {axes[0]}, expected that of the classes, 1"
+                f"{self._where(last, len(self.graph.node) - 1)}: its axis is {axes[0]}, expected that of the classes, 1"
             )
         return last.input[0], last.op_type
 
@@ -264,5 +273,5 @@ class _Reader:
 
 
 _STANDARD = ("", "ai.onnx")
-_NOT_FOLDED = ("If", "Loop", "Scan", "Multinomial", "Bernoulli")
+_NOT_FOLDED = ("If", "Loop", "Scan", "Multinomial", "Bernoulli", "Dropout")
 """What holds graphs of its own, or draws numbers."""

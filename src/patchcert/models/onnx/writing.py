@@ -19,6 +19,7 @@ from patchcert.bounds.operations import (
     ChannelScale,
     Concatenate,
     Convolution,
+    ExpandAs,
     Linear,
     MaxPool,
     Monotone,
@@ -34,14 +35,14 @@ from patchcert.bounds.operations import (
 )
 from patchcert.errors import ModelError, UnsupportedLayer
 from patchcert.files import atomic_write
+from patchcert.models.onnx.operators import FLOATS
 from patchcert.models.onnx.runtime import compare_with_runtime, drawn_images, has_runtime, import_onnx
 
 OPSET = 13
 """Which readers of all kinds know; where an operator is newer, its opset is taken."""
 IR_VERSION = 8
 INPUT, OUTPUT = "images", "logits"
-_KINDS = {torch.float32: 1, torch.float64: 11}
-"""Types by their numbers in ONNX."""
+_KINDS = {dtype: number for number, dtype in FLOATS.items()}
 
 
 def save_onnx(
@@ -367,6 +368,12 @@ def _part(writer: _Writer, step: Step, inputs: Names) -> None:
     writer.add("Slice", [*inputs, *ends])
 
 
+def _expand(writer: _Writer, step: Step, inputs: Names) -> None:
+    """A size of 1 for the batch leaves it as it is."""
+    shape = torch.tensor([1, *writer.shapes[writer.number][1:]])
+    writer.add("Expand", [inputs[0], writer.weight("shape", shape)])
+
+
 def _concatenate(writer: _Writer, step: Step, inputs: Names) -> None:
     assert isinstance(step.operation, Concatenate)
     writer.add("Concat", inputs, axis=step.operation.dim)
@@ -391,4 +398,5 @@ _WRITERS: Mapping[type, Callable[[_Writer, Step, Names], object]] = {
     Add: lambda writer, step, inputs: writer.add("Add", inputs),
     Multiply: lambda writer, step, inputs: writer.add("Mul", inputs),
     Concatenate: _concatenate,
+    ExpandAs: _expand,
 }
