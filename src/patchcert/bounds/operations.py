@@ -1029,14 +1029,12 @@ class Rescale(Affine):
         return None if self.shift is None else _for_each_image(self.shift(), like)
 
     def roundings(self, value: Tensor) -> int:
-        # The factor is rounded where it is a quotient, and to the type; its product with x is rounded once. One is to
-        # spare. The shift is rounded to the type.
-        return 4
+        return RESCALE_ROUNDINGS
 
     def transposed(
         self, value: Annotated[Tensor, "n ..."], inputs: Size, precise: bool
     ) -> tuple[Annotated[Tensor, "n ..."], int] | None:
-        return self.map(value, precise), 4
+        return self.map(value, precise), RESCALE_ROUNDINGS
 
     def places(self, area: FeatureMap) -> Places:
         for constant in (self.factor, self.shift):
@@ -1045,6 +1043,11 @@ class Rescale(Affine):
             if math.prod(shape) > 1 and not is_by_channel:
                 raise NotCovered("a constant differs from place to place")
         return Places.KEPT
+
+
+# The factor is rounded where it is a quotient, and to the type; its product with x is rounded once. One is to spare.
+# The shift is rounded to the type.
+RESCALE_ROUNDINGS = 4
 
 
 def _for_each_image(constant: Tensor, like: Annotated[Tensor, "n ..."]) -> Tensor:

@@ -23,6 +23,7 @@ from patchcert.bounds.operations import (
     Linear,
     Monotone,
     Operation,
+    Rescale,
     Reshape,
 )
 from patchcert.threats import Patch
@@ -32,7 +33,17 @@ Shape = tuple[int, ...]
 Weight = Annotated[Tensor, "out _ _ _"]
 """The weights of a convolution: outputs, channels of a group, height and width of the kernel."""
 
-WITH_OWN_RULES = (Convolution, AveragePool, Linear, ChannelScale, Monotone, Add, Concatenate, Reshape)
+WITH_OWN_RULES = (
+    Convolution,
+    AveragePool,
+    Linear,
+    ChannelScale,
+    Rescale,
+    Monotone,
+    Add,
+    Concatenate,
+    Reshape,
+)
 """The operations that have a rule of their own in `rules`; all others go by their interval bound."""
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from patchcert.bounds.geometry import FeatureMap, Geometry, Window, convolve
 from patchcert.bounds.operations import (
+    RESCALE_ROUNDINGS,
     SCALE_ROUNDINGS,
     Add,
     AveragePool,
@@ -25,6 +26,7 @@ from patchcert.bounds.operations import (
     Linear,
     Monotone,
     Operation,
+    Rescale,
     Reshape,
     equal_weights,
 )
@@ -99,6 +101,21 @@ def _channel_scale(operation: ChannelScale, inputs: Inputs, sweep: WindowPass, p
         lambda scale: lifted(scale.abs()) if is_outward else scale.abs(),
     )
     return state.times(weights, torch.mul).widened(SCALE_ROUNDINGS, sweep.rounding)
+
+
+def _rescale(operation: Rescale, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
+    """A shift moves the clean value as much as any other; where there are no windows, features are no channels."""
+    (state,), factor, is_outward = inputs, operation.factor, sweep.rounding.is_outward
+    if factor is None:
+        return state
+    if sweep.windows[position + 1] is None:
+        return _by_interval(operation, inputs, sweep, position)
+    weights = sweep.shared.weights(
+        (position,),
+        lambda: factor().to(state.deviation).flatten(),
+        lambda scale: lifted(scale.abs()) if is_outward else scale.abs(),
+    )
+    return state.times(weights, torch.mul).widened(RESCALE_ROUNDINGS, sweep.rounding)
 
 
 def _monotone(operation: Monotone, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
@@ -392,5 +409,6 @@ RULES: dict[type[Operation], Callable[..., Windows]] = {
     Monotone: _monotone,
     Add: _add,
     Concatenate: _concatenate,
+    Rescale: _rescale,
     Reshape: lambda operation, inputs, sweep, position: inputs[0],
 }

@@ -16,6 +16,7 @@ from patchcert.errors import ModelError, UnsupportedLayer
 from patchcert.models import load_onnx, save_onnx
 from patchcert.models.onnx import runtime
 from patchcert.testing.networks import randomise
+from patchcert.windows.sweep import covering_sweep
 from strategies import networks, seeds
 
 REFUSED = {"ConvNeXt": "LayerNorm", "ViT": "LayerNorm"}
@@ -113,3 +114,17 @@ def test_a_file_that_the_runtime_reads_otherwise_is_not_written(tmp_path, monkey
     with pytest.raises(ModelError, match="gives other outputs in ONNX Runtime"):
         save_onnx(pc.load("mnist-2x2-cnn2"), tmp_path / "model.onnx", (1, 28, 28))
     assert not (tmp_path / "model.onnx").exists()
+
+
+def test_a_normalised_model_is_bounded_by_windows_when_it_is_read_back(tmp_path):
+    model = nn.Sequential(
+        pc.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4)), nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4)
+    )
+    model.extend([nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3)])
+    model = randomise(model, torch.Generator().manual_seed(0))
+    save_onnx(model, tmp_path / "model.onnx", (3, 9, 9))
+    found, images, threat = load_onnx(tmp_path / "model.onnx"), torch.rand(2, 3, 9, 9), pc.Patch(2)
+    labels = model(images).argmax(dim=1)
+    assert covering_sweep(trace(found, (3, 9, 9)), images, threat, 2**28) is not None
+    ours, theirs = (pc.certify(each, images, labels, threat).margins for each in (found, model))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
