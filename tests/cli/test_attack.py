@@ -15,7 +15,7 @@ from patchcert.cli.options import parse_settings
 from patchcert.data import load_dataset
 from patchcert.defenses import Defended, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
-from patchcert.evidence import Certification, EvidenceFolder, Selection, Subject
+from patchcert.evidence import Certification, EvidenceFolder, Selection, Subject, measuring
 from patchcert.evidence.measuring import certificate_columns
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
@@ -24,6 +24,12 @@ from patchcert.train.spec import DataSettings, ModelSettings, Spec
 from patchcert.train.strategies import AllPlacements
 
 QUICK = ["--steps", "4", "--restarts", "2", "--images", "25"]
+
+
+@pytest.fixture(autouse=True)
+def _one_block(monkeypatch):
+    """All images are attacked at once, as a call of the library does."""
+    monkeypatch.setattr(measuring, "ATTACKED_ON_CPU", 25)
 
 
 def answer(capsys):

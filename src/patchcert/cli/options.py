@@ -52,13 +52,13 @@ TargetArgument = Annotated[
 ]
 WeightsOption = Annotated[
     Path | None,
-    typer.Option(help="With MODULE:FACTORY: its weights, a safetensors file or a state dict (.pt)."),
+    typer.Option(help="For MODULE:FACTORY, its weights: a safetensors file or a state dict (.pt)."),
 ]
 NormaliseOption = Annotated[
     str | None,
     typer.Option(
         metavar="MEAN/STD",
-        help="With MODULE:FACTORY: normalise images first, like 0.49,0.48,0.45/0.25,0.24,0.26.",
+        help="For MODULE:FACTORY, normalise images first, like 0.49,0.48,0.45/0.25,0.24,0.26.",
     ),
 ]
 PatchOption = Annotated[str | None, typer.Option(help="A rectangle, HEIGHTxWIDTH or SIDE: 5x5, 2x8, 5.")]
@@ -81,6 +81,11 @@ DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto
 EvidenceOption = Annotated[
     Path | None,
     typer.Option("--out", help="Where to write one row of evidence per image; a run folder keeps its own."),
+]
+
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors on stderr.")]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Say more on stderr: threads, versions, files.")
 ]
 
 USUAL_STEPS = 150
