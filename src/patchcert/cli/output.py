@@ -49,6 +49,11 @@ def talk(amount: Talk) -> None:
     _TALK.set(amount)
 
 
+def is_quiet() -> bool:
+    """Whether nothing but errors is to be said."""
+    return _TALK.get() == Talk.QUIET
+
+
 def stderr_console() -> Console:
     """Where talk and progress go."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
@@ -128,7 +133,7 @@ class Pace:
 def progress_bar(label: str, unit: str = "") -> Iterator[Report]:
     """A `callable(done, total)` that draws a bar; where stderr is not a terminal, a line is written now and then."""
     console, pace = stderr_console(), Pace()
-    if _TALK.get() == Talk.QUIET:
+    if is_quiet():
         yield pace.note
         return
     if not console.is_terminal:
