@@ -34,6 +34,7 @@ COMMANDS = {
     "choose": "Compare settings on held-out training images.",
     "certify": "Prove a model's predictions against a threat.",
     "predict": "Say what the classifier of a kind of proof predicts.",
+    "explain": "Draw why one image is or is not proven.",
     "attack": "Look for patches that change a model's predictions.",
     "reproduce": "Recompute a table of the paper.",
     "audit": "Check that evidence, cards and documents can be believed.",

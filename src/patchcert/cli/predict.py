@@ -78,7 +78,7 @@ def _images(
 ) -> "tuple[Images, Labels | None, list[str]]":
     """The images, their labels where they are known, and what to call them."""
     if pictures:
-        return _read_pictures(target, pictures), None, [str(picture) for picture in pictures]
+        return read_pictures(target, pictures), None, [str(picture) for picture in pictures]
     dataset = open_data(target, data, data_dir)
     selection = select_images(target, dataset, split, limit)
     whole = dataset.split(selection.split)
@@ -87,7 +87,7 @@ def _images(
     return chosen.floats(), chosen.labels, [str(position) for position in positions.tolist()]
 
 
-def _read_pictures(target: Target, pictures: list[Path]) -> "Images":
+def read_pictures(target: Target, pictures: list[Path]) -> "Images":
     """Pictures as they are: none is resized, since threats are about the pixels that the user has."""
     import numpy as np
     import torch

@@ -47,7 +47,7 @@ def write_report(runs: Sequence[RunSummary], path: Path) -> Path:
             views=[RunView(run, f"run-{position}") for position, run in enumerate(runs)],
             has_contradictions=any(run.contradictions for run in runs),
             contradictions_shown=CONTRADICTIONS_SHOWN,
-            ramp=_gradient(),
+            ramp=colour_stops(),
         )
     )
     write_text(path, text)
@@ -375,7 +375,7 @@ def _pixels(count: int) -> str:
     return f"{count} pixel{'s' if count != 1 else ''}"
 
 
-def _gradient() -> str:
+def colour_stops() -> str:
     """The stops of a colour scale over both ramps, with a jump where they meet, at a margin of zero."""
     stops = []
     for ramp, start in ((UNPROVEN, 0.0), (PROVEN, 50.0)):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from patchcert.certificates import Classifier, IntervalBounds, method_named
+from patchcert.certificates import Certificates, Classifier, IntervalBounds, method_named
 from patchcert.certificates.masking import DoubleMasking
 from patchcert.data import Split
 from patchcert.errors import InvalidInput
@@ -215,6 +215,25 @@ def _placement_margins(classifier: Classifier, split: Split, threat: Patch) -> A
     return torch.where(proven, 1.0, -1.0).cpu()
 
 
+def certificate_map(
+    classifier: Classifier, image: Split, found: Certificates, threat: Patch
+) -> CertificateMap | None:
+    """The map of one image and its certificate; None where the kind of proof has none."""
+    has_margins = (
+        isinstance(classifier, IntervalBounds | DoubleMasking) and getattr(classifier, "patches", 1) == 1
+    )
+    if not has_margins and found.placements is None:
+        return None
+    grids = _grids(_placement_margins(classifier, image, threat), threat, image.image_size)
+    row = (
+        image.images[0].cpu().numpy(),
+        int(found.labels[0]),
+        int(found.predictions[0]),
+        bool(found.certified[0]),
+    )
+    return CertificateMap(0, *row, threat, grids[0])
+
+
 def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage]:
     """`count` telling rows of a proof by masks, each with its weakest copy; none of other kinds of proof."""
     if "first_mask" not in rows.columns:
@@ -225,7 +244,6 @@ def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage
     assert isinstance(threat, Patch)
     masks = kind["masks"] if isinstance(kind["masks"], int) else tuple(kind["masks"])
     hidden = masks_covering(threat, height, width, masks, kind["patches"]).hidden.numpy()
-    fill = np.rint(255 * np.clip(np.atleast_1d(kind["fill"]), 0, 1)).astype(np.uint8)
     found = []
     for row in telling_rows(rows, count).tolist():
         values = {name: column[row].item() for name, column in rows.columns.items() if column.ndim == 1}
@@ -235,7 +253,7 @@ def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage
             MaskedImage(
                 index=values["index"],
                 image=image,
-                copy=np.where(hidden[pair[0]] | hidden[pair[1]], fill[:, None, None], image),
+                copy=behind(image, hidden[pair[0]] | hidden[pair[1]], kind["fill"]),
                 label=values["label"],
                 prediction=values["prediction"],
                 certified=values["certified"],
@@ -244,6 +262,12 @@ def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage
             )
         )
     return found
+
+
+def behind(image: Pixels, hidden: NDArray[np.bool_], fill: float | Sequence[float]) -> Pixels:
+    """The image with its hidden pixels filled."""
+    shown = np.rint(255 * np.clip(np.atleast_1d(fill), 0, 1)).astype(np.uint8)
+    return np.where(hidden, shown[:, None, None], image)
 
 
 def telling_rows(rows: Evidence, count: int) -> NDArray[np.intp]:
