@@ -198,6 +198,7 @@ def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", comm
             say(
                 f"  bounds stay wide from here on: {wide.name}; models not trained on bounds are seldom proven"
             )
+        say("  `patchcert explain TARGET IMAGE` draws this of one image")
     say(
         "next: train on bounds, see `patchcert train --help`, or patchcert.worst_case_margins for a loop of your own"
     )
