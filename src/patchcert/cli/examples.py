@@ -65,7 +65,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Model": ("weights", "normalise"),
     "Threat": ("patch", "shape", "sparse", "bound", "placements"),
-    "Images": ("data", "data_dir", "split", "images", "limit"),
+    "Images": ("data", "data_dir", "split", "images", "limit", "label"),
     "Proof": ("method", "setting", "masks", "dtype", "memory_budget", "refine"),
     "Attack": ("seed", "steps", "step_size", "restarts", "loss", "search", "certified_only", "batch_size"),
     "Defense": ("defense", "adaptive", "tune", "largest_drop"),

@@ -65,7 +65,10 @@ def predict(
     say(f"predicting {len(images)} images by {type(classifier).__name__} on {place}")
     with progress_bar("predicting", "images") as report:
         found = classifier.predict(images.to(place), report).cpu()
-    print_json(_answer(found, labels, names) | {"classifier": classifier.describe()})
+    answer = _answer(found, labels, names)
+    print_json(answer | {"classifier": classifier.describe()})
+    right = "" if labels is None else f", {answer['correct']} of them right"
+    say(f"{len(found) - answer['abstained']} of {len(found)} images have a prediction{right}")
 
 
 def _images(
