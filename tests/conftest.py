@@ -2,6 +2,7 @@
 have finished, a reader of pages, and a browser."""
 
 import html
+import itertools
 import json
 import os
 import re
@@ -137,6 +138,24 @@ def finished(tmp_path):
 def mlp():
     """The paper's mlp on MNIST, all placements of a 5x5 patch."""
     return read_spec("paper-mnist")
+
+
+@pytest.fixture
+def check_outline():
+    """Checks that the headings of a page leave no level out, and that every figure and drawing has a label."""
+
+    def check(path):
+        source = path.read_text(encoding="utf-8")
+        levels = [int(level) for level in re.findall(r"<h([1-6])", source)]
+        assert levels[0] == 1
+        assert levels.count(1) == 1
+        assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+        figures = re.findall(r"<figure.*?</figure>", source, re.S)
+        assert all("<figcaption" in figure for figure in figures)
+        for drawing in re.findall(r"<svg[^>]*>|<img[^>]*>", source):
+            assert "aria-label" in drawing or "hidden" in drawing, drawing
+
+    return check
 
 
 VOID = {"meta", "link", "img", "input", "br"}

@@ -18,11 +18,12 @@ FILES = sorted(FOLDER.glob("*.toml"))
 def test_every_trial_has_a_specification(file):
     asked = decode(Trials, parse_toml(file.read_text(), file.name), Place(file.name))
     fingerprints = set()
-    for trial in asked.trials:
-        spec = read_spec(asked.spec, asked.changes(trial))
+    runs = [each for trial in asked.trials for each in asked.runs(trial, Path())]
+    for each in runs:
+        spec = read_spec(asked.spec, each.changes)
         assert spec.data.validation == asked.held_out
         fingerprints.add(spec.fingerprint())
-    assert len(fingerprints) == len(asked.trials)
+    assert len(fingerprints) == len(runs)
 
 
 def test_the_stored_trials_of_masked_training_are_ranked_from_their_evidence(capsys):

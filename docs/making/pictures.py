@@ -31,7 +31,9 @@ from patchcert.report.pictures import (
 FOLDER = Path(__file__).parents[1] / "pictures"
 MODEL, THREAT = "mnist-5x5-cnn2", pc.Patch(5)
 DIGIT = 0
-ZOOM, GAP, LINE = 6, 16, 20
+ZOOM, GAP, LINE = 6, 16, 34
+LETTERS = 24
+"""In pixels: pictures are shown at a third of their size in narrow windows, where letters must still be read."""
 PAPER, INK, HIDDEN, OUTLINE = (255, 255, 255), (40, 44, 52), (146, 158, 196), (214, 84, 22)
 
 
@@ -64,7 +66,7 @@ def _digit_and_map(found: CertificateMap, limit: float) -> tuple[Image.Image, st
     rows, columns = (slice(margin, margin + length) for length in found.margins.shape)
     colours[rows, columns] = margin_colours(found.margins, limit)
     proven = int((found.margins > 0).sum())
-    verdict = "proven" if found.certified else f"{proven} of {found.margins.size} proven"
+    verdict = "proven" if found.certified else f"{proven} of {found.margins.size}"
     return stacked([digit, enlarged(colours)]), verdict
 
 
@@ -89,13 +91,13 @@ def proofs(digits: Dataset) -> Image.Image:
     network = trace(nn.Sequential(nn.Conv2d(1, 4, 5), nn.ReLU(), nn.Conv2d(4, 10, 5, stride=2)))
     local = sight(network, height, width)[:, 5, 5].view(height, width)
     tiles = {
-        "intervals: patch unknown": ~under_patch,
-        "masking: two masks": ~(hidden[8] | hidden[21]),
-        "detection: one mask": ~hidden[14],
+        "intervals": ~under_patch,
+        "masking": ~(hidden[8] | hidden[21]),
+        "detection": ~hidden[14],
         "bands": bands[10],
         "blocks": blocks[width * 9 + 9],
-        "local votes: one cell": local,
-        "random ablation": retained,
+        "local votes": local,
+        "ablation": retained,
     }
     drawn = [captioned(shown(image, visible), words) for words, visible in tiles.items()]
     return in_rows([drawn[:4], drawn[4:]])
@@ -117,8 +119,8 @@ def captioned(picture: Image.Image, words: str) -> Image.Image:
     """The picture with words below it."""
     sheet = Image.new("RGB", (picture.width, picture.height + LINE), PAPER)
     sheet.paste(picture)
-    font = ImageFont.load_default(13)
-    ImageDraw.Draw(sheet).text((picture.width / 2, picture.height + 4), words, INK, font, anchor="ma")
+    font = ImageFont.load_default(LETTERS)
+    ImageDraw.Draw(sheet).text((picture.width / 2, picture.height + 6), words, INK, font, anchor="ma")
     return sheet
 
 

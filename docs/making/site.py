@@ -1,6 +1,6 @@
 """What `make docs` does beside MkDocs.
 
-Decisions are listed, CONTRIBUTING.md becomes a page, and links work in the site as in a checkout.
+Decisions are listed, README.md and CONTRIBUTING.md become pages, and links work in the site as in a checkout.
 """
 
 import posixpath
@@ -11,9 +11,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-MOVED = {"CONTRIBUTING.md": "docs/contributing.md"}
+MOVED = {"README.md": "docs/overview.md", "CONTRIBUTING.md": "docs/contributing.md"}
 """Pages of the site that have another place in the checkout."""
-_LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#:\s]+)(?P<place>#[^)]*)?\)")
+_LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)#:\s]+)(?P<place>#[^)]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from patchcert.data import load_dataset
     from patchcert.errors import PatchcertError
     from patchcert.models import ModelSpec, Normalize
-    from patchcert.threats import Patch, SparsePixels, shapes
+    from patchcert.threats import Patch, Patches, SparsePixels, shapes
     from patchcert.threats.masks import MaskSet, masks_covering
+    from patchcert.threats.resizing import resized_patch
     from patchcert.train.margins import worst_case_margins
     from patchcert.zoo import load
 
@@ -45,6 +46,7 @@ __all__ = [
     "Patch",
     "PatchAttack",
     "PatchcertError",
+    "Patches",
     "RandomAblation",
     "SparseAttack",
     "SparsePixels",
@@ -54,6 +56,7 @@ __all__ = [
     "load_dataset",
     "masks_covering",
     "placement_margins",
+    "resized_patch",
     "shapes",
     "worst_case_margins",
     "zoo",
@@ -75,6 +78,7 @@ _HOMES = {
     "Patch": "patchcert.threats",
     "PatchAttack": "patchcert.attacks",
     "PatchcertError": "patchcert.errors",
+    "Patches": "patchcert.threats",
     "RandomAblation": "patchcert.certificates.ablation",
     "SparseAttack": "patchcert.attacks",
     "SparsePixels": "patchcert.threats",
@@ -84,6 +88,7 @@ _HOMES = {
     "load_dataset": "patchcert.data",
     "masks_covering": "patchcert.threats.masks",
     "placement_margins": "patchcert.certificates",
+    "resized_patch": "patchcert.threats.resizing",
     "shapes": "patchcert.threats",
     "worst_case_margins": "patchcert.train.margins",
     "zoo": "patchcert.zoo",

@@ -12,13 +12,14 @@ from torch import nn
 
 import patchcert as pc
 from linear_programs import least_margin, relaxed_margin
-from patchcert.bounds import Interval, Rounding, trace
+from patchcert.bounds import NEAREST, Interval, Rounding, trace
 from patchcert.bounds.linear import (
     SLOPES,
     BackwardPass,
     Halves,
     adaptive,
     flat,
+    interval_bound,
     linear_margins,
     margin_forms,
     parallel,
@@ -66,6 +67,26 @@ def test_every_member_of_a_box_has_at_least_the_bound(case, seed):
         mix = mix.round() if round_ % 2 else mix
         found = reached(case, torch.lerp(box.lower, box.upper, mix))
         assert (lower <= found + 1e-9 * (1 + found.abs())).all()
+
+
+@torch.no_grad()
+@given(cases(dtype=torch.float64))
+def test_rounding_to_nearest_goes_through_other_products_to_nearly_the_same_bound(case):
+    box = box_of(case)
+    sound, nearest = margins_of(case, box), margins_of(case, box, NEAREST)
+    assert (sound <= nearest + 1e-9).all()
+    torch.testing.assert_close(sound, nearest, rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+@given(cases(dtype=torch.float64))
+def test_the_bound_of_forms_by_intervals_is_that_of_margins(case):
+    box, network = box_of(case), trace(case.model)
+    classes = case.model(case.images[:1]).shape[1]
+    labels = case.labels[:1].expand(len(box.lower))
+    forms = margin_forms(labels, all_targets(box, classes), classes, torch.float64)
+    found = interval_bound(network, network.intervals(box), forms)
+    torch.testing.assert_close(found, network.margins(box, labels), rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import product
 
 import mpmath
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 from patchcert.bounds import Interval, Rounding, trace
 from patchcert.bounds.network import Network
 from patchcert.bounds.operations import Add, Affine, Convolution, Linear, Monotone, Multiply, Operation
+from patchcert.errors import UnsupportedLayer
 from patchcert.models import Normalize
 from patchcert.testing.networks import ResidualBlock, randomise
 from strategies import image_batches, image_shapes, networks, seeds
@@ -165,6 +168,94 @@ def test_normalisation_and_batch_norm_are_bounded_like_the_layers_they_are():
     bounds, ends = trace(model).bounds(box), torch.stack([model(box.lower), model(box.upper)])
     torch.testing.assert_close(bounds.lower, ends.amin(dim=0))
     torch.testing.assert_close(bounds.upper, ends.amax(dim=0))
+
+
+FORMS = {
+    "a x + b": lambda x, a, b: x * a + b,
+    "b - a x": lambda x, a, b: b - a * x,
+    "x / a - b": lambda x, a, b: x / a - b,
+    "-x": lambda x, a, b: -x,
+}
+
+
+class Formed(nn.Module):
+    """A form of the image by two constants: numbers, or buffers with one for each channel."""
+
+    def __init__(self, form, first, second):
+        super().__init__()
+        self.form = form
+        for name, constant in (("first", first), ("second", second)):
+            if isinstance(constant, float):
+                setattr(self, name, constant)
+            else:
+                self.register_buffer(name, constant)
+
+    def forward(self, images):
+        return self.form(images, self.first, self.second)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@given(seeds(), st.sampled_from([1.0, 1e-30, 1e30, 1e-44]), st.booleans())
+def test_constants_hold_the_exact_ends_and_nothing_more(name, seed, scale, has_numbers):
+    """In fractions, for factors up to those that are hardly numbers of the type."""
+    scale = 1e-30 if "/" in name and scale == 1e-44 else scale
+    first, second = torch.randn(2, 3, 1, 1, generator=seeded(seed))
+    first = first * scale
+    box = box_around(torch.rand(1, 3, 2, 2, generator=seeded(seed)), seed)
+    if has_numbers:
+        first, second = float(first[0]) or 1e-44, float(second[0])
+    network = trace(Formed(FORMS[name], first, second))
+    bounds = network.bounds(box, rounding=Rounding.outward(torch.float32))
+    for place in product(range(3), range(2), range(2)):
+        constants = [each if has_numbers else float(each[place[0], 0, 0]) for each in (first, second)]
+        reached = [
+            FORMS[name](*map(Fraction, (float(end[0][place]), *constants))) for end in (box.lower, box.upper)
+        ]
+        lower, upper = (Fraction(float(end[0][place])) for end in (bounds.lower, bounds.upper))
+        assert lower <= min(reached)
+        assert max(reached) <= upper
+        size = max(map(abs, (*reached, Fraction(constants[1]) if name != "-x" else 0)))
+        assert upper - lower <= max(reached) - min(reached) + size / 2**16 + Fraction(2) ** -90
+
+
+def test_constants_in_place_are_those_of_their_operators():
+    def forward(images):
+        changed = images * 1
+        changed += 0.5
+        changed -= 2
+        changed *= 3
+        changed /= 7
+        return changed.mul_(2).add_(1).sub_(0.25).div_(3)
+
+    images = torch.rand(2, 3, 2, 2, generator=seeded(0))
+    model = Formed(lambda images, *_: forward(images), 0.0, 0.0)
+    torch.testing.assert_close(trace(model).values(images)[-1], model(images))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 1), (4, 1, 1), (2, 2, 3, 2, 2), (1, 3, 2, 5)])
+def test_constants_that_tell_images_apart_or_make_more_of_them_are_refused(shape):
+    model = Formed(lambda x, a, b: x * a, torch.ones(shape), 0.0)
+    with pytest.raises(UnsupportedLayer, match="does not fit results of shape"):
+        trace(model).values(torch.rand(2, 3, 2, 2))
+
+
+@given(seeds(), st.sampled_from(["chunk", "split", "index"]))
+def test_picked_values_have_the_bounds_they_had(seed, by):
+    takes = {
+        "chunk": lambda x: x.chunk(2, dim=1)[1],
+        "split": lambda x: x.split((1, 2), dim=-1)[-1],
+        "index": lambda x: x[:, 1, 1:],
+    }
+    box = box_around(torch.rand(2, 4, 3, 3, generator=seeded(seed), dtype=torch.float64), seed)
+    network = trace(Formed(lambda x, *_: takes[by](x), 0.0, 0.0))
+    bounds = network.bounds(box, rounding=OUTWARD)
+    assert torch.equal(bounds.lower, takes[by](box.lower))
+    assert torch.equal(bounds.upper, takes[by](box.upper))
+
+
+def test_pieces_of_the_batch_are_refused():
+    with pytest.raises(UnsupportedLayer, match="are split along the batch"):
+        trace(Formed(lambda x, *_: x.chunk(2)[0], 0.0, 0.0)).values(torch.rand(2, 3, 2, 2))
 
 
 class Mean(nn.Module):

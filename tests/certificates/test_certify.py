@@ -210,7 +210,7 @@ def test_progress_ends_with_all_images():
 def test_sparse_certificates_have_no_placement():
     certificates = pc.certify(network(), *batch(), pc.SparsePixels(2))
     assert (certificates.worst_placement == -1).all()
-    with pytest.raises(InvalidInput, match=r"SparsePixels\(2 pixels, tight bound\) has no placements"):
+    with pytest.raises(InvalidInput, match=r"SparsePixels\(2 pixels, tight bound\) has no single placement"):
         pc.placement_margins(network(), *batch(), pc.SparsePixels(2))
 
 

@@ -17,7 +17,7 @@ MODEL = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval()
         pc.IntervalBounds(MODEL),
         pc.IntervalBounds(MODEL, torch.float64, memory_budget=2**20),
         pc.DoubleMasking(MODEL, pc.Patch((1, 2), "corners"), masks=(3, 2), fill=(0.2,), mirrored=True),
-        pc.MaskedDetection(MODEL, pc.Patch(2), threshold=0.25, patches=2, precision="tf32"),
+        pc.MaskedDetection(MODEL, pc.Patches(pc.Patch(2)), threshold=0.25, precision="tf32"),
         pc.BandVotes(MODEL, width=3, threshold=0.3),
         pc.BlockVotes(MODEL, size=2, wrap=False),
         pc.LocalVotes(MODEL, aggregation="masked-sum", scores="positive", masked=(2, 3)),

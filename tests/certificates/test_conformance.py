@@ -21,7 +21,7 @@ VARIANTS = (
 
 
 def test_interval_bounds_conform():
-    report = check_certifier(IntervalBounds, variants=VARIANTS, sparse=True)
+    report = check_certifier(IntervalBounds, variants=VARIANTS, sparse=True, several=True)
     assert not report.failures
     assert "batches_and_variants_do_not_change_verdicts" in report.names
 

@@ -74,7 +74,7 @@ def votes_of(model, **settings):
     ],
 )
 def test_local_votes_conform(settings):
-    check_certifier(partial(votes_of, **settings), logits_decide=False)
+    check_certifier(partial(votes_of, **settings), logits_decide=False, several=True)
 
 
 @pytest.mark.gpu
@@ -152,7 +152,7 @@ class PerPixel(nn.Module):
 
 @pytest.mark.parametrize("scores", ["one-hot", "clipped"])
 def test_sums_are_proven_exactly_where_brute_force_over_pixels_changes_nothing(scores):
-    votes = LocalVotes(PerPixel(), scores=scores, slack=0.0)
+    votes = LocalVotes(PerPixel(), scores=scores, slack=2**-40)
     share = torch.linspace(0, 1, 40).view(40, 1, 1, 1)
     images = 0.1 + 0.8 * (torch.rand(40, 1, 3, 4, generator=seeded(1)) < share)
     labels, patch = votes.predict(images), Patch((1, 2))
@@ -253,8 +253,19 @@ class Broadcasts(SqueezeExcite):
         return features + self.pool(features)
 
 
-@pytest.mark.parametrize("model", [SqueezeExcite(), Broadcasts()])
-def test_squeeze_and_excitation_is_refused(model):
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.attention = nn.Conv2d(1, 2, 3), nn.MultiheadAttention(2, 1, batch_first=True)
+
+    def forward(self, images):
+        tokens = self.conv(images).flatten(2).permute(0, 2, 1)
+        mixed, _ = self.attention(tokens, tokens, tokens)
+        return mixed.permute(0, 2, 1).unflatten(2, (6, 6))
+
+
+@pytest.mark.parametrize("model", [SqueezeExcite(), Broadcasts(), Attention()])
+def test_squeeze_and_excitation_and_attention_are_refused(model):
     with pytest.raises(UnsupportedLayer, match="receptive field is everything"):
         LocalVotes(model.eval()).certify(torch.zeros(1, 1, 8, 8), torch.tensor([0]), Patch(2))
 
@@ -301,6 +312,8 @@ def test_a_model_that_is_another_function_when_traced_is_refused():
         ({"scores": "positive"}, "without upper limit"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"slack": 2.0}, "slack is 2.0"),
+        ({"slack": 0.0}, "slack is 0.0"),
+        ({"slack": float("nan")}, "slack is nan"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):
@@ -349,3 +362,102 @@ def test_softened_scores_have_a_gradient():
     for kind in ("one-hot", "softmax", "heaviside", "clipped", "positive"):
         (gradient,) = torch.autograd.grad(soften(logits, kind)[0, 1].sum(), logits)
         assert gradient.abs().sum() > 0
+
+
+class Hesitant(nn.Module):
+    """As `PerPixel`, but no pixel can move a score by more than 0.4."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 1)
+        with torch.no_grad():
+            self.conv.weight.copy_(torch.tensor([-0.4, 0.4]).view(2, 1, 1, 1))
+            self.conv.bias.copy_(torch.tensor([0.7, 0.3]))
+        self.eval()
+
+    def forward(self, images):
+        return self.conv(images)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"scores": "clipped"}, {"aggregation": "masked-sum", "masked": (1, 2), "scores": "positive"}],
+)
+def test_bounded_scores_are_proven_exactly_where_brute_force_over_pixels_changes_nothing(settings):
+    votes = LocalVotes(Hesitant(), slack=2.0**-30, bounded=True, **settings)
+    share = torch.linspace(0, 1, 60).view(60, 1, 1, 1)
+    images = 0.1 + 0.8 * (torch.rand(60, 1, 3, 4, generator=seeded(1)) < share)
+    labels, patch = votes.predict(images), Patch((1, 2))
+    found = votes.certify(images, labels, patch)
+    plain = LocalVotes(Hesitant(), slack=2.0**-30, **settings).certify(images, labels, patch)
+    for index, image in enumerate(images):
+        visited = members(patch, image, seeded())
+        is_kept = bool((votes.predict(visited) == labels[index]).all())
+        assert bool(found.certified[index]) <= is_kept
+        if "masked" not in settings:  # of masked sums the two ends need not be reached at once
+            assert bool(found.certified[index]) == is_kept
+    assert (found.placements >= plain.placements).all()
+    assert plain.certified.sum() < found.certified.sum() < 60
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scores": "clipped"},
+        {"scores": "heaviside"},
+        {"aggregation": "masked-sum", "masked": 2, "scores": "positive"},
+        {"aggregation": "masked-sum", "masked": 2, "scores": "clipped"},
+    ],
+)
+def test_bounded_certificates_survive_brute_force_and_prove_more(settings):
+    network = nn.Sequential(nn.Conv2d(1, 4, 2), nn.ReLU(), nn.Conv2d(4, 3, 1))
+    images = torch.rand(12, 1, 5, 5, generator=seeded(3))
+    gained = 0
+    for seed in range(4):
+        model = randomise(network, seeded(seed), gain=0.6)
+        votes, plain = LocalVotes(model, bounded=True, **settings), LocalVotes(model, **settings)
+        labels = votes.predict(images)
+        found = votes.certify(images, labels, Patch(2)).placements
+        before = plain.certify(images, labels, Patch(2)).placements
+        assert (found >= before).all()
+        gained += int((found & ~before).sum())
+        for index, place in (found & ~before).nonzero().tolist():
+            corner = Patch(2).placements(5, 5).corners[place].tolist()
+            visited = members(Patch(2, [tuple(corner)]), images[index], seeded())
+            assert (votes.predict(visited) == labels[index]).all()
+    assert gained > 0
+
+
+def test_bounds_prove_a_network_that_does_not_look():
+    model = nn.Conv2d(1, 2, 3, padding=1).eval()
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.copy_(torch.tensor([0.5, 0.4]))
+    images, labels = torch.rand(3, 1, 6, 6), torch.zeros(3, dtype=torch.int64)
+    assert not LocalVotes(model, scores="clipped").certify(images, labels, Patch(5)).certified.any()
+    assert LocalVotes(model, scores="clipped", bounded=True).certify(images, labels, Patch(5)).certified.all()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"scores": "softmax"}, {"scores": "clipped", "precision": "bfloat16"}]
+)
+def test_scores_without_bounds_are_refused(settings):
+    with pytest.raises(InvalidInput, match="intervals bound heaviside, clipped, positive scores in float32"):
+        LocalVotes(PerPixel(), bounded=True, **settings)
+
+
+def test_the_setting_is_part_of_the_question_only_where_it_is_set():
+    assert "bounded" not in LocalVotes(PerPixel(), scores="clipped").describe()
+    described = LocalVotes(PerPixel(), scores="clipped", bounded=True).describe()
+    assert described["bounded"] is True
+    assert LocalVotes.described(PerPixel(), described).bounded
+
+
+def test_a_model_that_rounds_more_coarsely_than_its_bounds_is_refused(monkeypatch):
+    votes = LocalVotes(Hesitant(), scores="clipped", bounded=True)
+    images = torch.full((1, 1, 3, 4), 0.6)
+    labels = votes.predict(images)
+    narrow = "patchcert.certificates.local_votes.scores_between"
+    monkeypatch.setattr(narrow, lambda lower, *rest: (torch.full_like(lower, 9e9).double(), lower.double()))
+    with pytest.raises(ModelError, match="local scores of clean images lie outside the bounds"):
+        votes.certify(images, labels, Patch(3))

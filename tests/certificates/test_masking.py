@@ -77,30 +77,32 @@ def patched(image, threat, values=(0.0, WHITE)):
 
 
 CASES = [
-    (pc.Patch(1), (2, 3), (2, 3), 1),
-    (pc.Patch((1, 2)), (2, 4), (2, 2), 1),
-    (pc.Patch((2, 1)), (3, 3), (2, 3), 1),
-    (pc.Patch(1, [(0, 0), (1, 2), (1, 0)]), (2, 3), 2, 1),
-    (pc.Patch(pc.shapes.from_text("#.\n.#")), (3, 3), 2, 1),
-    (pc.Patch(1), (1, 4), (1, 4), 2),
+    (pc.Patch(1), (2, 3), (2, 3)),
+    (pc.Patch((1, 2)), (2, 4), (2, 2)),
+    (pc.Patch((2, 1)), (3, 3), (2, 3)),
+    (pc.Patch(1, [(0, 0), (1, 2), (1, 0)]), (2, 3), 2),
+    (pc.Patch(pc.shapes.from_text("#.\n.#")), (3, 3), 2),
+    (pc.Patches(pc.Patch(1)), (1, 4), (1, 4)),
+    (pc.Patches(pc.Patch((1, 2)), 2), (1, 5), (1, 4)),
 ]
 
 
-@pytest.mark.parametrize(("threat", "size", "masks", "patches"), CASES)
-def test_no_patch_changes_what_is_proven_of_any_function(threat, size, masks, patches):
+@pytest.mark.parametrize(("threat", "size", "masks"), CASES)
+def test_no_patch_changes_what_is_proven_of_any_function(threat, size, masks):
+    patch = threat.patch if isinstance(threat, pc.Patches) else threat
     image = torch.zeros(1, *size)
     proven = 0
     for seed in range(60):
         model = Lookup(size[0] * size[1], 3, seed, calm=0.9, alien=seed % 3)
-        masking = DoubleMasking(model, threat, masks=masks, patches=patches, with_map=True, batch_size=64)
+        masking = DoubleMasking(model, threat, masks=masks, with_map=True, batch_size=64)
         found = masking.certify(image[None], torch.tensor([0]), threat)
-        members = list(patched(image, threat))
-        if patches == 2:
-            members = [(-1, again) for _, changed in members for _, again in patched(changed, threat)]
+        members = list(patched(image, patch))
+        if patch is not threat:
+            members = [(-1, again) for _, changed in members for _, again in patched(changed, patch)]
         said = masking.predict(torch.stack([changed for _, changed in members]))
         assert int(found.predictions) == predicted_one_by_one(masking, image)
         assert not bool(found.certified) or bool((said == 0).all())
-        if patches == 1:
+        if patch is threat:
             assert torch.equal(found.placements[0], proven_one_by_one(masking, image, 0, threat))
             for (place, _), label in zip(members, said.tolist(), strict=True):
                 assert label == 0 or not bool(found.placements[0, place])
@@ -254,7 +256,7 @@ def test_what_models_and_settings_may_not_be_is_said():
         ({"slack": 0.0}, "slack is 0.0"),
         ({"precision": "float8"}, "precision is 'float8'"),
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"patches": 3}, "patches is 3"),
+        ({"slack": 1.0}, "slack is 1.0"),
     ):
         with pytest.raises(InvalidInput, match=message):
             DoubleMasking(plain, threat, **{"masks": 2, **settings}).certify(images, labels, threat)
@@ -303,3 +305,34 @@ class SaysWhatComesToMind(nn.Module):
 def test_a_model_that_draws_lots_is_refused():
     with pytest.raises(ModelError, match="says something else of the same images"):
         DoubleMasking(SaysWhatComesToMind().eval(), pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_compiled_model_says_the_same_up_to_rounding():
+    spec = pc.models.ModelSpec("resnet18", 3, 16, 16, 4, filters=4)
+    model = pc.models.build(spec, torch.Generator().manual_seed(0)).eval().cuda()
+    images = torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(1)).cuda()
+    plain = DoubleMasking(model, pc.Patch(3), masks=3, mirrored=True, with_map=True)
+    labels = plain.predict(images)
+    compiled = DoubleMasking(model, pc.Patch(3), masks=3, mirrored=True, with_map=True, compiled=True)
+    assert torch.equal(compiled.predict(images), labels)
+    found, expected = (each.placement_leads(images, labels, pc.Patch(3)) for each in (compiled, plain))
+    proven = expected > plain.needed_lead
+    assert proven.any()
+    assert (found - expected)[proven].abs().max() < plain.needed_lead
+    assert compiled.describe() != plain.describe()
+
+
+@pytest.mark.parametrize(("images", "size"), [(7, 16), (20, 16), (3, 64)])
+def test_hardly_a_row_of_a_batch_is_empty(images, size):
+    model, batches = nn.Sequential(nn.Flatten(), nn.Linear(64, 2)).eval(), []
+    with torch.no_grad():
+        model[1].weight.zero_()
+        model[1].bias.copy_(torch.tensor([1.0, 0.0]))
+    model.register_forward_hook(lambda *_: batches.append(None))
+    masking = DoubleMasking(model, pc.Patch(2), masks=4, batch_size=size)
+    found = masking.certify(torch.rand(images, 1, 8, 8), torch.zeros(images, dtype=torch.long), pc.Patch(2))
+    assert found.certified.all()
+    wanted = images * (16 * 15 // 2 + 16)
+    assert len(batches) * size < 1.1 * wanted + 10 * size

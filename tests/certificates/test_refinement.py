@@ -205,7 +205,7 @@ def test_settings_without_meaning_are_refused(given, message):
 def test_sparse_changes_are_not_refined():
     model = model_of(0)
     images, labels = images_of(model, 2)
-    with pytest.raises(InvalidInput, match="linear bounds exist for patches"):
+    with pytest.raises(InvalidInput, match="linear bounds exist for one patch"):
         pc.IntervalBounds(model, refine="linear").certify(images, labels, pc.SparsePixels(1))
 
 

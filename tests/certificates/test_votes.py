@@ -12,6 +12,7 @@ from patchcert.certificates.votes import (
     LARGEST,
     UNITS,
     Scores,
+    bounded_margins,
     cell_scores,
     is_won,
     is_won_by_count,
@@ -19,6 +20,7 @@ from patchcert.certificates.votes import (
     masked_totals,
     maximal,
     proven_placements,
+    scores_between,
     slow_margins,
     sum_margins,
     sum_totals,
@@ -178,9 +180,7 @@ def test_many_images_are_looked_at_in_parts(monkeypatch):
     monkeypatch.setattr("patchcert.certificates.votes._MARGINS_AT_ONCE", 1)
     values = torch.stack([one_hot([0, 0, 0, 1, 2]), one_hot([0, 1, 0, 1, 2])])
     touched, labels = torch.stack([mask({0}), mask({3})]), torch.tensor([0, 0])
-    found = proven_placements(
-        lambda scores, own: sum_margins(scores, own, touched), exact(values), labels, 2, "lowest"
-    )
+    found = proven_placements(sum_margins, exact(values), labels, touched, "lowest")
     assert found.tolist() == [[True, True], [False, True]]
 
 
@@ -242,3 +242,55 @@ def test_maps_too_large_for_exact_sums_are_refused():
 def test_sums_of_scores_are_exact():
     values = cell_scores(torch.full((1, 2, 4096), 2.0**21), "positive", 0.0).values
     assert values.sum() == 2 * 4096 * LARGEST * UNITS < 2**53
+
+
+@given(
+    st.sampled_from(["heaviside", "clipped", "positive"]), st.integers(0, 10**6), st.sampled_from([0.0, 0.05])
+)
+def test_scores_of_logits_between_two_ends_are_bounded_and_the_ends_reached(kind, seed, slack):
+    generator = torch.Generator().manual_seed(seed)
+    lower = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    upper = lower + torch.rand(lower.shape, generator=generator)
+    least, largest = scores_between(lower, upper, kind, slack, UNITS)
+    share = torch.rand(lower.shape, generator=generator).double()
+    moved = slack / 2 * torch.maximum(lower.abs(), upper.abs()).amax(dim=(1, 2), keepdim=True)
+    for logits in (lower - moved, upper + moved, torch.lerp(lower, upper, share)):
+        values = cell_scores(logits, kind, 0.0).values
+        assert (least <= values).all()
+        assert (values <= largest).all()
+    assert torch.equal(least, cell_scores(lower - moved, kind, 0.0).values)
+    assert torch.equal(largest, cell_scores(upper + moved, kind, 0.0).values)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_bounds_that_are_not_finite_say_nothing(value):
+    lower, upper = torch.zeros(1, 2, 2), torch.ones(1, 2, 2)
+    upper[0, 1, 0] = value
+    least, largest = scores_between(lower, upper, "clipped", 0.0, UNITS)
+    assert least[0, :, 0].tolist() == [0, 0]
+    assert largest[0, :, 0].tolist() == [UNITS, UNITS]
+
+
+@given(whole_scores, whole_scores, window_sets, cell_sets, st.integers(0, 1), ties_rules, st.booleans())
+def test_bounded_sums_hold_for_every_score_between_the_bounds(
+    first, second, chosen, cells, label, ties, masked
+):
+    """Where no window is left out, all ends are reached at once: then the condition is exact too."""
+    one, other = (torch.tensor(each, dtype=torch.float64).view(1, 2, CELLS) for each in (first, second))
+    inside, labels = mask(cells), torch.tensor([label])
+    lower, upper = torch.minimum(one, other).where(inside, one), torch.maximum(one, other).where(inside, one)
+    windows = torch.stack([mask(each) for each in chosen]) if masked else None
+    margins = bounded_margins(Scores(one, lower, upper, 4), labels, inside, windows)
+    proven = bool(is_won(margins, labels, ties)[0])
+    reached = []
+    for ends in itertools.product((False, True), repeat=2 * len(cells)):
+        values = lower[0].clone()
+        values[:, inside] = torch.where(
+            torch.tensor(ends, dtype=torch.bool).view(2, len(cells)), upper[0][:, inside], lower[0][:, inside]
+        )
+        reached.append(values)
+    stacked = torch.stack(reached)
+    totals = sum_totals(stacked) if windows is None else masked_totals(stacked, windows)
+    is_kept = bool((winners(totals, ties) == label).all())
+    assert proven <= is_kept
+    assert masked or proven == is_kept

@@ -16,7 +16,7 @@ from patchcert.cli.options import parse_settings
 from patchcert.data import load_dataset
 from patchcert.defenses import Defended, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
-from patchcert.evidence import Certification, EvidenceFolder, Selection, Subject, measuring
+from patchcert.evidence import Certification, Evidence, EvidenceFolder, Selection, Subject, measuring
 from patchcert.evidence.measuring import certificate_columns
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
@@ -328,6 +328,8 @@ def test_defaults_depend_on_threat_and_images():
         restarts=None,
         loss=None,
         search=None,
+        universal=None,
+        transform=(),
         method=None,
         defense="none",
         settings=(),
@@ -375,3 +377,53 @@ def test_an_interrupted_attack_says_what_it_keeps_and_resumes(capsys, trained_fi
     assert "withstood the attack" in shown.err.splitlines()[-1]
     rows, expected = np.load(tmp_path / "part.npz"), np.load(whole)
     assert all(np.array_equal(rows[name], expected[name]) for name in expected.files if name != "meta")
+
+
+def test_several_patches_are_certified_and_attacked_at_once(trained_file, capsys, tmp_path):
+    one = [trained_file, "--data", "mnist-mini", "--patch", "2", "--placements", "corners"]
+    file = tmp_path / "rows.npz"
+    assert attack(*one, *QUICK, "--patches", "2", "--search", "sweep", "--out", file) == 0
+    two = answer(capsys)
+    assert two["threat"] == {"kind": "patches", "stamp": "2x2", "placements": "corners", "count": 2}
+    assert two["attack"]["kind"] == "PatchesInTurn"
+    assert two["attack"]["attack"]["search"] == "sweep"
+    assert run(["certify", *map(str, one), "--patches", "2", "--limit", "25", "--device", "cpu"]) == 0
+    assert answer(capsys)["threat"]["count"] == 2
+    assert attack(*one, *QUICK, "--patches", "1") == 2
+    assert "is not a whole number of at least 2" in capsys.readouterr().err
+
+
+def test_one_patch_is_learned_on_training_images_and_tried_on_test_images(trained_file, capsys, tmp_path):
+    one, file = [trained_file, "--data", "mnist-mini", "--patch", "6"], tmp_path / "rows.npz"
+    options = ["--universal", "100", "--transform", "rotation=10", "--transform", "shift=1"]
+    assert attack(*one, *QUICK, *options, "--save-images", "--out", file) == 0
+    said = answer(capsys)
+    assert said["attack"]["kind"] == "UniversalAttack"
+    assert said["attack"]["learned_on"] == 100
+    assert said["attack"]["transform"] == "Transform(rotation=10.0, scale=0.0, brightness=0.0, shift=1)"
+    assert said["images"] == 25
+    assert Evidence.read(file).meta["attack"] == said["attack"]
+
+
+def test_patches_for_transforms_are_attacked_with_too(trained_file, capsys):
+    one = [trained_file, "--data", "mnist-mini", "--patch", "6"]
+    assert attack(*one, *QUICK, "--transform", "brightness=0.2", "--certified-only") == 0
+    assert answer(capsys)["attack"]["kind"] == "TransformedAttack"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--universal", 10, "--search", "sweep"), "--universal goes to random placements"),
+        (("--transform", "shift=1", "--search", "sweep"), "--transform goes to random placements"),
+        (("--transform", "blur=1"), "--transform blur=1: a transform has no setting 'blur'"),
+        (("--transform", "shift=much"), "--transform shift=much is not a number"),
+        (("--transform", "scale=2"), "scale of a transform is 2.0"),
+        (("--universal", 10, "--patches", 2), "are about one patch, not Patches"),
+        (("--universal", 10, "--split", "train"), "--split train has them too"),
+        (("--universal", 10**6), "--universal 1000000: mnist-mini has 6000 training images"),
+    ],
+)
+def test_mistakes_about_printed_patches_are_said(trained_file, options, message, capsys):
+    assert attack(trained_file, "--data", "mnist-mini", "--patch", "2", *QUICK, *options) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

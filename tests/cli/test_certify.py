@@ -327,7 +327,7 @@ def test_evidence_by_masks_that_contradicts_itself_is_refused(capsys, model_file
         (("--masks", "six"), "not a number"),
         (("--setting", "fill=0.1,0.2"), "fill has 2 values"),
         (("--setting", "mirrored=maybe"), "neither true nor false"),
-        (("--setting", "patches=2", "--masks", 20), "forward pass per image"),
+        (("--patches", 2, "--masks", 20), "forward pass per image"),
         (("--sparse", 4), "masks hide patches"),
         (("--patch", 29), "does not fit"),
     ],
@@ -397,7 +397,7 @@ def test_refinement_counts_proven_broken_and_open_images(capsys, tmp_path):
     [
         (("--refine", "exact"), "refine is 'exact'; expected 'linear', 'split' or None"),
         (("--refine", "linear", "--setting", "budget=5"), "budget is a setting of refine='split'"),
-        (("--refine", "linear", "--sparse", 1), "linear bounds exist for patches"),
+        (("--refine", "linear", "--sparse", 1), "linear bounds exist for one patch"),
         (("--refine", "linear", "--method", "ablation", "--setting", "retained=3"), "--refine is a setting"),
     ],
 )

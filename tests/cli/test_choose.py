@@ -63,6 +63,21 @@ def test_what_is_done_is_not_done_again(capsys, trials, tmp_path):
     assert [row["trial"] for row in json.loads(capsys.readouterr().out)["trials"]] == ["base"]
 
 
+def test_trials_of_several_seeds_are_ranked_by_their_mean(capsys, trials, tmp_path):
+    trials.write_text("seeds = [1, 2]\n" + TRIALS.replace("data.limit=400", "data.limit=64"))
+    out = tmp_path / "runs"
+    assert choose(trials, out, "--only", "base") == 0
+    (row,) = json.loads(capsys.readouterr().out)["trials"]
+    assert [each["seed"] for each in row["seeds"]] == [1, 2]
+    assert row["certified"] == sum(each["certified"] for each in row["seeds"]) / 2
+    assert row["correct"] == sum(each["correct"] for each in row["seeds"]) / 2
+    assert [Run.open(out / "base" / f"seed-{seed}").spec.seed for seed in (1, 2)] == [1, 2]
+    assert row["seeds"][0]["fingerprint"] != row["seeds"][1]["fingerprint"]
+    trials.write_text("seeds = [1, 1]\n" + TRIALS)
+    assert choose(trials, out) == 2
+    assert "expected each of them once" in capsys.readouterr().err
+
+
 def test_mistakes_are_named(capsys, trials, tmp_path):
     assert choose(trials, tmp_path / "runs", "--only", "bsae") == 2
     assert "--only bsae is no trial" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from patchcert.cli.app import run
 from patchcert.cli.options import parse_bytes, parse_device, parse_dtype, parse_placements, parse_threat
 from patchcert.errors import InvalidInput, InvalidThreat
-from patchcert.threats import Patch, SparsePixels, shapes
+from patchcert.threats import Patch, Patches, SparsePixels, shapes
 
 
 def threat(patch=None, shape=None, sparse=None, bound=None, placements=None, trained=None):
@@ -120,3 +120,13 @@ def test_a_device_that_is_not_there_is_refused():
 def test_numbers_beyond_their_limits_are_refused_in_words(arguments, message, capsys):
     assert run(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_several_patches_are_a_threat_of_their_own():
+    assert parse_threat("2", None, None, None, None, None, 3) == Patches(Patch(2), 3)
+    assert parse_threat(None, None, None, None, "corners", Patch(4), 2) == Patches(Patch(4, "corners"))
+    assert parse_threat(None, None, None, None, None, Patch(4), 2) == Patches(Patch(4))
+    with pytest.raises(InvalidThreat, match="--patches 2 needs a patch, not --sparse"):
+        parse_threat(None, None, 4, None, None, None, 2)
+    with pytest.raises(InvalidThreat, match="--patches 2 needs a patch, not SparsePixels"):
+        parse_threat(None, None, None, None, None, SparsePixels(4), 2)

@@ -146,6 +146,18 @@ def test_a_trimmed_run_is_smaller_and_can_be_certified(capsys, folder, tmp_path)
     assert f"{out} is not empty" in capsys.readouterr().err
 
 
+def test_a_whole_model_can_be_rounded_to_half_precision(capsys, folder, tmp_path):
+    out = tmp_path / "half"
+    capsys.readouterr()
+    assert run(["trim", str(folder), "--out", str(out), "--keep-units"]) == 2
+    assert "--keep-units leaves nothing to do" in capsys.readouterr().err
+    assert run(["trim", str(folder), "--out", str(out), "--half", "--keep-units"]) == 0
+    shown = answer(capsys)
+    assert shown["parameters"] == shown["parameters_before"]
+    assert shown["bytes"] < 0.6 * (folder / "weights.safetensors").stat().st_size
+    assert run(["certify", str(out), "--limit", "20", "--device", "cpu"]) == 0
+
+
 def test_another_threat_is_proven_but_not_compared(capsys, zoo):
     capsys.readouterr()
     assert run(["certify", f"zoo:{NAME}", "--patch", "1", "--limit", "5", "--device", "cpu"]) == 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from patchcert.data import load_dataset
-from patchcert.data.labels import KNOWN, packed_test_labels, true_test_labels
+from patchcert.data.labels import HELD_OUT, KNOWN, packed_labels, true_labels, true_test_labels
 from patchcert.errors import DataError
 
 
@@ -30,7 +30,7 @@ def test_labels_that_were_changed_are_refused(monkeypatch):
 
 def test_labels_are_packed_as_they_ship():
     mini = load_dataset("mnist-mini")
-    packed = np.frombuffer(packed_test_labels(mini), np.uint8)
+    packed = np.frombuffer(packed_labels(mini), np.uint8)
     assert np.array_equal(packed, mini.test.labels.numpy())
 
 
@@ -40,4 +40,30 @@ def test_shipped_labels_are_those_of_the_data(name, real_data):
         dataset = load_dataset(name, real_data)
     except DataError:
         pytest.skip(f"{name} is not here")
-    assert packed_test_labels(dataset) == KNOWN[name].path.read_bytes()
+    assert packed_labels(dataset) == KNOWN[name].path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_labels_of_held_out_images_are_the_last_of_training(name):
+    for source in HELD_OUT[name].sources:
+        known = {"some file": source}
+        assert len(true_labels(name, "validation:10000", known)) == 10_000
+        few = true_labels(name, "validation:5000", known)
+        assert np.array_equal(few, true_labels(name, "validation:10000", known)[5000:])
+        assert true_labels(name, "validation:10001", known) is None
+        assert true_labels(name, "train", known) is None
+    assert true_labels(name, "validation:5000", {"some file": "0" * 64}) is None
+    assert true_labels("folder:photos", "validation:5000", {}) is None
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_shipped_labels_of_held_out_images_are_those_of_the_data(name, real_data):
+    try:
+        dataset = load_dataset(name, real_data)
+    except DataError:
+        pytest.skip(f"{name} is not here")
+    assert packed_labels(dataset, held_out=True) == HELD_OUT[name].path.read_bytes()
+    sums = dict(dataset.checksums)
+    assert np.array_equal(
+        true_labels(name, "validation:5000", sums), dataset.split("validation:5000").labels.numpy()
+    )

@@ -13,7 +13,7 @@ import pytest
 from patchcert.cli.audit import Checkout
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence
-from patchcert.evidence.audit import audit_results
+from patchcert.evidence.audit import audit_evidence, audit_results
 from patchcert.evidence.manifest import MANIFEST, ListedRun, Manifest
 from patchcert.evidence.results import collect
 from patchcert.files import sha256
@@ -326,3 +326,15 @@ def test_a_manifest_is_read_as_it_was_written_and_refused_where_it_is_none(tmp_p
     (folder / MANIFEST).write_text('{"runs": [{"run": "x"}], "files": [], "beside": [], "superseded": []}')
     with pytest.raises(RunError, match="a line of the manifest has the keys"):
         Manifest.read(folder)
+
+
+def test_labels_of_trials_on_held_out_images_are_checked(tmp_path):
+    trials = RESULTS.parent / "trials" / "results"
+    source = next((trials / "masked-cifar10-5x5").rglob("certify-*.npz"))
+    assert audit_evidence(source) == ()
+    found = Evidence.read(source)
+    columns = {name: column.copy() for name, column in found.columns.items()}
+    shift(columns)
+    forged = Evidence(columns, found.meta).write(tmp_path / "forged.npz")
+    (finding,) = audit_evidence(forged.path)
+    assert "labels are not those of cifar10" in finding.what

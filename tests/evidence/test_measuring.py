@@ -244,3 +244,44 @@ def test_attacks_on_a_defense_on_a_classifier_and_on_the_model_are_three_questio
         asked.append(Attacking(replace(subject, classifier=classifier), attack, THREAT).question)
     assert len({question.name for question in asked}) == 3
     assert "LocalGradientSmoothing(window=3" in asked[2].classifier["defense"]
+
+
+def test_the_time_of_predictions_is_kept(subject, tmp_path):
+    file = tmp_path / "proof.npz"
+    found = Certification(subject, THREAT, file).run()
+    measured = found.meta["prediction"]
+    assert measured["images"] == 20
+    assert measured["seconds"] > 0
+    assert Evidence.read(file).prediction_milliseconds == 1000 * measured["seconds"] / 20
+
+
+def test_slow_predictions_are_measured_on_few_images(monkeypatch):
+    calls = []
+
+    class Slow:
+        def predict(self, images):
+            calls.append(len(images))
+            return torch.zeros(len(images))
+
+    monkeypatch.setattr(measuring, "PREDICTED_SECONDS", 0.0)
+    assert measuring.prediction_time(Slow(), torch.zeros(100, 1, 2, 2))["images"] == 1
+    monkeypatch.setattr(measuring, "PREDICTED_SECONDS", 1e9)
+    calls.clear()
+    assert measuring.prediction_time(Slow(), torch.zeros(100, 1, 2, 2))["images"] == 100
+    assert calls == [1, 8, 64, 100]
+
+
+def test_an_attack_whose_findings_serve_all_images_takes_them_at_once(subject, model, monkeypatch):
+    monkeypatch.setattr(measuring, "ATTACKED_ON_CPU", 6)
+    sizes = []
+
+    class Shared(pc.PatchAttack):
+        needs_all_images = True
+
+        def propose(self, target, job):
+            sizes.append(len(job.images))
+            return super().propose(target, job)
+
+    for attack in (pc.PatchAttack(steps=1, restarts=1), Shared(steps=1, restarts=1)):
+        Attacking(replace(subject, classifier=model), attack, THREAT).run()
+    assert len(sizes) == 1

@@ -319,3 +319,19 @@ def test_rows_that_are_both_certified_and_broken_are_refused(tmp_path):
         evidence.write(tmp_path / "evidence.npz")
     columns["certified"][2] = False
     assert evidence.write(tmp_path / "evidence.npz").broken == 2
+
+
+@pytest.mark.parametrize("measured", [5, {"images": 0, "seconds": 1.0}, {"images": 3}])
+def test_a_time_of_predictions_must_be_one(finished, mlp, measured):
+    question = Question(
+        "certify", pc.Patch(5), Selection("mnist"), {"name": "IntervalBounds", "dtype": "float32"}
+    )
+    run = finished.run(mlp, {pc.Patch(5): (50, 40)})
+    columns = Evidence.read(next((run.path / "evidence").glob("*.npz"))).columns
+    with pytest.raises(RunError, match="does not say how many images were predicted in how many seconds"):
+        finished.write(run, question, columns, prediction=measured)
+
+
+def test_evidence_without_a_time_of_predictions_has_none(finished, mlp):
+    run = finished.run(mlp, {pc.Patch(5): (50, 40)})
+    assert Evidence.read(next((run.path / "evidence").glob("*.npz"))).prediction_milliseconds is None

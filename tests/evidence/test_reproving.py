@@ -101,6 +101,30 @@ def test_votes_are_not_proven_again(results):
     assert provable(results) == {}
 
 
+def masked_in_half(tmp_path, digits, forged=0):
+    """Results with certificates by masks in bfloat16, of which some are forged."""
+    weights = shipped().card(NAME).weights_sha256
+    masks = pc.DoubleMasking(pc.load(NAME), pc.Patch(2), masks=6, precision="bfloat16")
+    subject = Subject(masks, weights, digits, Selection(digits.name, limit=IMAGES), CPU)
+    folder = EvidenceFolder(tmp_path / "results" / "made")
+    found = Certification(subject, pc.Patch(2)).into(folder).run()
+    columns = {name: column.copy() for name, column in found.columns.items()}
+    chosen = np.flatnonzero(columns["certified"])[:forged]
+    columns["certified"][chosen], columns["lead"][chosen] = False, -1.0
+    Evidence(columns, found.meta).write(found.path)
+    return tmp_path / "results"
+
+
+def test_proofs_in_half_precision_are_done_again_too(tmp_path, digits):
+    assert again(masked_in_half(tmp_path, digits), digits).findings == ()
+
+
+def test_a_few_verdicts_in_half_precision_may_differ_from_device_to_device(tmp_path, digits):
+    assert again(masked_in_half(tmp_path, digits, forged=1), digits).findings == ()
+    findings = again(masked_in_half(tmp_path, digits, forged=3), digits).findings
+    assert sum("certified is stated as False, but is True" in finding.what for finding in findings) == 3
+
+
 def test_the_command_names_the_image_and_exits_with_1(results, capsys):
     Manifest().now(results).write(results)
     command = ["audit", str(results), "--reprove", "12", "--seed", "0", "--device", "cpu"]

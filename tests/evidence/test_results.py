@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from patchcert.errors import RunError
-from patchcert.evidence import Question, Selection, results
+from patchcert.evidence import Evidence, Question, Selection, results
+from patchcert.evidence.manifest import Manifest
 from patchcert.evidence.results import Circumstances, Result, Results, collect, collect_all, experiment_key
 from patchcert.threats import Patch
+from patchcert.train.run_folder import Run
 
 MODEL = {"name": "Model"}
 ATTACK = {"kind": "PatchAttack", "restarts": 80, "seed": 0}
@@ -206,3 +208,23 @@ def test_every_file_of_the_results_says_what_its_name_says():
     for document in root.rglob("tuning-*.json"):
         plain = json.loads(document.read_text(encoding="utf-8"))
         assert plain["columns"] == ["setting", "clean", "weak"]
+
+
+def test_the_same_rows_are_replaced_only_by_those_that_first_say_what_predictions_take(finished, mlp):
+    patch, folder = Patch(5), finished.folder / "results"
+    first = finished.collect(mlp, {patch: (90, 60)})
+    (file,) = first.path.glob("certify-*.npz")
+    Manifest.read(folder).updated(folder).write(folder)
+    run = Run.open(finished.folder / "made" / first.path.name)
+    (source,) = (run.path / "evidence").glob("*.npz")
+    found = Evidence.read(source)
+    for seconds in (0.5, 0.7):
+        Evidence(found.columns, {**found.meta, "prediction": {"images": 10, "seconds": seconds}}).write(
+            source
+        )
+        collect(run, folder)
+        assert Evidence.read(file).prediction_milliseconds == 50.0
+        Manifest.read(folder).updated(folder).write(folder)
+    (line,) = Manifest.read(folder).superseded
+    assert line.why == "measured again: the same rows, with the time of predictions"
+    assert (line.right, line.counted) == (90, 60)

@@ -37,6 +37,42 @@ class Joined(nn.Module):
         return torch.cat([self.first(images), self.second(images)], dim=1)
 
 
+class Rescaled(nn.Module):
+    """Constants of every shape and kind, by all the signs for them."""
+
+    def __init__(self, size: Shape, kind: str, seed: int) -> None:
+        super().__init__()
+        channels, height, width = size
+        shapes = {"numbers": (), "channels": (channels, 1, 1), "places": (1, channels, height, width)}
+        generator = torch.Generator().manual_seed(seed)
+        factor, shift = torch.randn(2, *shapes[kind], generator=generator)
+        self.register_buffer("factor", factor)
+        self.shift = nn.Parameter(shift)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Each operator once with a number, the products with what was drawn."""
+        return (1 - (0.5 + maps * self.factor) / 3 - self.shift) * 2
+
+
+class HalfChanged(nn.Module):
+    """Some of the channels go through a layer, as in ShuffleNet V2; the others are picked by an index."""
+
+    def __init__(self, channels: int, by: str) -> None:
+        super().__init__()
+        self.by, self.sizes = by, [channels - channels // 2, channels // 2]
+        self.layer = nn.Conv2d(self.sizes[0], 2, 3, padding=1)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Three ways to pick the same channels."""
+        match self.by:
+            case "chunk":
+                return torch.cat([torch.relu(self.layer(maps.chunk(2, dim=1)[0])), maps], dim=1)
+            case "split":
+                changed, kept = maps.split(self.sizes, dim=1)
+                return torch.cat([torch.relu(self.layer(changed)), kept], dim=1)
+        return torch.cat([torch.relu(self.layer(maps[:, : self.sizes[0]])), maps[:, -1:]], dim=1)
+
+
 class FunctionalHead(nn.Module):
     """A head whose flattening and activation are function calls, invisible in a list of its submodules."""
 
@@ -180,10 +216,14 @@ def cases(
     return Case(model, images, torch.where(keeps, logits.argmax(dim=1), other), threat)
 
 
+BRANCHED = ("residual", "residual", "joined", "rescaled", "split")
+"""Stages that are more than one layer after another."""
+
+
 @st.composite
 def _stages(draw: DrawFn, size: Shape, residual: bool) -> nn.Module:
     kinds = ["convolution", "convolution", "activation", "norm", "max", "average", "adaptive"]
-    match draw(st.sampled_from([*kinds, "residual", "residual", "joined"] if residual else kinds)):
+    match draw(st.sampled_from([*kinds, *BRANCHED] if residual else kinds)):
         case "activation":
             return draw(st.sampled_from(ACTIVATIONS))()
         case "norm":
@@ -197,6 +237,10 @@ def _stages(draw: DrawFn, size: Shape, residual: bool) -> nn.Module:
             return nn.AdaptiveAvgPool2d(outputs)
         case "residual":
             return draw(_residual_blocks(size))
+        case "rescaled":
+            return Rescaled(size, draw(st.sampled_from(("numbers", "channels", "places"))), draw(seeds()))
+        case "split":
+            return HalfChanged(size[0], draw(st.sampled_from(("chunk", "split", "index"))))
         case "joined":
             block = draw(_residual_blocks(size))
             return Joined(block.branch, block.shortcut)

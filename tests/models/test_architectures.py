@@ -167,3 +167,41 @@ def test_networks_of_parts_refuse_whole_images_and_normalisation():
         model(torch.zeros(2, 3, 8, 8))
     with pytest.raises(ModelError, match="without normalisation"):
         build(ModelSpec("resnet18_parts", 1, 8, 8, 4, mean=(0.5,), std=(0.2,)))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "layers"),
+    [
+        ("mlp_bn", {"hidden": 8, "depth": 2}, 2),
+        ("cnn2_bn", {"filters": 2, "hidden": 8}, 3),
+        ("cnn5_bn", {"filters": 2, "hidden": 8}, 6),
+        ("cnn7_bn", {"filters": 2, "hidden": 8}, 8),
+        ("resnet8", {"filters": 2}, 9),
+        ("resnet8", {"filters": 2, "depth": 14}, 15),
+    ],
+)
+@pytest.mark.parametrize(("height", "width"), [(28, 28), (9, 13)])
+def test_networks_with_batch_norms_have_one_after_every_layer_and_are_certified(
+    name, keys, layers, height, width
+):
+    model = build(ModelSpec(name, 1, height, width, classes=3, **keys))
+    norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d)]
+    assert len(norms) == layers
+    images = torch.rand(2, 1, height, width)
+    found = pc.certify(model, images, torch.tensor([0, 1]), pc.Patch(2, placements="corners"))
+    assert torch.equal(found.predictions, model(images).argmax(dim=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("mlp_bn", {"filters": 2}, "has no filters"),
+        ("cnn2_bn", {"depth": 2}, "has no depth"),
+        ("cnn5_bn", {"widths": (1, 2, 3, 4, 5, 6)}, "has no widths"),
+        ("resnet8", {"hidden": 2}, "has no hidden"),
+        ("resnet8", {"depth": 10}, "expected 2 layers and 6 for each block of a stage"),
+    ],
+)
+def test_networks_with_batch_norms_refuse_keys_that_they_do_not_read(name, keys, message):
+    with pytest.raises(ModelError, match=message):
+        build(ModelSpec(name, **MNIST, **keys))

@@ -1,5 +1,6 @@
 """The page in a real browser: it fits a phone, and its table sorts and filters."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -63,23 +64,34 @@ def test_nothing_sticks_out_of_the_window(page, evaluate, width):
     assert size[0] <= size[1] == width
 
 
+def test_outlines_are_whole_and_wide_tables_show_that_they_scroll(page, evaluate):
+    overflow, attachment, focus = evaluate(
+        page,
+        """
+        const picture = getComputedStyle(document.querySelector("svg.picture"));
+        const scroll = document.querySelector(".scroll");
+        return [picture.overflow, getComputedStyle(scroll).backgroundAttachment, scroll.tabIndex];
+        """,
+        390,
+    )
+    assert overflow == "visible"
+    assert {"local", "scroll"} <= set(attachment.split(", "))
+    assert focus == 0
+
+
 def test_a_page_that_complains_is_noticed(page, evaluate):
     with pytest.raises(AssertionError, match="out of order"):
         evaluate(page, 'console.error("out of order"); return 1;')
 
 
-def test_text_has_enough_contrast(page, evaluate):
-    pairs = evaluate(
-        page,
-        """
-        const style = getComputedStyle(document.documentElement);
-        const colour = name => style.getPropertyValue(name).trim();
-        return ["--text", "--muted", "--accent", "--alarm", "--warm"].flatMap(
-            ink => ["--paper", "--raised"].map(paper => [ink, paper, colour(ink), colour(paper)]));
-        """,
-    )
-    for ink, paper, front, back in pairs:
-        assert contrast(front, back) >= 4.5, (ink, paper)
+def test_text_has_enough_contrast(page):
+    schemes = re.findall(r":root \{(.*?)\}", page.read_text(encoding="utf-8"), re.S)
+    assert len(schemes) == 3  # light, dark and print
+    for scheme in schemes:
+        colour = dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6})\b", scheme))
+        for ink in ("--text", "--muted", "--accent", "--alarm", "--warm"):
+            for paper in ("--paper", "--raised"):
+                assert contrast(colour[ink], colour[paper]) >= 4.5, (ink, paper, scheme)
 
 
 def contrast(front: str, back: str) -> float:

@@ -104,6 +104,12 @@ def test_a_single_check_is_a_dot():
     assert [(each.markers, len(each.points)) for each in accuracy.series] == [(True, 1)]
 
 
+def test_epochs_are_counted_as_in_messages():
+    (loss,) = training_curves([{"epoch": epoch, "loss": 1.0} for epoch in range(10)])
+    assert [point.x for point in loss.series[0].points] == [*range(1, 11)]
+    assert (loss.x.low, loss.x.high) == (1, 10)
+
+
 @st.composite
 def measured_rows(draw):
     rows = []

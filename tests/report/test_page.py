@@ -7,14 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from patchcert.data import Split
 from patchcert.errors import InvalidInput
-from patchcert.report.page import class_name, describe_threat, lead_sentence, margin_text, write_report
-from patchcert.report.pictures import MaskedImage
+from patchcert.evidence import Selection
+from patchcert.report.page import boxes, class_name, describe_threat, lead_sentence, margin_text, write_report
+from patchcert.report.pictures import MaskedImage, masked_images, masks_of
 from patchcert.report.statistics import Proportion
 from patchcert.report.summary import RunSummary
 from patchcert.report.tables import percent
-from patchcert.threats import Patch, SparsePixels
+from patchcert.threats import Patch, Patches, SparsePixels, shapes
+from patchcert.threats.masks import masks_covering
 
 
 @pytest.fixture
@@ -43,18 +47,36 @@ def test_headline_numbers_are_counted_from_the_rows(read, run):
         Proportion.of(rows["certified"]),
         Proportion.of(~attack["succeeded"]),
     ):
-        low, high = proportion.interval
         assert percent(proportion.value) in text
-        assert f"95% interval {100 * low:.1f} to {percent(high)}" in text
-        assert f"{proportion.successes} of {proportion.total} images" in text
+        assert f"{proportion.successes} of {proportion.total}" in text
     assert (
         "For 28 of 40 test images (70.0%) it is proven that no 2x2 square patch, wherever it is placed,"
         in text
     )
 
 
-def test_the_bars_use_only_images_that_were_both_certified_and_attacked(read, run):
-    assert "counted here on the 20 images" in read(run).text
+def test_cards_count_the_same_images(read, run):
+    text = read(run).text
+    assert re.findall(r"(\d+) of (\d+) images right|(\d+) of (\d+) images proven", text) == [
+        ("18", "20", "", ""),
+        ("14", "20", "", ""),
+        ("", "", "14", "20"),
+    ]
+    low, high = Proportion(14, 20).interval
+    assert f"Certified accuracy 70.0% 95% interval {100 * low:.1f} to {percent(high)}" in text
+    assert "counted on the same 20 images, those that were both certified and attacked" in text
+    bars = text.split("On all images")[1].split("Where the proof")[0]
+    assert "Clean 90.0% 36 of 40 Empirical 70.0% 14 of 20 Certified 70.0% 28 of 40" in bars
+
+
+def test_accuracies_on_all_images_are_shown_only_if_there_are_more_of_them(read, run, changed):
+    assert "On all images" not in read(replace(run, attacks=())).text
+    attack = run.attacks[0]
+    elsewhere = changed(attack, index=attack.columns["index"] + 1000)
+    text = read(replace(run, attacks=(elsewhere,))).text
+    assert "Counted on the 40 images that were certified; none of them was attacked." in text
+    assert "Empirical accuracy not measured" in text
+    assert "Empirical 70.0% 14 of 20" in text.split("On all images")[1]
 
 
 def test_nothing_measured_is_said_and_never_shown_as_zero(read):
@@ -114,7 +136,7 @@ def test_margins_that_are_not_finite_are_valid_json(run, tmp_path, changed):
 
 def test_maps_attacks_and_what_is_needed_to_check_again_are_on_the_page(read, run):
     text = read(run).text
-    assert "not certified -0.75 image 29, label class 9; weakest at row 3, column 7" in text
+    assert "not certified \N{MINUS SIGN}0.75 image 29, label class 9; weakest at row 3, column 7" in text
     assert (
         "before: class 0 after: class 1 the patch image 30, label class 0; patch at row 3, column 7" in text
     )
@@ -151,6 +173,18 @@ def test_a_sparse_threat_has_words_and_no_placement(read, run, asked, changed):
     assert "3, 7" not in text.split("Every image")[1].split("Check it again")[0]
 
 
+@pytest.mark.parametrize(
+    ("placements", "where"), [("everywhere", "wherever they are placed"), ("corners", "placed corners")]
+)
+def test_several_patches_have_words_and_no_placement(read, run, asked, changed, placements, where):
+    threat, rows = Patches(Patch(5, placements), 2), run.certificates[0]
+    nowhere = np.full_like(rows.columns["worst_top"], -1)
+    two = asked(changed(rows, worst_top=nowhere, worst_left=nowhere), threat=threat)
+    text = read(replace(run, threat=threat, certificates=(two,), attacks=(), maps=())).text
+    assert f"no 2 5x5 square patches at once, {where}," in text
+    assert f"2 5x5 square patches at once, {placements}" in text
+
+
 def test_whatever_the_certificates_have_is_shown(read, run, voted_run):
     intervals = read(run).text
     assert "Least margin Weakest at Attack" in intervals
@@ -170,9 +204,27 @@ def test_a_proof_by_masks_shows_the_weakest_ones(read, masked_run):
     copy = MaskedImage(29, masked_run.thumbnails[29], masked_run.thumbnails[0], 9, 9, False, -0.5, (0, 4))
     text = read(replace(masked_run, masked=(copy,))).text
     assert "it must exceed 6.1e-05" in text
-    assert "not certified -0.50 image 29, label class 9; behind masks 0 and 4" in text
+    assert "not certified \N{MINUS SIGN}0.50 image 29, label class 9; behind masks 0 and 4" in text
     assert "Verdict Least lead Weakest masks Attack" in text
-    assert "0 class 0 class 0 certified +0.25 2, 2 not attacked" in text
+    assert "0 class 0 class 0 certified +0.25 2 not attacked" in text
+
+
+def test_a_proof_by_masks_shows_its_masks(run, masked_run, tmp_path, parse):
+    images = Split(torch.from_numpy(run.thumbnails), torch.zeros(40, dtype=torch.long))
+    rows = masked_run.certificates[0]
+    shown = replace(masked_run, masks=masks_of(rows, images), masked=masked_images(images, rows, 4))
+    page = write_report([shown], tmp_path / "page.html")
+    source = page.read_text(encoding="utf-8")
+    assert "The 9 masks: wherever the patch lies" in parse(page).text
+    assert re.findall(r'aria-label="mask (\d+)"', source) == [str(number) for number in range(9)]
+    data = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', source, re.S)[0])
+    assert data["masks"][28:31] == ["2", "0, 4", "2"]
+    assert [data["boxes"][number] for number in (0, 4)] == [[0, 0, 5, 5], [4, 4, 5, 5]]
+
+
+def test_masks_that_are_no_rectangles_have_no_boxes():
+    assert boxes(masks_covering(Patch(shapes.diamond(5)), 12, 12, masks=3)) == []
+    assert boxes(None) == []
 
 
 def test_a_classifier_that_abstains_is_not_called_wrong(voted_run, tmp_path):
@@ -207,6 +259,37 @@ def test_several_runs_stand_side_by_side(read, run):
     assert {"#run-0", "#run-1"} <= set(reader.addresses)
 
 
+def test_runs_that_answer_different_questions_are_compared_with_a_warning(read, run, asked, changed):
+    same = replace(run, name="second run")
+    assert "not about the same question" not in read(run, same).text
+    rows = run.certificates[0]
+    fewer = changed(rows, **{name: column[:30] for name, column in rows.columns.items()})
+    for other, words in (
+        ({"certificates": (asked(rows, threat=Patch(3)),)}, "the threat"),
+        ({"certificates": (asked(rows, selection=Selection("another")),)}, "the data"),
+        ({"certificates": (fewer,)}, "the images"),
+    ):
+        text = read(run, replace(same, **other, attacks=())).text
+        assert f"They differ in {words}: a larger number" in text
+    assert "not about the same question" not in read(run, replace(same, certificates=(), attacks=())).text
+    elsewhere = asked(fewer, threat=Patch(3), selection=Selection("another"))
+    assert (
+        "in the threat, the data and the images:"
+        in read(run, replace(same, certificates=(elsewhere,), attacks=())).text
+    )
+
+
+def test_headings_leave_no_level_out_and_figures_have_labels(
+    check_outline, run, masked_run, voted_run, tmp_path
+):
+    for runs in ([run], [masked_run], [run, masked_run, voted_run]):
+        check_outline(write_report(runs, tmp_path / "page.html"))
+
+
+def test_the_page_leads_back_to_its_top(read, run):
+    assert read(run, run).addresses.count("#top") == 2
+
+
 def test_the_same_evidence_gives_the_same_page(run, tmp_path):
     first = write_report([run], tmp_path / "a.html").read_bytes()
     assert write_report([run], tmp_path / "b.html").read_bytes() == first
@@ -239,7 +322,13 @@ def test_a_proof_for_some_placements_is_not_called_a_proof_for_all(run, asked):
 
 @pytest.mark.parametrize(
     ("margin", "text"),
-    [(1.234, "+1.23"), (-0.5, "-0.50"), (0.0031, "+0.0031"), (-1e-7, "-1e-07"), (float("nan"), "not finite")],
+    [
+        (1.234, "+1.23"),
+        (-0.5, "\u22120.50"),
+        (0.0031, "+0.0031"),
+        (-1e-7, "\u22121e\u221207"),
+        (float("nan"), "not finite"),
+    ],
 )
 def test_narrow_margins_are_not_shown_as_ties(margin, text):
     assert margin_text(margin) == text

@@ -82,6 +82,16 @@ def test_half_of_the_telling_rows_are_certified_where_there_are_enough(
     assert few.columns["certified"][chosen].sum() == proven
 
 
+def test_images_that_are_right_come_before_wrong_ones(run):
+    rows = run.certificates[0]
+    right = rows.columns["prediction"] == rows.columns["label"]
+    wide = replace(rows, columns=rows.columns | {"margin": np.where(right, rows.columns["margin"], -0.1)})
+    few, all_of_them = telling_rows(wide, 8), telling_rows(wide, 40)
+    assert right[few].all()
+    assert right[all_of_them[:36]].all()
+    assert all_of_them[28:].tolist() == [*range(28, 40)]
+
+
 def test_maps_of_masks_show_what_is_proven_again():
     images = load_dataset("mnist-mini").test.take(6)
     model = build(ModelSpec("mlp", 1, 28, 28, hidden=8), torch.Generator().manual_seed(1)).eval()

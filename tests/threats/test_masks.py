@@ -67,10 +67,23 @@ def test_corners_have_masks_of_the_patch_itself():
 
 def test_unions_cover_any_two_patches():
     threat = pc.Patch(2)
-    masks = pc.masks_covering(threat, 6, 6, 3, patches=2)
+    masks = pc.masks_covering(pc.Patches(threat), 6, 6, 3)
     cover = masks.covers(threat)
-    assert len(masks) == 45
+    assert len(masks) == 36
     assert bool((cover[:, None] & cover[None]).any(dim=2).all())
+
+
+def test_unions_cover_any_three_patches():
+    threat = pc.Patch(1)
+    masks = pc.masks_covering(pc.Patches(threat, 3), 1, 6, (1, 6))
+    cover = masks.covers(threat)
+    assert len(masks) == 20
+    assert bool((cover[:, None, None] & cover[None, :, None] & cover[None, None]).any(dim=3).all())
+
+
+def test_one_placement_has_one_mask_for_any_number_of_patches():
+    masks = pc.masks_covering(pc.Patches(pc.Patch(2, [(1, 1)]), 3), 5, 5, 3)
+    assert masks.hidden.int().sum().tolist() == 4
 
 
 def test_a_set_can_be_looked_at():
@@ -95,6 +108,4 @@ def test_what_cannot_be_masked_is_refused():
     with pytest.raises(InvalidInput, match="forward pass per image"):
         pc.masks_covering(pc.Patch(1), 80, 80, 80)
     with pytest.raises(InvalidInput, match="forward pass per image"):
-        pc.masks_covering(pc.Patch(1), 32, 32, 16, patches=2)
-    with pytest.raises(InvalidInput, match="two at once"):
-        pc.masks_covering(pc.Patch(1), 32, 32, 16, patches=3)
+        pc.masks_covering(pc.Patches(pc.Patch(1)), 32, 32, 16)

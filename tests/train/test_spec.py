@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from patchcert.data import ImageShape
 from patchcert.errors import SpecError
 from patchcert.threats import Patch, SparsePixels, shapes
+from patchcert.train.recipe import BoundSettings
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import (
     DataSettings,
@@ -314,6 +315,7 @@ PARTS = {
     "run": RunSettings,
     "schedule.epsilon": EpsilonSchedule,
     "schedule.learning_rate": LearningRateSchedule,
+    "bounds": BoundSettings,
 }
 
 

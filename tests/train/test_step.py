@@ -2,7 +2,7 @@
 
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from patchcert.models import ModelSpec, build
 from patchcert.threats import Patch, SparsePixels
 from patchcert.train.distributed import World
 from patchcert.train.loop import EpochSummary, Position, train
+from patchcert.train.recipe import BoundSettings
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
 from patchcert.train.step import CapturedStep, Plan, Trainee, TrainingStep
@@ -27,6 +28,7 @@ from patchcert.train.strategies import (
     PooledPlacements,
     RandomPlacements,
     SparseChanges,
+    Weakest,
 )
 from patchcert.train.strategy import Subject
 
@@ -40,6 +42,8 @@ STRATEGIES = {
     "pooled by members": (PooledPlacements(blocks=(2, 2)), Patch((1, 2))),
     "sparse": (SparseChanges(), SparsePixels(2)),
     "masked": (Masked(size="4x3", clean_share=0.1, single_share=0.2, worst_of=3, worst_from=0.6), Patch(3)),
+    "weakest": (Weakest(candidates=2), Patch(3)),
+    "mixture": (Weakest(placements="image", mixture=0.5, attack_steps=2), Patch(3)),
 }
 VARIED = DataSettings(flip=True, crop_padding=2)
 SCHEDULE = Schedule(5, EpsilonSchedule(1, 2), LearningRateSchedule(1e-3))
@@ -194,16 +198,32 @@ class Watch(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("phase", ["growing", "full"])
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_step_never_waits_for_the_device(kind, is_full):
+def test_a_step_never_waits_for_the_device(kind, phase):
     trainee, plan = prepare(kind)
     for done in (0.0, 1.0):
-        step = TrainingStep(trainee, plan, trainee.objective.at(done), is_full=is_full)
+        step = TrainingStep(trainee, plan, trainee.objective.at(done), phase)
         step(torch.arange(16))
         with Watch() as watch:
             step(torch.arange(16))
         assert watch.seen == set()
+
+
+@pytest.mark.parametrize("phase", ["natural", "growing", "full"])
+@pytest.mark.parametrize("strategy", [AllPlacements(), Weakest(mixture=0.5, attack_steps=2)], ids=str)
+def test_a_step_with_batch_norms_and_regularisers_never_waits_for_the_device(strategy, phase):
+    _, plan = prepare("all", clip_norm=10.0, average_decay=0.9)
+    bounds = BoundSettings(tightness=0.5, relu_balance=0.5)
+    plan = Plan(replace(plan.spec, strategy=strategy, bounds=bounds), plan.data)
+    spec = ModelSpec("cnn2_bn", 3, SIDE, SIDE, CLASSES, filters=2, hidden=8)
+    model = build(spec, Generator().manual_seed(0))
+    objective = strategy.bind(Subject(model, spec, plan.spec.threat))
+    step = TrainingStep(Trainee(model, objective, plan.spec.optimiser), plan, phase=phase)
+    step(torch.arange(16))
+    with Watch() as watch:
+        step(torch.arange(16))
+    assert watch.seen == set()
 
 
 NORMED = ModelSpec("resnet18", 3, SIDE, SIDE, CLASSES, filters=2)

@@ -83,6 +83,23 @@ LOSSES = {
             "model.filters=4",
             "data.limit=48",
         ): (3.1236, 3.6037, 4.7656, 5.3086),
+        ("strategy.kind=weakest", "strategy.search=linear", *MLP): (2.2586, 2.2882, 2.4063, 2.4388),
+        ("strategy.kind=weakest", "strategy.placements=image", "strategy.mixture=0.5", *CNN): (
+            2.306,
+            2.8263,
+            3.1259,
+            3.079,
+        ),
+        (
+            "strategy.kind=all",
+            "model.name=cnn2_bn",
+            "model.filters=2",
+            "model.hidden=16",
+            "bounds.initialisation=interval",
+            "bounds.tightness=0.5",
+            "bounds.relu_balance=0.5",
+            "data.limit=32",
+        ): (2.3347, 3.7353, 5.1201, 4.7889),
     }
 }
 

@@ -13,7 +13,8 @@ from patchcert.attacks.patch import PatchAttack
 from patchcert.attacks.sparse import SparseAttack
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
-from patchcert.threats import Patch, SparsePixels, Threat
+from patchcert.tensors import Images
+from patchcert.threats import Patch, Patches, SparsePixels, Threat
 
 
 class WrappedAttack(Attack):
@@ -25,6 +26,11 @@ class WrappedAttack(Attack):
     def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """That of the inner attack."""
         return self.attack.batch_size
+
+    @property
+    def needs_all_images(self) -> bool:
+        """As the inner attack says."""
+        return self.attack.needs_all_images
 
     def exhaustive(self) -> Self:
         """The same attack with an inner attack that continues after a success, to the largest margin."""
@@ -106,6 +112,11 @@ class AttackSeries(Attack):
         """The smallest of the attacks', which fits into memory with each of them."""
         return min(attack.batch_size for attack in self.attacks)
 
+    @property
+    def needs_all_images(self) -> bool:
+        """Whether any of the attacks does."""
+        return any(attack.needs_all_images for attack in self.attacks)
+
     def exhaustive(self) -> Self:
         """The same attacks, each of which continues after a success, to the largest margin."""
         return replace(self, attacks=tuple(attack.exhaustive() for attack in self.attacks))
@@ -131,6 +142,72 @@ class AttackWithin(WrappedAttack):
         """The strongest member of its own threat; it has no placement for the one asked about."""
         found = self.attack.propose(target, replace(job, threat=self.threat))
         return replace(found, placement=torch.full_like(found.placement, -1))
+
+
+@final
+@dataclass(frozen=True)
+class PatchesInTurn(WrappedAttack):
+    """Several patches, one after the other: each is attacked with while the others stay as they were found.
+
+    After all of them have had a turn, each is moved and filled anew among the others, `rounds` times in all. What was
+    found first may well be undone, so the strongest of all images counts.
+    """
+
+    attack: Attack
+    rounds: int = 2
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise InvalidInput(
+                f"patches in turn need one round at least, got rounds={self.rounds}", hint="2 is usual"
+            )
+
+    def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
+        """The strongest image met with no more patches than the threat has; it has no one placement."""
+        threat = job.threat
+        if not isinstance(threat, Patches):
+            raise InvalidInput(
+                f"PatchesInTurn attacks with Patches, got {threat}",
+                hint="give the attack that it turns to itself",
+            )
+        shown, best = _Shown(threat.patch, job.images, threat.count), Findings.unchanged(job.images)
+        margins = target.evaluate(job.images, job.labels, self.batch_size).margins
+        turns = self.rounds * threat.count
+        for turn in range(turns):
+            left = (margins <= 0).nonzero().flatten()
+            if not len(left):
+                break
+            others = shown.without(turn % threat.count)
+            part = replace(job.part(left).in_round(turn, turns), images=others[left], threat=threat.patch)
+            found = self.attack.propose(target, part)
+            shown.put(turn % threat.count, left, found)
+            reached = target.evaluate(found.images, part.labels, self.batch_size).margins
+            best = best.updated(left, better(best.part(left), found, reached > margins[left]))
+            margins = margins.index_copy(0, left, torch.maximum(margins[left], reached))
+        return replace(best, placement=torch.full_like(best.placement, -1))
+
+
+@final
+class _Shown:
+    """What each of several patches shows on every image, where it lies."""
+
+    def __init__(self, patch: Patch, images: Images, count: int) -> None:
+        self.patch, self.clean = patch, images
+        self.values = [images.clone() for _ in range(count)]
+        self.covered = [torch.zeros_like(images[:, :1], dtype=torch.bool) for _ in range(count)]
+
+    def without(self, number: int) -> Images:
+        """The images with all patches but one; where they overlap the later one is seen."""
+        images = self.clean
+        for other, (covered, values) in enumerate(zip(self.covered, self.values, strict=True)):
+            images = torch.where(covered, values, images) if other != number else images
+        return images
+
+    def put(self, number: int, rows: PerImage, found: Findings) -> None:
+        """The patch is what was found for these images; nothing where no placement was."""
+        covered = self.patch.masks(found.images, found.placement.clamp(min=0))[:, None]
+        self.covered[number][rows] = covered & (found.placement[:, :1, None, None] >= 0)
+        self.values[number][rows] = found.images
 
 
 @final
@@ -187,9 +264,9 @@ def require_defended(target: AttackedModel) -> Defended:
 
 
 def strongest_attack(
-    threat: Patch | SparsePixels, steps: int = 150, restarts: int = 20, batch_size: int = 1024
+    threat: Patch | Patches | SparsePixels, steps: int = 150, restarts: int = 20, batch_size: int = 1024
 ) -> Attack:
-    """For patches, a sweep of all placements with either loss, then restarts at the weakest ones.
+    """For patches, a sweep of all placements with either loss, then restarts at the weakest ones; several in turn.
 
     For sparse pixels, the pixels of largest gain with either loss, then the sweeps of the largest square patch
     that has no more pixels.
@@ -201,6 +278,8 @@ def strongest_attack(
     )
     if isinstance(threat, Patch):
         return AttackSeries(sweeps)
+    if isinstance(threat, Patches):
+        return PatchesInTurn(AttackSeries(sweeps))
     climbs = tuple(
         SparseAttack(steps, restarts=restarts, loss=loss, batch_size=batch_size) for loss in losses
     )

@@ -80,7 +80,8 @@ class PatchAttack(GradientAttack):
         patch, images = job.threat, job.images
         if not isinstance(patch, Patch):
             raise InvalidInput(
-                f"PatchAttack attacks with a Patch, got {patch}", hint="use SparseAttack for SparsePixels"
+                f"PatchAttack attacks with a Patch, got {patch}",
+                hint="use SparseAttack for SparsePixels, PatchesInTurn(PatchAttack()) for Patches",
             )
         record = Record(target, images, job.labels)
         ascents = _PatchAscents(self, job, patch, patch_views(target.surrogate, images, patch), record)

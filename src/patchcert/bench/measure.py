@@ -232,7 +232,7 @@ def _training_step(case: Case, machine: Machine) -> Call:
     trainee = Trainee(model, strategy.bind(Subject(model, model_spec, case.threat)), optimiser)
     trainee.learning_rate.fill_(1e-4)
     plan = Plan(spec, Split((images * 255).to(torch.uint8), labels))
-    step = TrainingStep(trainee, plan, is_full=True)
+    step = TrainingStep(trainee, plan, phase="full")
     index = torch.arange(machine.batch, device=machine.device)
     if machine.device.type != "cuda":
         return lambda: step(index)

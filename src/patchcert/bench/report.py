@@ -65,6 +65,7 @@ _MASKED = (
     ("batch", "{batch:,}"),
     ("bare network", "{bare:,.0f}"),
     ("behind masks", "{masked:,.0f}"),
+    ("compiled", "{compiled:,.0f}"),
     ("share of bare", "{ratio:.0%}"),
     ("share of floor", "{fraction_of_floor:.0%}"),
     ("passes per certificate", "{passes:,}"),
@@ -148,7 +149,7 @@ def _masked_table(cases: Sequence[Facts]) -> Table:
     return Table(
         "Forward passes per second, on whole images and on masked copies",
         (Column("case", numeric=False), *(Column(name) for name, _ in _MASKED)),
-        tuple((case["case"], *(form.format(**case) for _, form in _MASKED)) for case in cases),
+        tuple((case["case"], *(_cell(form, case) for _, form in _MASKED)) for case in cases),
     )
 
 
@@ -157,20 +158,25 @@ def _case_tables(cases: Sequence[Facts]) -> list[Table]:
         Table(
             title,
             (Column("case", numeric=False), *(Column(name) for name, _ in columns)),
-            tuple((case["case"], *(_cell(form, case) for _, form in columns)) for case in cases),
+            tuple((case["case"], *(_cell(form, _with_words(case)) for _, form in columns)) for case in cases),
         )
         for title, columns in _TABLES.items()
         if cases and (title not in _MEASURED_LATER or any(_MEASURED_LATER[title] in case for case in cases))
     ]
 
 
-def _cell(form: str, case: Facts) -> str:
-    """A dash for what the device does not count and what was not yet measured when the file was written."""
+def _with_words(case: Facts) -> Facts:
+    """A case with what its tables say in words, and per placement."""
     derived = {
         "kind": "of the test set" if case["are_test_images"] else "random",
         "nanoseconds": case["certification"] / case["placements"] * 1e3,
     }
+    return {**case, **derived}
+
+
+def _cell(form: str, case: Facts) -> str:
+    """A dash for what the device does not count and what was not yet measured when the file was written."""
     try:
-        return form.format(**case, **derived)
+        return form.format(**case)
     except (KeyError, TypeError):
         return "-"

@@ -177,12 +177,15 @@ def convolve_back(
     geometry: Geometry,
     groups: int,
     size: tuple[int, int],
+    precise: bool,
 ) -> Annotated[Tensor, "n c _ _"]:
     """The transposed map of the convolution of maps of this size: what each output weighs, summed where it looks.
 
-    It is written as a matrix product. A product is summed over the outputs of its group, and then over at most as many
-    places as the kernel has.
+    `precise` writes it as a matrix product. A product is summed over the outputs of its group, and then over at most as
+    many places as the kernel has.
     """
+    if not precise:
+        return _convolve_back_by_library(value, weight, geometry, groups, size)
     top, bottom, left, right = geometry.padding
     rows = value.unflatten(1, (groups, -1)).permute(1, 0, 3, 4, 2).flatten(1, 3)
     columns = weight.flatten(1).unflatten(0, (groups, -1))
@@ -192,6 +195,18 @@ def convolve_back(
     padded = (size[0] + top + bottom, size[1] + left + right)
     folded = F.fold(below, padded, geometry.kernel, geometry.dilation, 0, geometry.stride)
     return folded[:, :, top : top + size[0], left : left + size[1]]
+
+
+def _convolve_back_by_library(
+    value: Tensor, weight: Tensor, geometry: Geometry, groups: int, size: tuple[int, int]
+) -> Tensor:
+    """The rest of a map that no kernel reaches, because strides do not come out even, gets zeros."""
+    top, bottom, left, right = geometry.padding
+    moved = F.conv_transpose2d(value, weight, None, geometry.stride, 0, 0, groups, geometry.dilation)
+    below, beside = size[0] + top + bottom - moved.shape[2], size[1] + left + right - moved.shape[3]
+    if below or beside:
+        moved = F.pad(moved, (0, beside, 0, below))
+    return moved[:, :, top : top + size[0], left : left + size[1]]
 
 
 def under_kernel(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from patchcert.bounds.forms import Forms, PerForm, Pulled, summed
 from patchcert.bounds.network import Network, Step
-from patchcert.bounds.operations import Add, Affine, Interval, Reshape, is_relu
+from patchcert.bounds.operations import Add, Affine, Interval, Linear, Part, Reshape, is_relu
 from patchcert.bounds.rounding import NEAREST, Rounding
 from patchcert.tensors import Labels
 
@@ -203,8 +203,9 @@ def margin_forms(
     labels: Labels, targets: Annotated[Tensor, "n m"], classes: int, dtype: torch.dtype
 ) -> Annotated[Tensor, "n m k"]:
     """The forms logit[label] - logit[target]; 0 where the target is the label."""
-    own = torch.nn.functional.one_hot(labels, classes).unsqueeze(1)
-    return (own - torch.nn.functional.one_hot(targets, classes)).to(dtype)
+    numbers = torch.arange(classes, device=labels.device)
+    own, other = (part.unsqueeze(2) == numbers for part in (labels.unsqueeze(1), targets))
+    return own.to(dtype) - other.to(dtype)
 
 
 def linear_margins(
@@ -219,13 +220,35 @@ def linear_margins(
     """Lower bounds of logit[label] - logit[target] on each box, the best over the choices of slopes."""
     intervals = network.intervals(box, rounding)
     forms = margin_forms(labels, targets, classes, box.lower.dtype)
+    return best_bound(network, intervals, forms, rounding, slopes)
+
+
+def best_bound(
+    network: Network,
+    intervals: Sequence[Interval],
+    forms: Forms,
+    rounding: Rounding = NEAREST,
+    slopes: Sequence[Slope] = SLOPES,
+) -> PerForm:
+    """Lower bounds of forms of the logits, the best over the choices of slopes."""
     found = [
         BackwardPass(network, intervals, slope, rounding).bound(forms, len(network.steps)).lower
         for slope in slopes
     ]
-    return torch.stack(found).amax(dim=0)
+    return found[0] if len(found) == 1 else torch.stack(found).amax(dim=0)
 
 
+def interval_bound(network: Network, intervals: Sequence[Interval], forms: Forms) -> PerForm:
+    """Lower bounds of forms of the logits by intervals, rounded to nearest; a last linear layer is merged with them."""
+    step, constant, index = network.steps[-1], 0.0, len(network.steps)
+    if isinstance(step.operation, Linear):
+        pulled = step.operation.backward(forms, intervals[step.inputs[0]], slope=None, rounding=NEAREST)
+        assert pulled is not None
+        (forms,), constant, index = pulled.coefficients, pulled.constant, step.inputs[0]
+    return constant + least(forms, intervals[index], NEAREST)[0]
+
+
+@torch.no_grad()
 def reference_margin(network: Network, box: Interval, label: int, target: int, slope: Slope) -> float:
     """The linear bound of one class on one box in float64, nothing batched and nothing clever.
 
@@ -254,6 +277,9 @@ def reference_margin(network: Network, box: Interval, label: int, target: int, s
         elif isinstance(step.operation, Add | Reshape):
             for index in step.inputs:
                 forms[index] += form
+        elif isinstance(step.operation, Part):
+            numbers = torch.arange(inputs[0].lower[0].numel()).reshape(inputs[0].shape)
+            forms[step.inputs[0]].index_add_(0, step.operation.take(numbers).flatten(), form)
         else:
             constant += _least_of(form, intervals[number])
     return constant + _least_of(forms[0], intervals[0])

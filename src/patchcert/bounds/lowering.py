@@ -25,6 +25,8 @@ Lowered: TypeAlias = "Operation | tuple[Operation, ...] | None"
 
 LAYER_RULES: dict[type[nn.Module], Callable[[Any], Lowered]] = {}
 FUNCTION_RULES: dict[Callable | str, Callable[..., Lowered]] = {}
+SPLITTING: set[Callable | str] = set()
+"""Functions and methods that give several results, of which pieces are picked."""
 
 
 def layer_rule(*types: type[nn.Module]) -> Callable:
@@ -40,6 +42,19 @@ def function_rule(*functions: Callable | str, layers: tuple[type[nn.Module], ...
 
     def register(rule: Callable) -> Callable:
         _register(LAYER_RULES, layers, _by_attributes(rule))
+        return _register(FUNCTION_RULES, functions, rule)
+
+    return register
+
+
+def splitting_rule(*functions: Callable | str) -> Callable:
+    """Registers how one piece is lowered of what a function, or a tensor method given by name, makes of its input.
+
+    The rule takes the piece's index before the arguments.
+    """
+
+    def register(rule: Callable) -> Callable:
+        SPLITTING.update(functions)
         return _register(FUNCTION_RULES, functions, rule)
 
     return register
@@ -112,7 +127,9 @@ class Site:
 
     def __str__(self) -> str:
         kind, name = kind_of(self.target), public_name(self.target)
-        return f"layer '{self.place}' ({name})" if kind == "layer" else f"{kind} {name} at '{self.place}'"
+        if kind != "layer":
+            return f"{kind} {name} at '{self.place}'"
+        return f"layer '{self.place}' ({name})" if self.place else f"the model ({name})"
 
     def refuse(self) -> NoReturn:
         """Says what has bounds instead, and what to do."""
@@ -170,11 +187,6 @@ MASKING_HINT = (
     "patchcert.DoubleMasking(model, threat) in Python"
 )
 
-_SCALING_HINT = (
-    "images are centred and scaled by patchcert.Normalize(mean, std), results of layers by nn.BatchNorm2d in eval mode "
-    "or by the weights of the next layer"
-)
-
 _HINTS = {
     "groupnorm layernorm instancenorm2d localresponsenorm rmsnorm group_norm layer_norm instance_norm rms_norm "
     "local_response_norm multiheadattention transformerencoderlayer transformerencoder scaled_dot_product_attention "
@@ -182,15 +194,14 @@ _HINTS = {
     f"and all of its attention, so that no useful bound is known: {MASKING_HINT}",
     "softmax log_softmax logsoftmax": "where it comes last leave it out and return the logits: it does not "
     f"change their order; in attention it has no useful bound: {MASKING_HINT}",
-    "mul imul multiply": f"bounds exist for the product of two results; {_SCALING_HINT}",
-    "div truediv itruediv divide true_divide sub isub subtract neg negative rsub": f"{_SCALING_HINT}; differences and "
-    "quotients of two results have no bounds",
+    "div truediv itruediv divide true_divide sub isub subtract": "differences and quotients of two results have no "
+    "bounds; write a difference as a + b * -1, and a product instead of a quotient",
     "amax max": "the largest value of a whole map is nn.AdaptiveMaxPool2d(1) and nn.Flatten",
     "clamp clip": "nn.Hardtanh(low, high) is the same; with the limit min=0 alone it is nn.ReLU",
     "constantpad2d": "zeros around a map are nn.ZeroPad2d, or the padding of the nn.Conv2d that follows",
     "squeeze unsqueeze": "drop dimensions with nn.Flatten or x.flatten(1), shape them with x.view(x.size(0), "
     "...)",
-    "getitem chunk split narrow select": "channels are picked by a 1x1 nn.Conv2d with weights 0 and 1",
+    "narrow select unbind tensor_split": "channels are picked by x[:, 2:4], x.chunk(2, dim=1) or x.split(4, dim=1)",
     "size": "without the shape of the images only the batch size, x.size(0), may be asked for: write the other sizes "
     "as numbers, or use nn.Flatten",
     "prelu": "with one slope of at least 0, nn.LeakyReLU(slope) is the same",

@@ -19,6 +19,7 @@ from patchcert.bounds.lowering import (
     BATCH_SIZE,
     FUNCTION_RULES,
     LAYER_RULES,
+    SPLITTING,
     Lowered,
     Site,
     bare_name,
@@ -414,13 +415,17 @@ class _Call:
             return ()
         return lowered if isinstance(lowered, tuple) else (lowered,)
 
+    def piece(self, where: Site, index: object) -> "_Call":
+        """One of the results, where there are several."""
+        return replace(self, where=where, settings=(index, *self.settings))
+
     @property
     def is_in_place(self) -> bool:
         """The first input's memory is overwritten by the result."""
         if self.layer is not None:
             return bool(getattr(self.layer, "inplace", False))
         name = bare_name(self.where.target)
-        if name.endswith("_") or name in ("iadd", "imul"):
+        if name.endswith("_") or name in ("iadd", "imul", "isub", "itruediv"):
             return True
         return bool(
             inspect.signature(self.rule).bind(*self.settings, **self.keywords).arguments.get("inplace")
@@ -464,7 +469,13 @@ class _Lowering:
         if node.target is operator.add and node.args[0] == 0:  # how Python's sum() begins
             return self._resolve(node.args[1])
         where = Site(node.name, node.target)
-        return self._append(self._call(node, where, FUNCTION_RULES.get(node.target), None))
+        whole = self._resolve(node.args[0]) if node.target is operator.getitem else None
+        if whole is _SHAPE:
+            raise UnsupportedLayer(f"{where} asks for a size that is not the batch's", instead_of("size"))
+        if isinstance(whole, _Call):
+            return self._append(whole.piece(where, self._resolve(node.args[1])))
+        call = self._call(node, where, FUNCTION_RULES.get(node.target), None)
+        return call if node.target in SPLITTING else self._append(call)
 
     def _placeholder(self, node: fx.Node) -> object:
         if not any(isinstance(value, _Value) for value in self.values.values()):
@@ -477,6 +488,8 @@ class _Lowering:
         if rule is None:
             where.refuse()
         arguments = [self._resolve(argument) for argument in node.args]
+        if node.target in _TURNED and [isinstance(each, _Value) for each in arguments] == [False, True]:
+            rule, arguments = FUNCTION_RULES[_TURNED[node.target]], arguments[::-1]
         keywords = {key: self._resolve(argument) for key, argument in node.kwargs.items()}
         joined = keywords.pop("tensors", None) or (arguments.pop(0) if _are_values(arguments[:1]) else ())
         arguments = [*joined, *arguments]  # pyright: ignore[reportGeneralTypeIssues]
@@ -561,5 +574,15 @@ def _needed(steps: Sequence[Step], result: int) -> tuple[Step, ...]:
     kept = [steps[index - 1] for index in sorted(needed - {0})]
     return tuple(replace(step, inputs=tuple(number[index] for index in step.inputs)) for step in kept)
 
+
+_TURNED: dict[object, Callable] = {
+    operator.add: operator.add,
+    torch.add: torch.add,
+    operator.mul: operator.mul,
+    torch.mul: torch.mul,
+    operator.sub: torch.rsub,
+    torch.sub: torch.rsub,
+}
+"""Functions of a constant and a result, and the function that is the same with both changed over."""
 
 _SHAPE = object()

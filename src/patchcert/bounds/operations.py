@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,16 @@ from torch import Size, Tensor, nn
 
 from patchcert.bounds.forms import Forms, Pulled, shifted, summed, underflow
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places, convolve, convolve_back
-from patchcert.bounds.lowering import BATCH_SIZE, Lowered, function_rule, instead_of, layer_rule, pair, refuse
+from patchcert.bounds.lowering import (
+    BATCH_SIZE,
+    Lowered,
+    function_rule,
+    instead_of,
+    layer_rule,
+    pair,
+    refuse,
+    splitting_rule,
+)
 from patchcert.bounds.rounding import NEAREST, Rounding, blocked_product, lifted, summed_roundings
 from patchcert.errors import ModelError, UnsupportedLayer
 
@@ -175,14 +184,9 @@ def _check_terms(first: Tensor, second: Tensor, kind: str = "sum") -> None:
 
 @function_rule(operator.add, operator.iadd, torch.add, "add", "add_")
 def _add(*terms: object, alpha: float = 1) -> Operation:
-    if terms:
-        refuse(
-            "it adds a constant, bounds exist for the sum of two results",
-            hint="put it into a layer's bias; images are centred by patchcert.Normalize(mean, std)",
-        )
     if alpha != 1:
         refuse(f"alpha is {alpha}, bounds exist for a plain sum")
-    return Add()
+    return Rescale(shift=_constant(*terms)) if terms else Add()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +220,7 @@ def _ends(box: Interval) -> tuple[Tensor, Tensor]:
 
 @function_rule(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply")
 def _multiply(*factors: object) -> Operation:
-    if factors:
-        refuse(
-            "it multiplies by a constant, bounds exist for the product of two results", instead_of(torch.mul)
-        )
-    return Multiply()
+    return Rescale(factor=_constant(*factors)) if factors else Multiply()
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +253,71 @@ def _concatenate(dim: int = 0) -> Operation:
     if dim == 0:
         refuse("dim is 0: it joins the images of a batch", hint="join channels or features by dim=1")
     return Concatenate(dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Operation):
+    """Some of the values of each image; `is_by_channel` says that they are all places of some channels of a map."""
+
+    take: Callable[[Tensor], Tensor]
+    is_by_channel: bool
+    may_share_memory: ClassVar[bool] = True
+
+    def forward(self, *inputs: Tensor) -> Annotated[Tensor, "n ..."]:
+        return self.take(inputs[0])
+
+    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
+        return inputs[0].map(self.take)
+
+    def backward(
+        self, forms: Forms, *inputs: Interval, slope: Tensor | None, rounding: Rounding
+    ) -> Pulled | None:
+        """Coefficients go to where the values were taken from; all others are 0."""
+        shape = inputs[0].shape[1:]
+        numbers = torch.arange(math.prod(shape), device=forms.device).reshape(1, *shape)
+        moved = forms.new_zeros(*forms.shape[:2], numbers.numel())
+        moved = moved.index_copy(2, self.take(numbers).flatten(), forms.flatten(2))
+        return Pulled.exactly(forms, moved.unflatten(2, shape))
+
+    def places(self, area: FeatureMap) -> Places:
+        if not self.is_by_channel or area.is_flat:
+            raise NotCovered("values are picked by another dimension than their channels")
+        return Places.KEPT
+
+
+def _piece(pieces: Callable[[Tensor], Sequence[Tensor]], dim: int, index: object) -> Operation:
+    if not isinstance(index, int):
+        refuse(f"its pieces are picked by {index}, bounds exist for single ones, by whole numbers")
+
+    def take(value: Tensor) -> Tensor:
+        if dim % value.dim() == 0:
+            refuse(
+                f"results of shape {tuple(value.shape)} are split along the batch", hint="split along dim=1"
+            )
+        return pieces(value)[index]
+
+    return Part(take, is_by_channel=dim in (1, -3))
+
+
+@splitting_rule(torch.chunk, "chunk")
+def _chunk(index: object, chunks: int, dim: int = 0) -> Operation:
+    return _piece(lambda value: value.chunk(chunks, dim), dim, index)
+
+
+@splitting_rule(torch.split, "split")
+def _split(index: object, split_size: int | tuple[int, ...], dim: int = 0) -> Operation:
+    sizes = split_size if isinstance(split_size, int) else list(split_size)
+    return _piece(lambda value: value.split(sizes, dim), dim, index)
+
+
+@function_rule(operator.getitem)
+def _getitem(index: object) -> Operation:
+    chosen = index if isinstance(index, tuple) else (index,)
+    picked = tuple(each for each in chosen if isinstance(each, int | slice) and not isinstance(each, bool))
+    if len(picked) < len(chosen) or chosen[0] != slice(None):
+        refuse(f"it picks {list(chosen)}: the first must be all of the batch, the others numbers or slices")
+    is_by_channel = isinstance(chosen[-1], slice) and all(each == slice(None) for each in chosen[2:])
+    return Part(lambda value: value[picked], is_by_channel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,28 +538,28 @@ _always(F.softsign, _ELEMENTARY, nn.Softsign)
 def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Operation:
     if not isinstance(min_val, int | float) or not isinstance(max_val, int | float):
         refuse("its limits are tensors, bounds exist for limits that are plain numbers")
-    return Monotone(lambda value: F.hardtanh(value, min_val, max_val), _ROUNDED_LIMIT)
+    return Monotone(partial(F.hardtanh, min_val=min_val, max_val=max_val), _ROUNDED_LIMIT)
 
 
 @function_rule(F.leaky_relu, layers=(nn.LeakyReLU,))
 def _leaky_relu(negative_slope: float = 0.01, inplace: bool = False) -> Operation:
     if negative_slope < 0:
         refuse(f"negative_slope is {negative_slope}, bounds exist for slopes of at least 0")
-    return Monotone(lambda value: F.leaky_relu(value, negative_slope), _ROUNDED_PRODUCT)
+    return Monotone(partial(F.leaky_relu, negative_slope=negative_slope), _ROUNDED_PRODUCT)
 
 
 @function_rule(F.elu, layers=(nn.ELU,))
 def _elu(alpha: float = 1.0, inplace: bool = False) -> Operation:
     if alpha < 0:
         refuse(f"alpha is {alpha}, bounds exist for alpha of at least 0")
-    return Monotone(lambda value: F.elu(value, alpha), _ELEMENTARY)
+    return Monotone(partial(F.elu, alpha=alpha), _ELEMENTARY)
 
 
 @function_rule(F.celu, torch.celu, layers=(nn.CELU,))
 def _celu(alpha: float = 1.0, inplace: bool = False) -> Operation:
     if alpha <= 0:
         refuse(f"alpha is {alpha}, bounds exist for positive alpha")
-    return Monotone(lambda value: F.celu(value, alpha), _ELEMENTARY)
+    return Monotone(partial(F.celu, alpha=alpha), _ELEMENTARY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -631,10 +696,10 @@ class Affine(Operation):
         offset = self.offset(like)
         return None if offset is None else offset.abs()
 
-    def transposed(self, value: Tensor, inputs: Size) -> tuple[Tensor, int] | None:
+    def transposed(self, value: Tensor, inputs: Size, precise: bool) -> tuple[Tensor, int] | None:
         """W' y for inputs of this shape, and the most roundings that a product meets, that of its weight included.
 
-        None where there is no rule.
+        These count where it is `precise`. None where there is no rule.
         """
         return None
 
@@ -654,7 +719,7 @@ class Affine(Operation):
         self, forms: Forms, *inputs: Interval, slope: Tensor | None, rounding: Rounding
     ) -> Pulled | None:
         (box,) = inputs
-        found = self.transposed(forms.flatten(0, 1), box.shape[1:])
+        found = self.transposed(forms.flatten(0, 1), box.shape[1:], rounding.is_outward)
         if found is None:
             return None
         rows, roundings = found
@@ -673,7 +738,9 @@ class Affine(Operation):
         if offset is None or magnitude is None:
             nothing = forms.new_zeros(forms.shape[:2])
             return nothing, nothing
-        constant, _ = summed(forms * offset, 0, NEAREST)
+        constant, error = summed(forms * offset, 0, NEAREST)
+        if not rounding.is_outward:
+            return constant, error
         # The offset may be rounded as often as a scale, and its product once.
         _, error = summed(forms * magnitude, SCALE_ROUNDINGS + 1, rounding)
         return constant, error
@@ -727,9 +794,11 @@ class Linear(Affine):
     def roundings(self, value: Tensor) -> int:
         return summed_roundings(self.weight().shape[1])
 
-    def transposed(self, value: Annotated[Tensor, "... _"], inputs: Size) -> tuple[Tensor, int] | None:
-        weight = self.weight()
-        rows = blocked_product(value.flatten(0, -2), weight)
+    def transposed(
+        self, value: Annotated[Tensor, "... _"], inputs: Size, precise: bool
+    ) -> tuple[Tensor, int] | None:
+        weight, flat = self.weight(), value.flatten(0, -2)
+        rows = blocked_product(flat, weight) if precise else flat @ weight
         return rows.unflatten(0, value.shape[:-1]), summed_roundings(weight.shape[0])
 
     def places(self, area: FeatureMap) -> Places:
@@ -775,9 +844,9 @@ class Convolution(Affine):
     def roundings(self, value: Tensor) -> int:
         return summed_roundings(math.prod(self.weight().shape[1:]))
 
-    def transposed(self, value: Maps, inputs: Size) -> tuple[Tensor, int] | None:
+    def transposed(self, value: Maps, inputs: Size, precise: bool) -> tuple[Tensor, int] | None:
         weight = self.weight()
-        moved = convolve_back(value, weight, self.geometry, self.groups, (inputs[1], inputs[2]))
+        moved = convolve_back(value, weight, self.geometry, self.groups, (inputs[1], inputs[2]), precise)
         return moved, summed_roundings(len(weight) // self.groups) + math.prod(self.geometry.kernel)
 
     def places(self, area: FeatureMap) -> Geometry:
@@ -916,8 +985,8 @@ class ChannelScale(Affine):
     def roundings(self, value: Tensor) -> int:
         return SCALE_ROUNDINGS
 
-    def transposed(self, value: ByChannel, inputs: Size) -> tuple[Tensor, int] | None:
-        return self.map(value, precise=True), SCALE_ROUNDINGS
+    def transposed(self, value: ByChannel, inputs: Size, precise: bool) -> tuple[Tensor, int] | None:
+        return self.map(value, precise), SCALE_ROUNDINGS
 
     def places(self, area: FeatureMap) -> Places:
         if area.is_flat:
@@ -938,6 +1007,101 @@ def _per_channel(values: Tensor, like: ByChannel) -> Tensor:
             hint="give images with as many channels as the model was made for",
         )
     return values.to(like.dtype).reshape(-1, *[1] * (like.dim() - 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Rescale(Affine):
+    """y = factor x + shift by constants, in float64, that are the same for all images; None for 1 and for 0."""
+
+    factor: Source | None = None
+    shift: Source | None = None
+
+    def map(self, value: Annotated[Tensor, "n ..."], precise: bool) -> Annotated[Tensor, "n ..."]:
+        return value if self.factor is None else value * _for_each_image(self.factor(), value)
+
+    def absolute_map(self, value: Annotated[Tensor, "n ..."], precise: bool) -> Annotated[Tensor, "n ..."]:
+        if self.factor is None:
+            return value
+        factor = _for_each_image(self.factor().abs(), value)
+        return value * (lifted(factor) if precise else factor)
+
+    def offset(self, like: Tensor) -> Tensor | None:
+        return None if self.shift is None else _for_each_image(self.shift(), like)
+
+    def roundings(self, value: Tensor) -> int:
+        # The factor is rounded where it is a quotient, and to the type; its product with x is rounded once. One is to
+        # spare. The shift is rounded to the type.
+        return 4
+
+    def transposed(
+        self, value: Annotated[Tensor, "n ..."], inputs: Size, precise: bool
+    ) -> tuple[Annotated[Tensor, "n ..."], int] | None:
+        return self.map(value, precise), 4
+
+    def places(self, area: FeatureMap) -> Places:
+        for constant in (self.factor, self.shift):
+            shape = () if constant is None else constant().shape
+            is_by_channel = len(shape) > 2 and math.prod(shape[-2:]) == 1 and not area.is_flat
+            if math.prod(shape) > 1 and not is_by_channel:
+                raise NotCovered("a constant differs from place to place")
+        return Places.KEPT
+
+
+def _for_each_image(constant: Tensor, like: Annotated[Tensor, "n ..."]) -> Tensor:
+    """The constant in the type of the values; one that would make more of them, or tell images apart, is refused."""
+    shape = torch.broadcast_shapes(constant.shape, (1, *like.shape[1:])) if _fits(constant, like) else ()
+    if shape != (1, *like.shape[1:]):
+        raise UnsupportedLayer(
+            f"a constant of shape {tuple(constant.shape)} does not fit results of shape {tuple(like.shape)}, image by "
+            "image",
+            hint="give it the shape of a result, with 1 or nothing for the batch, or the size 1",
+        )
+    return constant.to(like)
+
+
+def _fits(constant: Tensor, like: Tensor) -> bool:
+    pairs = zip(reversed(constant.shape), reversed((1, *like.shape[1:])), strict=False)
+    return constant.dim() <= like.dim() and all(size in (1, whole) for size, whole in pairs)
+
+
+def _constant(*given: object, make: Callable[[Tensor], Tensor] = lambda value: value) -> Source:
+    """What `make` gives for a number, or for a weight whenever it is read; both in float64."""
+    (value,) = given
+    if callable(value):
+        source = cast("Source", value)
+        return lambda: make(source().double())
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        refuse(f"its constant is {value!r}, bounds exist for numbers, parameters and buffers")
+    number = make(torch.tensor(value, dtype=torch.float64))
+    if not number.isfinite():
+        refuse(f"its constant {value!r} gives no finite factor")
+    return lambda: number
+
+
+@function_rule(operator.sub, operator.isub, torch.sub, torch.subtract, "sub", "sub_")
+def _subtract(*terms: object, alpha: float = 1) -> Operation:
+    if not terms or alpha != 1:
+        refuse("bounds exist for the difference of a result and a constant", instead_of(torch.sub))
+    return Rescale(shift=_constant(*terms, make=torch.neg))
+
+
+@function_rule(torch.rsub)
+def _subtract_from(other: object, alpha: float = 1) -> Operation:
+    if alpha != 1:
+        refuse(f"alpha is {alpha}, bounds exist for a plain difference")
+    return Rescale(_constant(-1), _constant(other))
+
+
+@function_rule(operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide, "div", "div_")
+def _divide(*divisors: object) -> Operation:
+    if not divisors:
+        refuse("bounds exist for the quotient of a result and a constant", instead_of(torch.div))
+    return Rescale(factor=_constant(*divisors, make=torch.reciprocal))
+
+
+@function_rule(operator.neg, torch.neg, torch.negative, "neg")
+def _negate() -> Operation:
+    return Rescale(factor=_constant(-1))
 
 
 @function_rule(F.batch_norm, layers=(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm))
@@ -1141,12 +1305,12 @@ class AveragePool(Affine):
         # divisor and the division, area + 1. Two are to spare.
         return self.most(value) + 3
 
-    def transposed(self, value: ChannelMaps, inputs: Size) -> tuple[Tensor, int] | None:
+    def transposed(self, value: ChannelMaps, inputs: Size, precise: bool) -> tuple[Tensor, int] | None:
         geometry = self.geometry(inputs[1], inputs[2])
         if geometry is None:
             return None
         weights = equal_weights(geometry, value)
-        moved = convolve_back(value, weights, geometry, value.shape[1], (inputs[1], inputs[2]))
+        moved = convolve_back(value, weights, geometry, value.shape[1], (inputs[1], inputs[2]), precise)
         # 1/area, a product of one term, and the sums over the places of the kernel.
         return moved, 1 + summed_roundings(1) + math.prod(geometry.kernel)
 

@@ -23,7 +23,7 @@ from patchcert.bounds.linear import (
     parallel,
 )
 from patchcert.bounds.network import Network, Step
-from patchcert.bounds.operations import Add, Affine, Interval, Operation, Reshape, is_relu
+from patchcert.bounds.operations import Add, Affine, Interval, Operation, Part, Reshape, is_relu
 from patchcert.bounds.rounding import Rounding
 from patchcert.tensors import Labels
 
@@ -152,7 +152,7 @@ def reduced(
 
 def is_lossless(operation: Operation) -> bool:
     """Whether forms are carried back through the operation without loss, where it is a ReLU by its straight units."""
-    return is_relu(operation) or isinstance(operation, Affine | Add | Reshape)
+    return is_relu(operation) or isinstance(operation, Affine | Add | Part | Reshape)
 
 
 def marked(mask: Annotated[Tensor, "n ..."]) -> tuple[Annotated[Tensor, "n _"], Annotated[Tensor, "n _"]]:

@@ -202,6 +202,10 @@ class RandomAblation(Classifier):
         """Draws follow from the whole block, which has a fixed size for that reason."""
         return 40
 
+    def passes(self, height: int, width: int) -> int | None:
+        """One for each copy of both counts."""
+        return self.selection_samples + self.estimation_samples
+
     @staticmethod
     def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
         """Predictions and radii follow from the votes, and verdicts from the radii."""

@@ -3,8 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +17,19 @@ from patchcert.certificates.checks import (
     check_labels,
     weight_dtype,
 )
-from patchcert.certificates.classifier import AnyThreat, Ballots, Certificates, Classifier, Columns
+from patchcert.certificates.classifier import AnyThreat, Certificates, Classifier, Columns
 from patchcert.certificates.votes import (
     Scores,
     Ties,
     Touched,
     cell_scores,
+    certified_by_votes,
     check_vote_settings,
     contradiction_of_votes,
     is_won_by_count,
-    proven_placements,
-    require_patch,
     sum_margins,
     sum_totals,
+    voted_patch,
     winners,
 )
 from patchcert.errors import InvalidInput
@@ -113,6 +112,7 @@ class PartVotes(Classifier):
     precision: Precision = "float32"
     slack: float | None = None
     batch_size: int = 512
+    of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack",)
 
     @abstractmethod
     def views(self, height: int, width: int) -> Views:
@@ -131,21 +131,12 @@ class PartVotes(Classifier):
         check_call(progress)
         check_inputs(self.model, images, labels)
         check_fit(threat, images)
-        touched = self.touched(require_patch(threat, type(self).__name__), images)
+        patch, patches = voted_patch(threat, type(self).__name__)
+        touched = self.touched(patch, images)
         scores = self.scores(images, progress, with_probe=True)
         check_labels(labels, scores.values.shape[1])
         votes = sum_totals(scores.values)
-        predictions = winners(votes, self.ties)
-        margins_of = partial(sum_margins, touched=touched)
-        proven = proven_placements(margins_of, scores, labels, len(touched), self.ties)
-        proven &= (predictions == labels)[:, None]
-        return Certificates(
-            certified=proven.all(dim=1),
-            predictions=predictions,
-            labels=labels,
-            placements=proven,
-            ballots=Ballots(votes.long(), votes.long()),
-        )
+        return certified_by_votes(sum_margins, scores, votes, labels, touched, self.ties, patches)
 
     def certified_by_count(self, images: Images, labels: Labels, threat: Patch) -> Annotated[Tensor, "n"]:
         """What the classical count of touched votes proves, which is never more than `certify` does."""
@@ -187,6 +178,10 @@ class PartVotes(Classifier):
     def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
         """Predictions follow from the votes."""
         return contradiction_of_votes(columns, meta)
+
+    def passes(self, height: int, width: int) -> int | None:
+        """One for each part."""
+        return len(self.views(height, width))
 
     def surrogate(self) -> nn.Module:
         """The mean of the base model's softmax over all parts, in logarithms."""

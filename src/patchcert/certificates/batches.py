@@ -24,6 +24,15 @@ def check_precision(precision: str) -> None:
         raise InvalidInput(f"precision is {precision!r}; expected one of {', '.join(get_args(Precision))}")
 
 
+def check_slack(precision: Precision, slack: float | None) -> None:
+    """Refuses a slack that is no share: with 0 a proof would rest on answers that never move by a single bit."""
+    if not 0 < needed_lead(precision, slack) < 1:
+        raise InvalidInput(
+            f"slack is {slack!r}; expected a share of the largest logit, above 0 and below 1",
+            hint="None is a few times what the precision rounds",
+        )
+
+
 def needed_lead(precision: Precision, slack: float | None) -> float:
     """The lead that a class must exceed to count for a proof, as a share of the largest logit."""
     return SLACK[precision] if slack is None else slack
@@ -36,16 +45,24 @@ class FixedBatches:
     Libraries choose by the shape of a batch in which order they sum. With one shape and one arithmetic, what is said of
     a copy does not hang on how many other copies there are; `check_company` tries whether it hangs on which ones. On a
     GPU the forward pass is captured once and replayed, if the model allows it: the same kernels on the same numbers.
+    Where the same model is given as torch.compile makes it, that is what runs.
     """
 
-    def __init__(self, model: nn.Module, example: Images, size: int, precision: Precision) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Images,
+        size: int,
+        precision: Precision,
+        compiled: nn.Module | None = None,
+    ) -> None:
         if model.training:
             raise InvalidInput(
                 "the base model is in training mode, where its answers may depend on each other",
                 hint="call model.eval()",
             )
         check_independence(model)
-        self.model, self.size = model, size
+        self.model, self.size = model if compiled is None else compiled, size
         self.precision: Precision = precision
         self._input = example.new_zeros(size, *example.shape[1:])
         self._graph: torch.cuda.CUDAGraph | None = None

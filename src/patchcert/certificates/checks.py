@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from patchcert.bounds import Interval, Network, Rounding
 from patchcert.bounds.network import Step
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError
-from patchcert.threats import Patch, SparsePixels
+from patchcert.threats import Patch, Patches, SparsePixels
 
 
 def bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) -> torch.dtype:
@@ -122,10 +122,11 @@ def check_call(progress: object) -> None:
         )
 
 
-def check_fit(threat: Patch | SparsePixels, images: Tensor) -> None:
+def check_fit(threat: Patch | Patches | SparsePixels, images: Tensor) -> None:
     """Raises the threat's own error where it does not fit images of this shape."""
-    if isinstance(threat, Patch):
-        threat.placements(images.shape[2], images.shape[3])
+    patch = threat.patch if isinstance(threat, Patches) else threat
+    if isinstance(patch, Patch):
+        patch.placements(images.shape[2], images.shape[3])
     elif not isinstance(threat, SparsePixels):
         raise InvalidThreat(
             f"certificates exist for patches and sparse pixels, got {threat!r}",
@@ -180,7 +181,7 @@ _PROBED = 4
 
 
 def check_trace(
-    twin: nn.Module, audit: Network, network: Network, images: Tensor, threat: Patch | SparsePixels
+    twin: nn.Module, audit: Network, network: Network, images: Tensor, threat: Patch | Patches | SparsePixels
 ) -> None:
     """The traced operations must give what the model's float64 twin gives: on a few images, their negatives, and
     random members of the threat. So must those of the model itself, in the type of the images.
@@ -214,7 +215,7 @@ def check_trace(
         )
 
 
-def check_foreign_rules(network: Network, images: Tensor, threat: Patch | SparsePixels) -> None:
+def check_foreign_rules(network: Network, images: Tensor, threat: Patch | Patches | SparsePixels) -> None:
     """Operations whose rules come from elsewhere hold what they make of points in a few boxes: those between images and
     random members of the threat, and between images and their negatives.
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels
-from patchcert.threats import Patch, SparsePixels
+from patchcert.threats import Patch, Patches, SparsePixels
 
-AnyThreat = Patch | SparsePixels
+AnyThreat = Patch | Patches | SparsePixels
 Promise = Literal["recovery", "detection"]
 Columns = Mapping[str, NDArray[Any]]
 ABSTAINED = -1
@@ -167,6 +167,9 @@ class Classifier(ABC):
     predicts_as_its_model: ClassVar[bool] = False
     """Whether `predict` is the class of the model's largest logit, so that attacks on the model are attacks on it."""
 
+    of_proofs_alone: ClassVar[tuple[str, ...]] = ()
+    """What in `describe` decides verdicts, but no prediction."""
+
     @abstractmethod
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         """What the deployed classifier says of each image; -1 where it abstains."""
@@ -196,6 +199,10 @@ class Classifier(ABC):
     def images_per_block(self, device: torch.device) -> int | None:
         """How many images an interruptible proof certifies at a time; None where verdicts do not depend on it."""
         return 256
+
+    def passes(self, height: int, width: int) -> int | None:
+        """How many forward passes of the model a prediction of one image takes at least; None where it is not known."""
+        return None
 
     def surrogate(self) -> nn.Module:
         """A module whose logits an attack may differentiate in search of images that `predict` gets wrong."""

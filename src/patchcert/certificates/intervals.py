@@ -38,7 +38,7 @@ from patchcert.certificates.refinement import (
 from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, Logits, Margins, PlacementMargins
-from patchcert.threats import Patch, SparsePixels
+from patchcert.threats import Patch, Patches, SparsePixels
 from patchcert.windows.passes import Clean, exact_clean_pass
 from patchcert.windows.sweep import (
     PlacementSweep,
@@ -111,7 +111,7 @@ class IntervalBounds(Classifier):
         """Proven margins with the patch at each of its placements; those of broken images are not refined."""
         if not isinstance(threat, Patch):
             raise InvalidInput(
-                f"{threat} has no placements", hint="use certify for threats without placements"
+                f"{threat} has no single placement", hint="use certify for threats other than one patch"
             )
         check_call(progress)
         with torch.no_grad(), precise_arithmetic(), subnormals_kept():
@@ -125,6 +125,9 @@ class IntervalBounds(Classifier):
         with torch.no_grad(), precise_arithmetic():
             dtype = bound_dtype(self.model, images, self.dtype)
             return Limits.of(trace(model_of_type(self.model, dtype)), images[:1].to(dtype))
+
+    def passes(self, height: int, width: int) -> int | None:
+        return 1
 
     def describe(self) -> dict[str, Any]:
         dtype = self.dtype or torch.promote_types(weight_dtype(self.model, torch.float32), torch.float32)
@@ -240,7 +243,8 @@ class _Proof:
 
     def certificates(self) -> Certificates:
         """The certificates of all images, with margins and, for patches, with maps."""
-        bound = self._bounded if isinstance(self.threat, Patch) else self._bounded_sparse
+        kinds = {Patch: self._bounded, Patches: self._bounded_several, SparsePixels: self._bounded_sparse}
+        bound = kinds[type(self.threat)]
         if not len(self.images):
             return self._verdicts(
                 slice(0), self.images.new_empty(0, self.classes), self.labels.new_empty(0, 2)
@@ -274,6 +278,19 @@ class _Proof:
         if self.refinement is None:
             return found
         return replace(found, broken=refined.broken, counterexamples=refined.counterexamples)
+
+    def _bounded_several(self, chunk: slice) -> Certificates:
+        """Some of the images over every set of placements, one set after the other."""
+        from patchcert.windows.dense import dense_margins
+
+        images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
+        assert isinstance(threat, Patches)
+        sets = threat.corners(images.shape[-2], images.shape[-1]).to(images.device)
+        least = images.new_full((len(images), self.classes), torch.inf)
+        for some in sets.split(rows_within(self.network, images, self.budget, unfolded=True)):
+            margins = dense_margins(self.network, images, labels, threat, some, rounding=self.rounding)
+            least = torch.minimum(least, margins.amin(dim=1))
+        return self._verdicts(chunk, least, labels.new_full((len(labels), 2), -1))
 
     def _bounded_sparse(self, chunk: slice) -> Certificates:
         """Some of the images against sparse changes."""
@@ -334,8 +351,8 @@ def _refinement(
         return None
     if not isinstance(threat, Patch):
         raise InvalidInput(
-            f"refine is {bounds.refine!r}, but linear bounds exist for patches, and the threat is {threat}",
-            hint="leave refine out for threats without placements",
+            f"refine is {bounds.refine!r}, but linear bounds exist for one patch, and the threat is {threat}",
+            hint="leave refine out for other threats",
         )
     budget = bounds.budget or DEFAULT_BUDGET
     return Refinement(bounds.model, audit, network, threat, bounds.refine, budget, memory_budget)

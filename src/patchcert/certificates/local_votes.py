@@ -4,43 +4,47 @@ Sums of 0/1 scores are certified as BagCert does (Metzen and Yatsura 2021).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial, reduce
-from typing import Annotated, Any, Literal, final, get_args
+from typing import Annotated, Any, ClassVar, Literal, final, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from patchcert.bounds import Network, trace
+from patchcert.bounds import Interval, Network, Rounding, trace
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places
 from patchcert.bounds.operations import Reshape
-from patchcert.bounds.rounding import precise_arithmetic
+from patchcert.bounds.rounding import precise_arithmetic, subnormals_kept
 from patchcert.certificates.batches import FixedBatches, Precision, needed_lead
 from patchcert.certificates.checks import (
     check_call,
     check_fit,
+    check_foreign_rules,
     check_images,
     check_inputs,
     check_labels,
     weight_dtype,
 )
-from patchcert.certificates.classifier import AnyThreat, Ballots, Certificates, Classifier, Columns
+from patchcert.certificates.classifier import AnyThreat, Certificates, Classifier, Columns
 from patchcert.certificates.votes import (
     Scores,
     Ties,
     Touched,
     Windows,
+    bounded_margins,
     cell_scores,
+    certified_by_votes,
     check_vote_settings,
     contradiction_of_votes,
+    is_won,
     masked_margins,
     masked_totals,
     maximal,
-    proven_placements,
-    require_patch,
+    scores_between,
     sum_margins,
     sum_totals,
+    voted_patch,
     winners,
 )
 from patchcert.errors import InvalidInput, ModelError, UnsupportedLayer
@@ -53,6 +57,8 @@ LocalScores = Literal["one-hot", "heaviside", "clipped", "softmax", "positive"]
 Sight = Annotated[Tensor, "pixels rows columns"]
 """True where a cell of a map sees a pixel of the image; pixels row by row."""
 
+_BOUNDED = ("heaviside", "clipped", "positive")
+"""Scores that never fall with their own logit, and depend on no other."""
 _EVERYTHING = "its receptive field is everything, so that every patch touches every local score"
 
 
@@ -157,6 +163,10 @@ class LocalVotes(Classifier):
     a proof as the least (or for other classes the most) that it becomes when every logit moves by half of `slack` times
     the image's largest. A probe refuses models that move half as far; what is assumed beyond that is that no score ever
     moves further.
+
+    With `bounded` a placement that this leaves open is looked at again: what touched cells can give is then bounded by
+    intervals, as in `IntervalBounds`, instead of by the least and the largest score there is. Both are proofs of the
+    same sums, and the better one counts. It takes a pass of intervals for each image and open placement of one patch.
     """
 
     model: nn.Module
@@ -166,7 +176,9 @@ class LocalVotes(Classifier):
     ties: Ties = "lowest"
     precision: Precision = "float32"
     slack: float | None = None
+    bounded: bool = False
     batch_size: int = 128
+    of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack", "bounded")
 
     def __post_init__(self) -> None:
         check_vote_settings(self, "batch_size")
@@ -186,6 +198,12 @@ class LocalVotes(Classifier):
             )
         if self.masked is not None:
             Patch(self.masked)
+        if self.bounded and (self.scores not in _BOUNDED or self.precision != "float32"):
+            raise InvalidInput(
+                f"bounded=True with scores={self.scores!r} in {self.precision}: intervals bound "
+                f"{', '.join(_BOUNDED)} scores in float32",
+                hint="leave out bounded, or choose scores='clipped' and precision='float32'",
+            )
 
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         """The class with the largest sum, or masked sum."""
@@ -201,25 +219,65 @@ class LocalVotes(Classifier):
         check_call(progress)
         check_inputs(self.model, images, labels)
         check_fit(threat, images)
-        patch, network = require_patch(threat, type(self).__name__), trace_local(self.model, images.shape[1:])
+        patch, patches = voted_patch(threat, type(self).__name__)
+        network = trace_local(self.model, images.shape[1:])
         seen = local_sight(network, *images.shape[2:])
         scores = self.local_scores(images, progress, with_probe=True)
         self._check_trace(images, network)
         check_labels(labels, scores.values.shape[1])
         totals, touched = self.totals(scores.values, images), touched_cells(patch, seen, images)
-        predictions = winners(totals, self.ties)
-        margins_of = partial(sum_margins, touched=touched)
+        margins_of = sum_margins
         if self.masked is not None:
-            margins_of = partial(masked_margins, touched=touched, windows=self.windows(images))
-        proven = proven_placements(margins_of, scores, labels, len(touched), self.ties)
-        proven &= (predictions == labels)[:, None]
-        return Certificates(
-            certified=proven.all(dim=1),
-            predictions=predictions,
-            labels=labels,
-            placements=proven,
-            ballots=Ballots(totals.long(), totals.long()),
+            margins_of = partial(masked_margins, windows=self.windows(images))
+        found = certified_by_votes(margins_of, scores, totals, labels, touched, self.ties, patches)
+        if not self.bounded or found.placements is None:
+            return found
+        check_foreign_rules(network, images, patch)
+        is_open = ~found.placements & (found.predictions == labels)[:, None]
+        proven = found.placements | self._proven_by_bounds(network, images, labels, scores, patch, is_open)
+        return replace(found, certified=proven.all(dim=1), placements=proven)
+
+    @torch.no_grad()
+    def _proven_by_bounds(
+        self,
+        network: Network,
+        images: Images,
+        labels: Labels,
+        scores: Scores,
+        patch: Patch,
+        is_open: Annotated[Tensor, "n p"],
+    ) -> Annotated[Tensor, "n p"]:
+        """Which of the open placements are proven by intervals of what touched cells can give."""
+        corners = patch.placements(*images.shape[2:]).corners.to(images.device)
+        touched, windows = self.touched(patch, images), None if self.masked is None else self.windows(images)
+        found = torch.zeros_like(is_open)
+        for place in is_open.any(dim=0).nonzero().flatten().tolist():
+            for rows in is_open[:, place].nonzero().flatten().split(self.batch_size):
+                part = Scores(scores.values[rows], scores.lower[rows], scores.upper[rows], scores.most)
+                box = patch.boxes(images[rows], corners[place : place + 1]).map(lambda end: end[:, 0])
+                bounded = self._bounded(network, box, part, touched[place])
+                margins = bounded_margins(bounded, labels[rows], touched[place], windows)
+                found[rows, place] = is_won(margins, labels[rows], self.ties)
+        return found
+
+    def _bounded(
+        self, network: Network, box: Interval, scores: Scores, cells: Annotated[Tensor, "cells"]
+    ) -> Scores:
+        """The scores with bounds over a box of images in the touched cells, and as they are in all others."""
+        box = box.map(lambda end: end.to(weight_dtype(self.model, end.dtype)))
+        with precise_arithmetic(), subnormals_kept():
+            bounds = network.bounds(box, Rounding.outward(box.lower.dtype))
+        slack = needed_lead(self.precision, self.slack)
+        least, largest = scores_between(
+            bounds.lower.flatten(2), bounds.upper.flatten(2), self.scores, slack, scores.most
         )
+        if bool((((scores.values < least) | (scores.values > largest)) & cells).any()):
+            raise ModelError(
+                "local scores of clean images lie outside the bounds of what a patch can make of them",
+                hint="the forward pass may round more coarsely than its weights; leave out bounded=True",
+            )
+        lower, upper = least.where(cells, scores.lower), largest.where(cells, scores.upper)
+        return Scores(scores.values, lower, upper, scores.most)
 
     def touched(self, threat: Patch, images: Images) -> Touched:
         """Which cells, row by row, see a pixel that the patch covers, at each of its placements."""
@@ -260,7 +318,8 @@ class LocalVotes(Classifier):
         return cell_scores(logits, self.scores, needed_lead(self.precision, self.slack))
 
     def describe(self) -> dict[str, Any]:
-        own = [each.name for each in fields(self) if each.name not in ("model", "batch_size")]
+        hidden = ("model", "batch_size", *(() if self.bounded else ("bounded",)))
+        own = [each.name for each in fields(self) if each.name not in hidden]
         found = {"name": "LocalVotes"} | {name: getattr(self, name) for name in own}
         masked = list(self.masked) if isinstance(self.masked, tuple) else self.masked
         return found | {"masked": masked, "slack": needed_lead(self.precision, self.slack)}
@@ -273,6 +332,9 @@ class LocalVotes(Classifier):
     def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
         """Predictions follow from the sums."""
         return contradiction_of_votes(columns, meta)
+
+    def passes(self, height: int, width: int) -> int | None:
+        return 1
 
     def surrogate(self) -> nn.Module:
         """The mean local score, softened where it is 0 or 1."""

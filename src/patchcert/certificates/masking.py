@@ -7,12 +7,20 @@ rules and their proofs.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self, final
 
 import torch
 from torch import Tensor, nn
 
-from patchcert.certificates.batches import FixedBatches, MeanVote, Precision, check_precision, needed_lead
+from patchcert.certificates.batches import (
+    FixedBatches,
+    MeanVote,
+    Precision,
+    check_precision,
+    check_slack,
+    needed_lead,
+)
 from patchcert.certificates.checks import check_call, check_images, check_inputs, check_labels, weight_dtype
 from patchcert.certificates.classifier import (
     ABSTAINED,
@@ -27,10 +35,13 @@ from patchcert.certificates.classifier import (
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, Logits, PerImage
-from patchcert.threats import Patch
-from patchcert.threats.masks import MaskSet, masks_covering, masks_per_axis
+from patchcert.threats import Patch, Patches, threat_from_dict
+from patchcert.threats.masks import MaskSet, hidden_patch, masks_covering, masks_per_axis
+from patchcert.threats.patch import choices
 
 _PIXELS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
+_BATCHES_AT_ONCE = 4
+"""Full batches of pairs between two looks at which images can still be proven."""
 _PASSES_PER_BLOCK = {"cuda": 2**21, "cpu": 2**12}
 
 Numbers = Annotated[Tensor, "b"]
@@ -43,10 +54,10 @@ class _Settings:
 
     masks: int | tuple[int, int] = 6
     fill: float | tuple[float, ...] = 0.5
-    patches: int = 1
     precision: Precision = "float32"
     slack: float | None = None
     mirrored: bool = False
+    compiled: bool = False
     batch_size: int | None = None
 
 
@@ -55,13 +66,14 @@ class _Masked(Classifier, _Settings):
     """A model that looks at copies of an image of which parts are hidden."""
 
     model: nn.Module
-    threat: Patch
+    threat: Patch | Patches
+    of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack",)
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
+        check_slack(self.precision, self.slack)
         masks_per_axis(self.masks)
-        if not isinstance(self.threat, Patch):
-            raise InvalidThreat(f"masks hide patches, got {self.threat!r}", hint="give patchcert.Patch(5)")
+        hidden_patch(self.threat)
         values = self.fill if isinstance(self.fill, tuple) else (self.fill,)
         if not values or not all(map(math.isfinite, values)):
             raise InvalidInput(
@@ -70,8 +82,6 @@ class _Masked(Classifier, _Settings):
             )
         if self.batch_size is not None and (type(self.batch_size) is not int or self.batch_size < 1):
             raise InvalidInput(f"batch_size is {self.batch_size!r}; expected a whole number of at least 1")
-        if not self.needed_lead > 0:
-            raise InvalidInput(f"slack is {self.slack!r}; expected a share above 0 of the largest logit")
 
     @property
     def needed_lead(self) -> float:
@@ -82,20 +92,30 @@ class _Masked(Classifier, _Settings):
         """The model that copies are shown to."""
         return Mirrored(self.model) if self.mirrored else self.model
 
+    @cached_property
+    def compiled_model(self) -> nn.Module:
+        """The model that copies are shown to, as torch.compile carries it out for batches of one shape."""
+        return torch.compile(self.shown_model(), dynamic=False)  # pyright: ignore[reportReturnType]
+
     def mask_set(self, height: int, width: int) -> MaskSet:
         """The masks for images of this size."""
-        return masks_covering(self.threat, height, width, self.masks, self.patches)
+        return masks_covering(self.threat, height, width, self.masks)
 
     def describe(self) -> dict[str, Any]:
         names = [each.name for each in fields(self) if each.name not in ("model", "threat", "batch_size")]
         settings = {name: getattr(self, name) for name in names} | {"slack": self.needed_lead}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-        return {"name": type(self).__name__, "masked_threat": self.threat.to_dict(), **plain}
+        masked = {"masked_threat": self.threat.to_dict(), "patches": hidden_patch(self.threat)[1]}
+        return {"name": type(self).__name__, **masked, **plain}
 
     @classmethod
     def described(cls, model: nn.Module, description: Mapping[str, Any]) -> Self:
-        threat = Patch.from_dict(description["masked_threat"])
+        threat = threat_from_dict(description["masked_threat"])
         return super().described(model, {**description, "threat": threat})
+
+    def passes(self, height: int, width: int) -> int | None:
+        """One for each mask, if all copies agree."""
+        return len(self.mask_set(height, width).hidden) * (2 if self.mirrored else 1)
 
     def surrogate(self) -> nn.Module:
         """The mean of the model's softmax over a few fixed masks and pairs of masks, in logarithms."""
@@ -122,12 +142,12 @@ class _Masked(Classifier, _Settings):
     def _covering(self, threat: AnyThreat, masks: MaskSet) -> Annotated[Tensor, "q m"]:
         """Which masks hide all of the threat, for each different answer over its placements; refused where none does.
 
-        With two patches the rows are those of any two placements together.
+        With several patches the rows are those of as many placements together.
         """
-        cover = masks.covers(_patch(threat)).unique(dim=0)
-        if self.patches == 2:
-            first, second = torch.triu_indices(len(cover), len(cover))
-            cover = (cover[first] & cover[second]).unique(dim=0)
+        patch, count = hidden_patch(threat)
+        cover = masks.covers(patch).unique(dim=0)
+        if count > 1:
+            cover = cover[choices(len(cover), count)].all(dim=1).unique(dim=0)
         if not bool(cover.any(dim=1).all()):
             raise InvalidThreat(
                 f"the masks are made for {self.threat}, and at some placement none of them hides {threat}",
@@ -147,8 +167,9 @@ class DoubleMasking(_Masked):
 
     An image is certified if for every placement a mask covers it for which the label comes out with every second
     mask. `masks` = K makes K x K masks: the more there are, the less each hides. `fill` is what hidden pixels show.
-    The masks are made for `threat`, and serve every threat that they cover; with `patches` = 2, two patches at once.
-    With `mirrored` a copy's logits are the mean of those of the copy and of its mirror image, at twice the cost.
+    The masks are made for `threat`, one patch or several, and serve every threat that they cover.
+    With `mirrored` a copy's logits are the mean of those of the copy and of its mirror image, at twice the cost. With
+    `compiled` a GPU carries the model out as torch.compile fuses its layers, which is faster and rounds otherwise.
 
     The proof is about the model as it is carried out here: in `precision`, in batches of one shape, and a copy counts
     only where the label leads by more than `slack` of the largest logit. With `with_map` the certificate map is
@@ -207,16 +228,16 @@ class DoubleMasking(_Masked):
         copies, covering = self._copies(images, labels, threat)
         rows = _Rows(copies, labels, self.needed_lead)
         rows.look_at_pairs(covering, for_map=True, progress=progress)
-        covers = copies.masks.covers(_patch(threat)).to(images.device)
+        covers = copies.masks.covers(_one_patch(threat)).to(images.device)
         hidden = torch.where(covers, 0.0, -torch.inf)
         return torch.stack([(row + hidden).amax(dim=1) for row in rows.least])
 
     def _map(
         self, threat: AnyThreat, masks: MaskSet, least: Annotated[Tensor, "n m"]
     ) -> Annotated[Tensor, "n p"] | None:
-        if not self.with_map or self.patches != 1:
+        if not self.with_map or not isinstance(threat, Patch):
             return None
-        return _any_covering(least > self.needed_lead, masks.covers(_patch(threat)).to(least.device))
+        return _any_covering(least > self.needed_lead, masks.covers(threat).to(least.device))
 
     def describe(self) -> dict[str, Any]:
         return {name: value for name, value in _Masked.describe(self).items() if name != "with_map"}
@@ -224,7 +245,7 @@ class DoubleMasking(_Masked):
     def images_per_block(self, device: torch.device) -> int | None:
         """About as many as a few seconds serve; on a CPU very few."""
         rows, columns = masks_per_axis(self.masks)
-        count = rows * columns if self.patches == 1 else (rows * columns) ** 2 // 2
+        count = math.comb(rows * columns, min(hidden_patch(self.threat)[1], rows * columns))
         passes = _PASSES_PER_BLOCK.get(device.type, _PASSES_PER_BLOCK["cpu"])
         return max(1, min(2048, 2 * passes // (count * (count + 1))))
 
@@ -276,16 +297,23 @@ class MaskedDetection(_Masked):
         is_confident = singles.confidence > self.threshold + self.needed_lead
         leads = torch.where(is_confident, singles.lead, -torch.inf)
         lead = _covered_lead(leads, covering)
-        covers = copies.masks.covers(_patch(threat)).to(images.device)
+        proven = None
+        if isinstance(threat, Patch):
+            covers = copies.masks.covers(threat).to(images.device)
+            proven = _any_covering(leads > self.needed_lead, covers)
         return Certificates(
             certified=(predictions == labels) & (lead > self.needed_lead),
             predictions=predictions,
             labels=labels,
             guarantee=Guarantee(self.promise),
-            placements=_any_covering(leads > self.needed_lead, covers) if self.patches == 1 else None,
+            placements=proven,
             lead=lead,
             weakest_masks=singles.lead.argmin(dim=1, keepdim=True).expand(-1, 2),
         )
+
+    def passes(self, height: int, width: int) -> int | None:
+        """One for each mask, and one for the whole image."""
+        return (len(self.mask_set(height, width).hidden) + 1) * (2 if self.mirrored else 1)
 
     def _predictions(self, whole: Labels, singles: "_Answers") -> Labels:
         objects = (singles.said != whole[:, None]) & (singles.confidence > self.threshold)
@@ -345,7 +373,9 @@ class MaskedCopies:
         pixels = _PIXELS_AT_ONCE.get(device.type, _PIXELS_AT_ONCE["cpu"])
         self.size = settings.batch_size or max(1, min(pixels // (height * width), 4096))
         with torch.no_grad():
-            self.base = FixedBatches(settings.shown_model(), self.images, self.size, settings.precision)
+            compiled = settings.compiled_model if settings.compiled and images.is_cuda else None
+            shown, precision = settings.shown_model(), settings.precision
+            self.base = FixedBatches(shown, self.images, self.size, precision, compiled)
             self._check(settings.needed_lead)
 
     @property
@@ -448,7 +478,7 @@ class _Rows:
         order = (self.least[:, pairs[:, 0]] + self.least[:, pairs[:, 1]]).argsort(dim=1)
         start, left = 0, self._left(covering, for_map)
         while start < len(pairs) and len(left):
-            chosen = order[left, start : start + _share(2 * self.copies.size, len(left))]
+            chosen = order[left, start : start + _share(_BATCHES_AT_ONCE * self.copies.size, len(left))]
             start += chosen.shape[1]
             first, second = pairs[chosen.flatten()].T
             self._look(left.repeat_interleave(chosen.shape[1]), first, second)
@@ -499,9 +529,9 @@ class Mirrored(nn.Module):
         return (self.model(images) + self.model(images.flip(3))) / 2
 
 
-def _patch(threat: AnyThreat) -> Patch:
+def _one_patch(threat: AnyThreat) -> Patch:
     if not isinstance(threat, Patch):
-        raise InvalidThreat(f"masks hide patches, got {threat!r}", hint="give patchcert.Patch(5)")
+        raise InvalidThreat(f"one placement after the other is about one patch, got {threat!r}")
     return threat
 
 
@@ -516,8 +546,8 @@ def _fill(fill: float | tuple[float, ...], channels: int) -> Annotated[Tensor, "
 
 
 def _share(copies: int, images: int) -> int:
-    """How many copies of each image make about this many copies in all."""
-    return max(1, -(-copies // max(images, 1)))
+    """How many copies of each image make at most this many copies in all, so that no batch is nearly empty."""
+    return max(1, copies // max(images, 1))
 
 
 def _any_covering(

@@ -12,11 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from patchcert.certificates.batches import check_precision, needed_lead
-from patchcert.certificates.classifier import ABSTAINED, AnyThreat, Columns, first_row
+from patchcert.certificates.batches import check_precision, check_slack
+from patchcert.certificates.classifier import (
+    ABSTAINED,
+    AnyThreat,
+    Ballots,
+    Certificates,
+    Columns,
+    first_row,
+)
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.tensors import Labels
-from patchcert.threats import Patch
+from patchcert.threats import Patch, Patches
+from patchcert.threats.patch import choices
 
 ScoreKind = Literal["one-hot", "threshold", "heaviside", "clipped", "softmax", "positive"]
 """What a cell gives a class: one vote for its largest logit, a vote for every class whose softmax reaches a threshold
@@ -109,6 +117,10 @@ def _whole(scores: Tensor, largest: int) -> Tensor:
     return (scores.clamp(0, largest) * UNITS).round()
 
 
+MarginsOf = Callable[[Scores, Labels, Touched], VoteMargins]
+"""What a kind of sum proves where placements touch cells: `sum_margins`, or `masked_margins` with its windows."""
+
+
 def winners(totals: Annotated[Tensor, "n k"], ties: Ties) -> Labels:
     """The class of the largest total; of several that of the lowest index, or none."""
     largest = totals.amax(dim=1, keepdim=True)
@@ -161,6 +173,52 @@ def masked_margins(scores: Scores, labels: Labels, touched: Touched, windows: Wi
     return _zero_at(labels, torch.stack(margins, dim=1)[:, place])
 
 
+def scores_between(
+    lower: CellScores, upper: CellScores, kind: ScoreKind, slack: float, most: int
+) -> tuple[CellScores, CellScores]:
+    """The least and the largest scores of all logits between these, each moved by at most half the slack times the
+    image's largest one; 0 and `most` where that is not finite.
+
+    It is for scores that never fall with their own logit, and do not depend on those of other classes.
+    """
+    lower, upper = lower.double(), upper.double()
+    distance = slack / 2 * torch.maximum(lower.abs(), upper.abs()).amax(dim=(1, 2), keepdim=True)
+    lower, upper = lower - distance, upper + distance
+    is_finite = (lower.isfinite() & upper.isfinite()).all(dim=1, keepdim=True)
+    least, _, _ = _bounded_scores(lower.where(is_finite, 0.0), torch.zeros_like(distance), kind, None)
+    _, _, largest = _bounded_scores(upper.where(is_finite, 0.0), torch.zeros_like(distance), kind, None)
+    return least.double() * is_finite, largest.double().where(is_finite, float(most))
+
+
+def bounded_margins(
+    scores: Scores, labels: Labels, cells: Annotated[Tensor, "cells"], windows: Windows | None = None
+) -> Annotated[Tensor, "n k"]:
+    """The least lead of the label's sum, or with windows of its masked sum, over each class's; 0 at the label.
+
+    Every score lies between `lower` and `upper`, also in the cells that the patch touches. Sums and masked sums never
+    fall when a score rises, so that these ends decide. What a window that holds all touched cells leaves over is a
+    bound of its own, and the better one counts.
+    """
+    if windows is None:
+        kept, reached = sum_totals(scores.lower), sum_totals(scores.upper)
+    else:
+        kept, reached = masked_totals(scores.lower, windows), _masked_upper(scores.upper, cells, windows)
+    own = kept.gather(1, labels[:, None])
+    return (own - reached).scatter(1, labels[:, None], 0.0)
+
+
+def _masked_upper(
+    upper: CellScores, cells: Annotated[Tensor, "cells"], windows: Windows
+) -> Annotated[Tensor, "n k"]:
+    """The most that masked sums reach: that of the largest scores, or what a window around the cells leaves over."""
+    reached = masked_totals(upper, windows)
+    holders = windows[~(cells & ~windows).any(dim=1)].to(upper)
+    if not len(holders):
+        return reached
+    left_over = upper.sum(dim=2, keepdim=True) - upper @ holders.T
+    return torch.minimum(reached, left_over.amin(dim=2))
+
+
 def _of(labels: Labels, values: CellScores) -> Annotated[Tensor, "n cells"]:
     return values[torch.arange(len(labels), device=labels.device), labels]
 
@@ -185,26 +243,61 @@ def is_won(margins: Annotated[Tensor, "n ... k"], labels: Labels, ties: Ties) ->
     return ((margins > 0) | ((margins == 0) & wins_ties) | (own == classes)).all(dim=-1)
 
 
+_SETS_AT_ONCE = 2**12
 _MARGINS_AT_ONCE = 2**26
 """Numbers held at once by the margins of some images: half a gigabyte."""
 
 
 def proven_placements(
-    margins_of: Callable[[Scores, Labels], VoteMargins],
-    scores: Scores,
-    labels: Labels,
-    placements: int,
-    ties: Ties,
+    margins_of: MarginsOf, scores: Scores, labels: Labels, touched: Touched, ties: Ties
 ) -> Annotated[Tensor, "n p"]:
     """At which placements the label wins whatever the patch holds, some images at a time."""
-    classes = scores.values.shape[1]
+    placements, classes = len(touched), scores.values.shape[1]
     size = max(1, _MARGINS_AT_ONCE // max(1, placements * classes))
     found = [labels.new_empty(0, placements, dtype=torch.bool)]
     for start in range(0, len(labels), size):
         rows = slice(start, start + size)
         part = Scores(scores.values[rows], scores.lower[rows], scores.upper[rows], scores.most)
-        found.append(is_won(margins_of(part, labels[rows]), labels[rows], ties))
+        found.append(is_won(margins_of(part, labels[rows], touched), labels[rows], ties))
     return torch.cat(found)
+
+
+def certified_by_votes(
+    margins_of: MarginsOf,
+    scores: Scores,
+    totals: Annotated[Tensor, "n k"],
+    labels: Labels,
+    touched: Touched,
+    ties: Ties,
+    patches: int,
+) -> Certificates:
+    """The certificates of a vote with these totals, with so many patches at once; for one patch with a map."""
+    predictions, placements = winners(totals, ties), None
+    is_right = predictions == labels
+    if patches == 1:
+        placements = proven_placements(margins_of, scores, labels, touched, ties) & is_right[:, None]
+        certified = placements.all(dim=1)
+    else:
+        certified = is_right & proven_for_several(margins_of, scores, labels, touched, ties, patches)
+    ballots = Ballots(totals.long(), totals.long())
+    return Certificates(certified, predictions, labels, placements=placements, ballots=ballots)
+
+
+def proven_for_several(
+    margins_of: MarginsOf,
+    scores: Scores,
+    labels: Labels,
+    touched: Touched,
+    ties: Ties,
+    patches: int,
+) -> Annotated[Tensor, "n"]:
+    """Whether the label wins with so many patches at any placements: together they touch what each of them does."""
+    distinct = touched.unique(dim=0)
+    is_proven = torch.ones_like(labels, dtype=torch.bool)
+    for some in choices(len(distinct), patches).to(labels.device).split(_SETS_AT_ONCE):
+        together = distinct[some].any(dim=1)
+        is_proven &= proven_placements(margins_of, scores, labels, together, ties).all(dim=1)
+    return is_proven
 
 
 def is_won_by_count(scores: Scores, labels: Labels, touched: Touched, ties: Ties) -> Annotated[Tensor, "n"]:
@@ -255,10 +348,8 @@ def check_vote_settings(classifier: Any, *counts: str) -> None:  # noqa: ANN401 
         if type(value) is not int or value < 1:
             raise InvalidInput(f"{name} is {value!r}; expected a whole number of at least 1")
     check_precision(classifier.precision)
-    threshold, slack = (
-        getattr(classifier, "threshold", None),
-        needed_lead(classifier.precision, classifier.slack),
-    )
+    check_slack(classifier.precision, classifier.slack)
+    threshold = getattr(classifier, "threshold", None)
     if threshold is not None and not 0 < threshold < 1:
         raise InvalidInput(
             f"threshold is {threshold!r}; a vote asks for a softmax of more than 0 and less than 1",
@@ -266,18 +357,15 @@ def check_vote_settings(classifier: Any, *counts: str) -> None:  # noqa: ANN401 
         )
     if classifier.ties not in get_args(Ties):
         raise InvalidInput(f"ties is {classifier.ties!r}; expected one of {', '.join(get_args(Ties))}")
-    if not 0 <= slack < 1:
-        raise InvalidInput(
-            f"slack is {slack!r}; expected a share of the largest logit, from 0 to below 1",
-            hint="None is a few times what the precision rounds",
-        )
 
 
-def require_patch(threat: AnyThreat, method: str) -> Patch:
-    """The threat, refused unless it is a patch."""
+def voted_patch(threat: AnyThreat, method: str) -> tuple[Patch, int]:
+    """The patch of a threat, and how many there are of it at once; other threats are refused."""
+    if isinstance(threat, Patches):
+        return threat.patch, threat.count
     if not isinstance(threat, Patch):
         raise InvalidThreat(
             f"{method} certifies against patches, got {threat}: pixels anywhere can touch every vote",
             hint="give patchcert.Patch(5), or use patchcert.RandomAblation",
         )
-    return threat
+    return threat, 1

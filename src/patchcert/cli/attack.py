@@ -16,6 +16,7 @@ from patchcert.cli.options import (
     DeviceOption,
     EvidenceOption,
     NormaliseOption,
+    PatchesOption,
     PatchOption,
     PlacementsOption,
     ShapeOption,
@@ -29,7 +30,15 @@ from patchcert.cli.options import (
     parse_threat,
 )
 from patchcert.cli.output import detail, print_error, print_json, progress_bar, say
-from patchcert.cli.target import IMAGENET, Target, choose_classifier, open_data, open_target, select_images
+from patchcert.cli.target import (
+    IMAGENET,
+    Target,
+    choose_classifier,
+    learned_method,
+    open_data,
+    open_target,
+    select_images,
+)
 from patchcert.cli.threads import ThreadsOption, describe_threads, using_threads
 from patchcert.errors import InvalidInput
 
@@ -40,7 +49,7 @@ if TYPE_CHECKING:
     from patchcert.attacks import Attack
     from patchcert.attacks.patch import Search
     from patchcert.certificates import AnyThreat
-    from patchcert.data import Dataset
+    from patchcert.data import Dataset, Split
     from patchcert.defenses import Defense
     from patchcert.evidence import Evidence, Selection, Subject
 
@@ -58,6 +67,7 @@ def attack(
     shape: ShapeOption = None,
     sparse: SparseOption = None,
     placements: PlacementsOption = None,
+    patches: PatchesOption = None,
     data: DataOption = None,
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
@@ -75,9 +85,22 @@ def attack(
     search: Annotated[
         str | None, typer.Option(help="Where restarts go: random (default), sweep or certificate.")
     ] = None,
+    universal: Annotated[
+        int | None, number_option("One patch for all images, learned on the last N training images.")
+    ] = None,
+    transform: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The patch must work under random changes: rotation=15 degrees, scale=0.1, brightness=0.1, shift=1; "
+            "repeatable."
+        ),
+    ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="Attack the classifier of a kind of proof, like masking; else the model."),
+        typer.Option(
+            help="Attack the classifier of a kind of proof, like masking or bands; by default that which the run was "
+            "trained for. interval is the model itself."
+        ),
     ] = None,
     defense: Annotated[str, typer.Option(help="none, lgs (smoothing) or dw (watermarking).")] = "none",
     setting: Annotated[
@@ -131,6 +154,8 @@ def attack(
         restarts=restarts,
         loss=loss,
         search=search,
+        universal=universal,
+        transform=tuple(transform or ()),
         method=method,
         defense=defense,
         settings=tuple(setting or ()),
@@ -148,7 +173,7 @@ def attack(
     subjects = []
     for target in targets:
         opened = open_target(target, data_dir, weights, normalise)
-        threat = parse_threat(patch, shape, sparse, None, placements, opened.threat)
+        threat = parse_threat(patch, shape, sparse, None, placements, opened.threat, patches)
         dataset = open_data(opened, data, data_dir)
         selection = select_images(opened, dataset, split, limit, drawn, seed)
         subjects.append(AttackedTarget(target, opened, dataset, selection, threat))
@@ -186,6 +211,8 @@ class AttackOptions:
     restarts: int | None
     loss: str | None
     search: str | None
+    universal: int | None
+    transform: tuple[str, ...]
     method: str | None
     defense: str
     settings: tuple[str, ...]
@@ -215,28 +242,58 @@ class AttackOptions:
                 f"--certified-only is about the model itself, not about --defense {self.defense}",
                 hint="leave one of them out.",
             )
-        if self.certified_only and (self.loss or self.search or self.step_size):
+        is_printed = self.universal is not None or self.transform
+        if is_printed and self.search:
+            option = "--transform" if self.universal is None else "--universal"
+            raise InvalidInput(
+                f"{option} goes to random placements, --search elsewhere", hint="leave it out."
+            )
+        if self.certified_only and not is_printed and (self.loss or self.search or self.step_size):
             raise InvalidInput(
                 "--certified-only tries every placement with every loss",
                 hint="leave out --loss, --search and --step-size.",
             )
 
-    def build(self, threat: "AnyThreat", is_imagenet: bool) -> "Attack":
-        """The attack, with its defaults filled in."""
+    def build(self, threat: "AnyThreat", is_imagenet: bool, examples: "Split | None" = None) -> "Attack":
+        """The attack, with its defaults filled in; a universal patch is learned on the examples."""
         from patchcert.attacks import AdaptiveAttack, TransferAttack, strongest_attack
 
-        if self.certified_only:
+        is_printed = examples is not None or self.transform
+        if self.certified_only and not is_printed:
             restarts = 20 if self.restarts is None else self.restarts
             return strongest_attack(threat, self.steps, restarts, self._batch_size(is_imagenet))
-        attack = self.build_unaware(threat, is_imagenet)
+        attack = (
+            self._printed(threat, examples, is_imagenet)
+            if is_printed
+            else self.build_unaware(threat, is_imagenet)
+        )
         if self.defense == "none":
             return attack
         return AdaptiveAttack(attack) if self.adaptive else TransferAttack(attack)
 
+    def _printed(self, threat: "AnyThreat", examples: "Split | None", is_imagenet: bool) -> "Attack":
+        """One patch for all images, or one for each that works under a transform."""
+        from patchcert.attacks import Transform, TransformedAttack, UniversalAttack
+        from patchcert.threats import Patch
+
+        if not isinstance(threat, Patch):
+            raise InvalidInput(
+                f"--universal and --transform are about one patch, not {threat}", hint="give --patch."
+            )
+        transform = Transform(
+            **parse_settings("a transform", Transform, self.transform, option="--transform")
+        )
+        options = {"step_size": self.step_size, "restarts": self.restarts, "loss": self.loss}
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        given |= {"transform": transform, "steps": self.steps, "batch_size": self._batch_size(is_imagenet)}
+        if examples is None:
+            return TransformedAttack(**given)
+        return UniversalAttack(examples.floats(), examples.labels, **given)
+
     def build_unaware(self, threat: "AnyThreat", is_imagenet: bool) -> "Attack":
         """The attack as it would be on an undefended model."""
-        from patchcert.attacks import PatchAttack, SparseAttack
-        from patchcert.threats import SparsePixels
+        from patchcert.attacks import PatchAttack, PatchesInTurn, SparseAttack
+        from patchcert.threats import Patches, SparsePixels
 
         batch_size = self._batch_size(is_imagenet)
         options = {"step_size": self.step_size, "restarts": self.restarts, "loss": self.loss}
@@ -248,7 +305,8 @@ class AttackOptions:
         if is_imagenet:
             given = {"restarts": 4, **given}
         search = cast("Search", self.search or "random")
-        return PatchAttack(self.steps, search=search, batch_size=batch_size, **given)
+        attack = PatchAttack(self.steps, search=search, batch_size=batch_size, **given)
+        return PatchesInTurn(attack) if isinstance(threat, Patches) else attack
 
     def _batch_size(self, is_imagenet: bool) -> int:
         from patchcert.attacks import default_batch_size
@@ -266,7 +324,7 @@ def _attack_one(attacked: AttackedTarget, asked: AttackOptions, targets: list[st
     among = _certified_positions(attacked, subject, asked) if asked.certified_only else None
     attacking = Attacking(
         subject,
-        asked.build(attacked.threat, attacked.is_imagenet),
+        asked.build(attacked.threat, attacked.is_imagenet, _examples(attacked, asked)),
         attacked.threat,
         asked.seed,
         asked.out,
@@ -297,6 +355,28 @@ def _attack_one(attacked: AttackedTarget, asked: AttackOptions, targets: list[st
     return {**summarise(evidence), "target": attacked.name}
 
 
+def _examples(attacked: AttackedTarget, asked: AttackOptions) -> "Split | None":
+    """The images that a universal patch is learned on, none of which it is tried on."""
+    if asked.universal is None:
+        return None
+    if attacked.selection.split != "test":
+        raise InvalidInput(
+            f"--universal learns on training images, and --split {attacked.selection.split} has them too",
+            hint="attack the test images, on which the patch was not learned.",
+        )
+    return _last_training_images(attacked, asked, asked.universal, "--universal")
+
+
+def _last_training_images(attacked: AttackedTarget, asked: AttackOptions, count: int, option: str) -> "Split":
+    train = attacked.dataset.train
+    if count > len(train):
+        raise InvalidInput(
+            f"{option} {count}: {attacked.dataset.name} has {len(train)} training images",
+            hint="take fewer of them.",
+        )
+    return train[len(train) - count :].to(asked.device)
+
+
 def totals(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     """The summaries of several targets, and their counts added up."""
     counts = ("images", "correct", "withstood", "broken", "gradient_steps")
@@ -324,7 +404,8 @@ def _subject(attacked: AttackedTarget, asked: AttackOptions) -> "tuple[Subject, 
 
     target, tuning = attacked.target, {}
     model: Any = target.model.to(asked.device)
-    if asked.method is not None:
+    is_trained_for_it = asked.defense == "none" and learned_method(target) != "interval"
+    if asked.method is not None or is_trained_for_it:
         model = choose_classifier(target, attacked.threat, asked.method, asked.settings)
     elif asked.defense != "none":
         model, tuning = _defended(model, attacked, asked)
@@ -340,12 +421,14 @@ def _certified_positions(attacked: AttackedTarget, subject: "Subject", asked: At
     positions, run = subject.positions(), attacked.target.run
     if run is not None:
         folder = EvidenceFolder(run.evidence_folder)
-        known = folder.proven(attacked.threat, attacked.selection, subject.weights, positions)
+        known = folder.proven(
+            attacked.threat, attacked.selection, subject.weights, positions, subject.describe()
+        )
         if known is not None:
             return positions[known]
     classifier = subject.classifier
     if not isinstance(classifier, Classifier):
-        classifier = choose_classifier(attacked.target, attacked.threat)
+        classifier = choose_classifier(attacked.target, attacked.threat, "interval")
     images = subject.images(positions)
     with progress_bar("certifying", "images") as report:
         found = classifier.certify(images.floats(), images.labels, attacked.threat, report)
@@ -399,12 +482,7 @@ def _tuned(
     from patchcert.attacks import smoothing_grid, tune_defense, watermarking_grid
 
     dataset, count = attacked.dataset, asked.tune or 0
-    if count > len(dataset.train):
-        raise InvalidInput(
-            f"--tune {count}: {dataset.name} has {len(dataset.train)} training images",
-            hint="tune on fewer, or give the settings with --setting.",
-        )
-    images = dataset.train[len(dataset.train) - count :].to(asked.device)
+    images = _last_training_images(attacked, asked, count, "--tune")
     fills = (dataset.mean, "ring")
     grid = smoothing_grid() if asked.defense == "lgs" else watermarking_grid(model, side, fills=fills)
     attack = asked.build_unaware(attacked.threat, attacked.is_imagenet)

@@ -139,7 +139,7 @@ class Checkout:
         """Bring the manifest, the cards, the page of results and the figures in documents up to date."""
         from patchcert.evidence.manifest import Manifest
         from patchcert.files import write_text
-        from patchcert.papers.chiang2020.quoting import updated
+        from patchcert.papers.chiang2020.quoting import PLOT, updated
         from patchcert.zoo import Zoo
         from patchcert.zoo.audit import recount
 
@@ -150,10 +150,10 @@ class Checkout:
         if not self.has_documents:
             return
         sources = self.sources
-        made = {self.root / PAGE: sources.page}
+        made = {self.root / PAGE: sources.page, self.root / PLOT: sources.plot}
         made |= {page: updated(page.read_text(encoding="utf-8"), sources) for page in sources.documents}
         for page, text in made.items():
-            if text != page.read_text(encoding="utf-8"):
+            if not page.is_file() or text != page.read_text(encoding="utf-8"):
                 write_text(page, text)
                 say(f"wrote {page}")
 

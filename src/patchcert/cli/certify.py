@@ -12,6 +12,7 @@ from patchcert.cli.options import (
     DeviceOption,
     EvidenceOption,
     NormaliseOption,
+    PatchesOption,
     PatchOption,
     PlacementsOption,
     ShapeOption,
@@ -55,6 +56,7 @@ def certify(
         str | None, typer.Option(help="With --sparse: tight (default), per-pixel or per-value.")
     ] = None,
     placements: PlacementsOption = None,
+    patches: PatchesOption = None,
     data: DataOption = None,
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
@@ -101,8 +103,8 @@ def certify(
     from patchcert.report.statistics import in_words, summarise
     from patchcert.train.distributed import joined_world, local_device
 
-    opened = open_target(target, weights=weights, normalise=normalise)
-    threat = parse_threat(patch, shape, sparse, bound, placements, opened.threat)
+    opened = open_target(target, data_dir, weights, normalise)
+    threat = parse_threat(patch, shape, sparse, bound, placements, opened.threat, patches)
     budget, place = _parse_budget(memory_budget), local_device(parse_device(device))
     check_evidence_file(out)
     opened.model.to(place)
@@ -177,7 +179,7 @@ def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", comm
     """Where little is proven: where the bounds of a few images grow wide, and what to try instead."""
     from patchcert.certificates import Classifier
     from patchcert.certificates.explaining import blown_up, widths
-    from patchcert.threats import Patch
+    from patchcert.threats import Patch, SparsePixels
 
     if not evidence.correct or evidence.certified > LITTLE * evidence.correct:
         return
@@ -202,7 +204,7 @@ def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", comm
     say(
         "next: train on bounds, see `patchcert train --help`, or patchcert.worst_case_margins for a loop of your own"
     )
-    if isinstance(threat, Patch):
+    if not isinstance(threat, SparsePixels):
         say(f"  or prove the model by masks: {command} --method masking")
         say(f"  or by votes, if it is trained for them: {command} --method bands")
     else:

@@ -33,7 +33,8 @@ class Trial:
 class Trials:
     """A specification, the changes that are common to all trials and those of each, and the proof that ranks them.
 
-    All are trained without the last `held_out` training images, and certified on the first `images` of these.
+    All are trained without the last `held_out` training images, and certified on the first `images` of these. With
+    `seeds` each trial is trained from each of them, and ranked by its mean.
     """
 
     spec: str
@@ -43,17 +44,36 @@ class Trials:
     settings: tuple[str, ...] = ()
     held_out: int = 5000
     images: int = 1000
+    seeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise InvalidInput(f"seeds are {list(self.seeds)}; expected each of them once")
         names = [trial.name for trial in self.trials]
         if not names or len(set(names)) < len(names):
             raise InvalidInput(f"trials are {names}; expected one at least, each of a name of its own")
         if not 1 <= self.images <= self.held_out:
             raise InvalidInput(f"images is {self.images}; expected 1 to held_out = {self.held_out}")
 
-    def changes(self, trial: Trial) -> tuple[str, ...]:
-        """All changes of the specification for a trial."""
-        return (*self.set, *trial.set, f"data.validation={self.held_out}")
+    def runs(self, trial: Trial, out: Path) -> list["TrialRun"]:
+        """The runs of a trial below a folder: one, or one for each seed."""
+        changes = (*self.set, *trial.set, f"data.validation={self.held_out}")
+        if not self.seeds:
+            return [TrialRun(trial, out / trial.name, changes)]
+        return [
+            TrialRun(trial, out / trial.name / f"seed-{seed}", (*changes, f"seed={seed}"), seed)
+            for seed in self.seeds
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRun:
+    """One run of a trial: its folder, and all changes of the specification, that of the seed among them if any."""
+
+    trial: Trial
+    folder: Path
+    changes: tuple[str, ...]
+    seed: int | None = None
 
 
 def choose(
@@ -87,18 +107,18 @@ def choose(
     place = parse_device(device)
     for trial in asked.trials:
         if not rank_only and (only is None or trial.name in only):
-            _carry_out(asked, trial, out / trial.name, place, data_dir)
+            for each in asked.runs(trial, out):
+                _carry_out(asked, each, place, data_dir)
     print_json({"spec": asked.spec, "held_out": asked.held_out, "trials": _ranked(asked, out)})
 
 
-def _carry_out(
-    asked: Trials, trial: Trial, folder: Path, device: "torch.device", data_dir: Path | None
-) -> None:
+def _carry_out(asked: Trials, each: TrialRun, device: "torch.device", data_dir: Path | None) -> None:
     from patchcert.train.spec import read_spec
     from patchcert.train.training import Workplace, train_run
 
-    spec = read_spec(asked.spec, asked.changes(trial))
-    say(f"{trial.name}: {' '.join(trial.set) or 'the specification as it is'}")
+    spec, folder, trial = read_spec(asked.spec, each.changes), each.folder, each.trial
+    from_seed = "" if each.seed is None else f", seed {each.seed}"
+    say(f"{trial.name}{from_seed}: {' '.join(trial.set) or 'the specification as it is'}")
     with training_view(spec.schedule.epochs, None) as view:
         train_run(spec, folder, Workplace(device, data_dir), resume=folder.exists(), listener=view)
     _certify(asked, folder, device, data_dir)
@@ -124,21 +144,36 @@ def _certify(asked: Trials, folder: Path, device: "torch.device", data_dir: Path
 
 
 def _ranked(asked: Trials, out: Path) -> list[dict[str, Any]]:
-    """All trials that are done, the one with the most certified images first."""
+    """All trials that are done, the one with the most certified images first; with seeds, by the mean of those done."""
+    rows = []
+    for trial in asked.trials:
+        found = [row for each in asked.runs(trial, out) for row in _rows(asked, each)]
+        rows += [_mean_row(found)] if asked.seeds and found else found
+    return sorted(rows, key=lambda row: -row["certified"])
+
+
+def _rows(asked: Trials, each: TrialRun) -> list[dict[str, Any]]:
+    """What a run has proven, where it is done."""
     from patchcert.evidence import EvidenceFolder
     from patchcert.train.run_folder import SPEC, Run
     from patchcert.train.spec import read_spec
 
-    rows = []
-    for trial in asked.trials:
-        if (out / trial.name / SPEC).is_file():
-            run = Run.open(out / trial.name)
-            if run.spec.fingerprint() != read_spec(asked.spec, asked.changes(trial)).fingerprint():
-                say(f"{out / trial.name} is not counted: it was trained with another specification")
-                continue
-            found = [proof for proof in EvidenceFolder(run.evidence_folder).all() if _answers(asked, proof)]
-            rows += [_row(trial, run, proof) for proof in found]
-    return sorted(rows, key=lambda row: -row["certified"])
+    if not (each.folder / SPEC).is_file():
+        return []
+    run = Run.open(each.folder)
+    if run.spec.fingerprint() != read_spec(asked.spec, each.changes).fingerprint():
+        say(f"{each.folder} is not counted: it was trained with another specification")
+        return []
+    found = [proof for proof in EvidenceFolder(run.evidence_folder).all() if _answers(asked, proof)]
+    return [_row(each, run, proof) for proof in found]
+
+
+def _mean_row(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The means of the counts, and what each seed has given."""
+    common = ("trial", "set", "images")
+    means = {key: round(sum(row[key] for row in rows) / len(rows), 2) for key in ("correct", "certified")}
+    seeds = [{key: value for key, value in row.items() if key not in common} for row in rows]
+    return {key: rows[0][key] for key in common} | means | {"seeds": seeds}
 
 
 def _answers(asked: Trials, proof: "Evidence") -> bool:
@@ -155,10 +190,11 @@ def _answers(asked: Trials, proof: "Evidence") -> bool:
     return is_same and (chosen.split, chosen.limit) == (f"validation:{asked.held_out}", asked.images)
 
 
-def _row(trial: Trial, run: "Run", found: "Evidence") -> dict[str, Any]:
-    return {
-        "trial": trial.name,
-        "set": list(trial.set),
+def _row(each: TrialRun, run: "Run", found: "Evidence") -> dict[str, Any]:
+    seed = {} if each.seed is None else {"seed": each.seed}
+    return seed | {
+        "trial": each.trial.name,
+        "set": list(each.trial.set),
         "images": found.total,
         "correct": found.correct,
         "certified": found.certified,

@@ -83,17 +83,22 @@ def verify(name: Name, data_dir: DataSearchOption = None) -> None:
 def labels(
     name: Name,
     out: Annotated[Path, typer.Option(help="The file to write.")],
+    held_out: Annotated[
+        bool,
+        typer.Option("--held-out", help="Of the last 10,000 training images instead of the test images."),
+    ] = False,
     data_dir: DataSearchOption = None,
 ) -> None:
-    """Write the test labels, one or two bytes each, in the form in which the package ships them for audits."""
+    """Write labels, one or two bytes each, in the form in which the package ships them for audits."""
     from patchcert.data import load_dataset
-    from patchcert.data.labels import packed_test_labels
+    from patchcert.data.labels import HELD_OUT_IMAGES, packed_labels
     from patchcert.files import atomic_write, sha256
 
     dataset = load_dataset(name, data_dir)
     with atomic_write(out) as stream:
-        stream.write(packed_test_labels(dataset))
-    print_json({"name": name, "labels": len(dataset.test), "file": str(out), "sha256": sha256(out)})
+        stream.write(packed_labels(dataset, held_out))
+    count = min(HELD_OUT_IMAGES, len(dataset.train)) if held_out else len(dataset.test)
+    print_json({"name": name, "labels": count, "file": str(out), "sha256": sha256(out)})
 
 
 def _of_all_files(report: Report) -> Callable[[str, int, int], None]:

@@ -31,12 +31,20 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "patchcert attack zoo:mnist-5x5-cnn2 --images 100 --search sweep",
         "patchcert attack runs/mlp --certified-only",
     ),
+    "compare": (
+        "patchcert compare runs/bands runs/masked --published",
+        "patchcert compare runs/bands others.json --write ours.json",
+    ),
     "reproduce": (
         "patchcert reproduce strategy-detail-5x5 --scale quick",
         "patchcert reproduce all --from results",
     ),
     "audit": ("patchcert audit results", "patchcert audit results --reprove 20 --data-dir ~/data"),
     "report": ("patchcert report runs/mlp", "patchcert report runs/mlp runs/cnn2 --out page.html"),
+    "export": (
+        "patchcert export zoo:mnist-5x5-cnn2 --onnx cnn2.onnx",
+        "patchcert export zoo:mnist-5x5-mlp --vnnlib properties --placements corners --limit 10",
+    ),
     "bench": ("patchcert bench", "patchcert bench --only mlp --json"),
     "trim": (
         "patchcert trim runs/cnn5w --out runs/cnn5w-trimmed",
@@ -64,10 +72,21 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
 
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Model": ("weights", "normalise"),
-    "Threat": ("patch", "shape", "sparse", "bound", "placements"),
+    "Threat": ("patch", "shape", "sparse", "bound", "placements", "patches"),
     "Images": ("data", "data_dir", "split", "images", "limit", "label"),
     "Proof": ("method", "setting", "masks", "dtype", "memory_budget", "refine"),
-    "Attack": ("seed", "steps", "step_size", "restarts", "loss", "search", "certified_only", "batch_size"),
+    "Attack": (
+        "seed",
+        "steps",
+        "step_size",
+        "restarts",
+        "loss",
+        "search",
+        "universal",
+        "transform",
+        "certified_only",
+        "batch_size",
+    ),
     "Defense": ("defense", "adaptive", "tune", "largest_drop"),
 }
 """Options that belong together, wherever they occur; all others are just options."""

@@ -13,6 +13,7 @@ from patchcert.cli.options import (
     DataOption,
     DeviceOption,
     NormaliseOption,
+    PatchesOption,
     PatchOption,
     PlacementsOption,
     ShapeOption,
@@ -47,6 +48,7 @@ def explain(
     shape: ShapeOption = None,
     sparse: SparseOption = None,
     placements: PlacementsOption = None,
+    patches: PatchesOption = None,
     data: DataOption = None,
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
@@ -81,7 +83,7 @@ def explain(
     if out.suffix not in (".html", ".htm"):
         raise InvalidInput(f"--out {out} is no name of an HTML file", hint="end it with .html.")
     opened = open_target(target, weights=weights, normalise=normalise)
-    threat = parse_threat(patch, shape, sparse, None, placements, opened.threat)
+    threat = parse_threat(patch, shape, sparse, None, placements, opened.threat, patches)
     place = parse_device(device)
     opened.model.to(place)
     given = [*(setting or ()), *([] if masks is None else [f"masks={masks}"])]
@@ -106,6 +108,7 @@ def explain(
             "shape": shape,
             "sparse": sparse,
             "placements": placements,
+            "patches": patches,
             "data": data,
             "data-dir": data_dir,
             "split": None if split == "test" else split,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from patchcert.certificates import AnyThreat
+    from patchcert.threats import Patch, SparsePixels
     from patchcert.threats.sparse import SparseBound
 
 
@@ -46,19 +47,19 @@ def number_option(
 TargetArgument = Annotated[
     str,
     typer.Argument(
-        help="A run folder, a .safetensors file with a model, zoo:NAME, zoo:FOLDER/NAME, or MODULE:FACTORY, a function "
-        "of yours that returns the model."
+        help="A run folder, a .safetensors file with a model, an .onnx file, zoo:NAME, zoo:FOLDER/NAME, or "
+        "MODULE:FACTORY, a function of yours that returns the model."
     ),
 ]
 WeightsOption = Annotated[
     Path | None,
-    typer.Option(help="For MODULE:FACTORY, its weights: a safetensors file or a state dict (.pt)."),
+    typer.Option(help="The weights for MODULE:FACTORY, a safetensors file or a state dict (.pt)."),
 ]
 NormaliseOption = Annotated[
     str | None,
     typer.Option(
         metavar="MEAN/STD",
-        help="For MODULE:FACTORY, normalise images first, like 0.49,0.48,0.45/0.25,0.24,0.26.",
+        help="For MODULE:FACTORY or an .onnx file, normalise images first, like 0.49,0.48,0.45/0.25,0.24,0.26.",
     ),
 ]
 PatchOption = Annotated[str | None, typer.Option(help="A rectangle, HEIGHTxWIDTH or SIDE: 5x5, 2x8, 5.")]
@@ -66,6 +67,9 @@ ShapeOption = Annotated[
     str | None, typer.Option(help="Another shape, like diamond:25, or a file with a stamp (PNG or # and .).")
 ]
 SparseOption = Annotated[int | None, number_option("Any N pixels, anywhere.")]
+PatchesOption = Annotated[
+    int | None, number_option("So many patches at once, each at a placement of its own; else one.", least=2)
+]
 PlacementsOption = Annotated[
     str | None, typer.Option(help="Where the patch may be: everywhere, corners, 'top,left;...' or a file.")
 ]
@@ -100,10 +104,11 @@ def parse_threat(
     sparse: int | None,
     bound: str | None,
     placements: str | None,
-    trained: "AnyThreat | None",
+    trained: "Patch | SparsePixels | None",
+    patches: int | None = None,
 ) -> "AnyThreat":
     """The threat that the options name; without any the one a run was trained on."""
-    from patchcert.threats import Patch, SparsePixels, shapes
+    from patchcert.threats import Patch, Patches, SparsePixels, shapes
 
     given = [f"--{name}" for name, value in (("patch", patch), ("shape", shape), ("sparse", sparse)) if value]
     if len(given) > 1:
@@ -111,6 +116,17 @@ def parse_threat(
     stamp = shapes.parse(patch or shape or "") if patch or shape else None
     if stamp is None and sparse is None and isinstance(trained, Patch) and placements:
         stamp = trained.stamp
+    if patches is not None:
+        if sparse is not None:
+            raise InvalidThreat(
+                f"--patches {patches} needs a patch, not --sparse", hint="leave one of them out."
+            )
+        one = parse_threat(patch, shape, None, bound, placements, trained)
+        if not isinstance(one, Patch):
+            raise InvalidThreat(
+                f"--patches {patches} needs a patch, not {one}", hint="give --patch or --shape."
+            )
+        return Patches(one, patches)
     if bound is not None and sparse is None:
         raise InvalidThreat(f"--bound {bound} needs --sparse", hint="give --sparse K, for any K pixels.")
     if placements is not None and stamp is None:
@@ -218,7 +234,11 @@ def check_evidence_file(path: Path | None) -> None:
 
 
 def parse_settings(
-    owner: str, constructor: type, settings: Sequence[str], without: Collection[str] = ("model",)
+    owner: str,
+    constructor: type,
+    settings: Sequence[str],
+    without: Collection[str] = ("model",),
+    option: str = "--setting",
 ) -> dict[str, Any]:
     """Settings from words like `window=7`, as the constructor takes them; unknown names and odd values are refused."""
     parameters = inspect.signature(constructor).parameters
@@ -228,10 +248,10 @@ def parse_settings(
         name, _, value = setting.partition("=")
         if name not in known:
             raise InvalidInput(
-                f"--setting {setting}: {owner} has no setting {name!r}",
+                f"{option} {setting}: {owner} has no setting {name!r}",
                 hint=f"it has {', '.join(known)}." if known else "it has none.",
             )
-        parsed[name] = _read_value(setting, value, known[name])
+        parsed[name] = _read_value(f"{option} {setting}", value, known[name])
     return parsed
 
 
@@ -241,7 +261,7 @@ def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 
         return None
     if kind is bool:
         if value not in ("true", "false"):
-            raise InvalidInput(f"--setting {setting} is neither true nor false", hint="write one of them.")
+            raise InvalidInput(f"{setting} is neither true nor false", hint="write one of them.")
         return value == "true"
     try:
         if "," in value and any(get_origin(each) is tuple for each in kinds):
@@ -251,5 +271,5 @@ def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 
         if re.fullmatch(r"[\d.,\s]+", value):
             return tuple(float(part) for part in value.split(","))
     except ValueError as error:
-        raise InvalidInput(f"--setting {setting} is not a number", hint="write it like window=7.") from error
+        raise InvalidInput(f"{setting} is not a number", hint="write it like window=7.") from error
     return value

@@ -10,6 +10,7 @@ from patchcert.cli.options import (
     DataOption,
     DeviceOption,
     NormaliseOption,
+    PatchesOption,
     PatchOption,
     PlacementsOption,
     ShapeOption,
@@ -46,6 +47,7 @@ def predict(
     patch: PatchOption = None,
     shape: ShapeOption = None,
     placements: PlacementsOption = None,
+    patches: PatchesOption = None,
     data: DataOption = None,
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
@@ -56,8 +58,8 @@ def predict(
 
     The answer is JSON on stdout, a class for each image; null where the classifier abstains or raises an alert.
     """
-    opened = open_target(target, weights=weights, normalise=normalise)
-    threat = parse_threat(patch, shape, None, None, placements, opened.threat)
+    opened = open_target(target, data_dir, weights, normalise)
+    threat = parse_threat(patch, shape, None, None, placements, opened.threat, patches)
     place = parse_device(device)
     opened.model.to(place)
     classifier = choose_classifier(opened, threat, method, setting or ())

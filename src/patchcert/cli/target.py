@@ -1,5 +1,6 @@
 """What commands work on: the model of a run folder, of a file or of the zoo, and images that fit it."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,19 +18,21 @@ if TYPE_CHECKING:
     from patchcert.certificates import AnyThreat, Classifier
     from patchcert.data import Dataset, Split
     from patchcert.evidence import Selection
-    from patchcert.models import ModelSpec
+    from patchcert.models import ModelSpec, OnnxNetwork
+    from patchcert.threats import Patch, SparsePixels
     from patchcert.train.run_folder import Run
     from patchcert.zoo import Card
 
-ZOO, IMAGENET = "zoo:", "imagenet:"
+ZOO, IMAGENET, ONNX = "zoo:", "imagenet:", ".onnx"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """A model with its file; that of a run or of the zoo knows the data and the threat it was trained on.
 
-    A network for ImageNet and one that a factory makes, which were not trained here, have no spec; the latter's weights
-    are named by the target, not by a file.
+    A network for ImageNet, one that a factory makes and one of an ONNX file, which were not trained here, have no spec;
+    the factory's weights are named by the target, not by a file. `onnx` is the network of such a file, which may be
+    normalised in the model.
     """
 
     model: "nn.Module"
@@ -37,23 +40,36 @@ class Target:
     weights: Path | str
     run: "Run | None" = None
     card: "Card | None" = None
-    threat: "AnyThreat | None" = None
+    threat: "Patch | SparsePixels | None" = None
     data: str | None = None
+    onnx: "OnnxNetwork | None" = None
+
+    @property
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """Channels, height and width of the images it is for, where it says so."""
+        known = self.spec or self.onnx
+        return None if known is None else known.image_shape
 
     @property
     def weights_sha256(self) -> str:
-        """Of the file; where a factory makes the model, of its weights as they are, normalisation included."""
+        """Of the file; where a factory makes the model, of its weights as they are, normalisation included.
+
+        Of an ONNX file that is normalised here, of both.
+        """
         from patchcert.files import sha256
         from patchcert.models import state_sha256
 
+        if self.onnx is not None and self.model is not self.onnx and isinstance(self.weights, Path):
+            both = f"{sha256(self.weights)} {state_sha256(self.model)}"
+            return hashlib.sha256(both.encode()).hexdigest()
         return sha256(self.weights) if isinstance(self.weights, Path) else state_sha256(self.model)
 
 
 def open_target(
     target: str, data_dir: Path | None = None, weights: Path | None = None, normalise: str | None = None
 ) -> Target:
-    """The model in a run folder, in a file that `patchcert.models.save` wrote, of `zoo:NAME` or `zoo:FOLDER/NAME`, or
-    the one that `MODULE:FACTORY` makes, with weights and normalisation of its own.
+    """The model in a run folder, in a file that `patchcert.models.save` wrote or in an ONNX file, of `zoo:NAME` or
+    `zoo:FOLDER/NAME`, or the one that `MODULE:FACTORY` makes, with weights and normalisation of its own.
 
     `imagenet:NAME` is a network beside ImageNet's images in the folder of the data.
     """
@@ -68,6 +84,8 @@ def _open(target: str, data_dir: Path | None, weights: Path | None, normalise: s
     is_own = not target.startswith((ZOO, IMAGENET)) and names_a_factory(target)
     if is_own:
         return _open_own(target, weights, normalise)
+    if target.endswith(ONNX) and weights is None:
+        return _open_onnx(Path(target), normalise)
     if weights is not None or normalise is not None:
         option = "--weights" if weights is not None else "--normalise"
         raise InvalidInput(
@@ -92,20 +110,38 @@ def _open(target: str, data_dir: Path | None, weights: Path | None, normalise: s
 
 
 def _open_own(target: str, weights: Path | None, normalise: str | None) -> Target:
-    from torch import nn
-
-    from patchcert.models import Normalize, load_weights
+    from patchcert.models import load_weights
 
     model = make_model(target)
     if weights is None:
         say(f"no --weights are given: {target} is taken as it is made")
     else:
         load_weights(model, weights)
-    if normalise is not None:
-        layer = Normalize(*parse_normalisation(normalise))
-        kept = next((value.dtype for value in model.parameters()), None)
-        model = nn.Sequential(layer if kept is None else layer.to(kept), model).eval()
+    model = _normalised(model, normalise)
     return Target(model, None, target if weights is None else f"{target} with {weights}")
+
+
+def _open_onnx(path: Path, normalise: str | None) -> Target:
+    from patchcert.models import load_onnx
+
+    network = load_onnx(path)
+    if network.left_out:
+        say(
+            f"the {network.left_out} at the end of {path} is left out: it does not change the order of classes"
+        )
+    return Target(_normalised(network, normalise), None, path, onnx=network)
+
+
+def _normalised(model: "nn.Module", normalise: str | None) -> "nn.Module":
+    from torch import nn
+
+    from patchcert.models import Normalize
+
+    if normalise is None:
+        return model
+    layer = Normalize(*parse_normalisation(normalise))
+    kept = next((value.dtype for value in model.parameters()), None)
+    return nn.Sequential(layer if kept is None else layer.to(kept), model).eval()
 
 
 def _refuse_broken_weights(target: Target) -> None:
@@ -137,8 +173,8 @@ def _instead_of(target: str) -> str:
     if target in shipped().names():
         return f"the model of the zoo is zoo:{target}."
     return (
-        "give a run folder of `patchcert train`, a .safetensors model file, zoo:NAME, or the function that makes your "
-        "model, like my_models:resnet."
+        "give a run folder of `patchcert train`, a .safetensors or .onnx model file, zoo:NAME, or the function that "
+        "makes your model, like my_models:resnet."
     )
 
 
@@ -158,7 +194,7 @@ def _open_imagenet(name: str, data_dir: Path | None) -> Target:
     from patchcert.models.imagenet import load_imagenet
 
     folder = find_imagenet(data_dir)
-    return Target(load_imagenet(name, folder), None, folder / f"{name}.safetensors", data=f"folder:{folder}")
+    return Target(load_imagenet(name, folder), None, folder / f"{name}.safetensors", data="imagenet")
 
 
 def open_data(target: Target, name: str | None, data_dir: Path | None) -> "Dataset":
@@ -189,7 +225,29 @@ def select_images(
     if target.spec is not None:
         _check_fit(target.spec, target.weights, dataset, whole)
         _warn_of_classes(target, target.spec.classes, dataset)
+    if target.onnx is not None:
+        _compare_onnx(target, target.onnx, dataset, whole)
     return Selection(dataset.name, split, limit, drawn, seed)
+
+
+def _compare_onnx(target: Target, network: "OnnxNetwork", dataset: "Dataset", images: "Split") -> None:
+    """The network of an ONNX file takes the images, and says of some of them what ONNX Runtime says."""
+    from patchcert.models.onnx.runtime import COMPARED, compare_with_runtime, has_runtime
+
+    assert isinstance(target.weights, Path)
+    if images.image_size != network.image_shape:
+        raise InvalidInput(
+            f"{target.weights} is for {_size(network.image_shape)} images, but those of {dataset.name} are "
+            f"{_size(images.image_size)}",
+            hint="name the data the model is for with --data.",
+        )
+    if not has_runtime():
+        say(f"ONNX Runtime is not installed: {target.weights} is not compared with it")
+        return
+    few = images.take(COMPARED).floats()
+    if target.model is not network:
+        few = cast("Callable", target.model.get_submodule("0"))(few)
+    compare_with_runtime(network, target.weights, few, network.left_out)
 
 
 def _held_out(target: Target) -> str:
@@ -256,6 +314,11 @@ def choose_classifier(
     masked = {"threat": threat} if chosen in ("masking", "detection") else {}
     trained = learned_settings if chosen == learned else {}
     return made(target.model, **masked, **{**trained, **given, **words})
+
+
+def learned_method(target: Target) -> str:
+    """The kind of proof that a run was trained for; interval where it was for none."""
+    return _learned_method(target)[0]
 
 
 def _learned_method(target: Target) -> "tuple[str, Mapping[str, Any]]":

@@ -7,8 +7,10 @@ import typer
 
 from patchcert.cli.options import DataFolderOption, DeviceOption, parse_device
 from patchcert.cli.output import print_json, progress_bar, say
+from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from patchcert.data import Split
     from patchcert.train.run_folder import Run
 
 
@@ -18,6 +20,9 @@ def trim(
     half: Annotated[
         bool, typer.Option("--half", help="Round the weights to half precision: a file of half the size.")
     ] = False,
+    keep_units: Annotated[
+        bool, typer.Option("--keep-units", help="Remove nothing: only round the weights, with --half.")
+    ] = False,
     data_dir: DataFolderOption = None,
     device: DeviceOption = "auto",
 ) -> None:
@@ -26,15 +31,14 @@ def trim(
     The trimmed model is a model of its own, smaller and faster to certify. What was proven of the whole one does not
     hold for it: certify it next.
     """
-    from patchcert.cli.target import open_data, open_run, open_target, select_images
+    from patchcert.cli.target import open_run
     from patchcert.files import sha256
     from patchcert.train.run_folder import trim_run
 
-    whole, place = open_run(run), parse_device(device)
-    target = open_target(str(run))
-    dataset = open_data(target, None, data_dir)
-    select_images(target, dataset, "train", 1)
-    images = whole.spec.data.split(dataset)[0].to(place).floats()
+    if keep_units and not half:
+        raise InvalidInput("--keep-units leaves nothing to do", hint="add --half, or leave it out.")
+    whole = open_run(run)
+    images = None if keep_units else _training_images(whole, data_dir).to(parse_device(device)).floats()
     with progress_bar("looking for units that open", "images") as report:
         made = trim_run(whole, out, images, half, report)
     before, after = (_parameters(each) for each in (whole, made))
@@ -51,6 +55,15 @@ def trim(
             "weights_sha256": sha256(made.weights),
         }
     )
+
+
+def _training_images(run: "Run", data_dir: Path | None) -> "Split":
+    from patchcert.cli.target import open_data, open_target, select_images
+
+    target = open_target(str(run.path))
+    dataset = open_data(target, None, data_dir)
+    select_images(target, dataset, "train", 1)
+    return run.spec.data.split(dataset)[0]
 
 
 def _parameters(run: "Run") -> int:

@@ -11,7 +11,7 @@ import shlex
 import tarfile
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from patchcert.data.split import Dataset, Split
 from patchcert.errors import DataError
 from patchcert.files import sha256
 
-MNIST_MINI = "mnist-mini"
+MNIST_MINI, IMAGENET = "mnist-mini", "imagenet"
 _MINI_FILE = Path(__file__).with_name("mnist_mini.npz")
 
 RECORD = "SHA256SUMS"
@@ -55,10 +55,13 @@ def load_dataset(
 
     `mnist`, `fashion-mnist`, `cifar10` and `cifar100` are searched in `data_dir` alone if it is given, else in
     $PATCHCERT_DATA and the user's cache. `mnist-mini` ships with the package. `folder:PATH` is an image folder,
-    whose images are resized and cropped to `image_shape`, 3 channels of 224 x 224 by default.
+    whose images are resized and cropped to `image_shape`, 3 channels of 224 x 224 by default; `imagenet` is that of the
+    files which `find_imagenet` finds.
     """
     if name == MNIST_MINI:
         return load_mnist_mini()
+    if name == IMAGENET:
+        return load_imagenet_images(data_dir)
     if name.startswith(FOLDER):
         return read_folder(Path(name.removeprefix(FOLDER)).expanduser(), image_shape or ImageShape(), name)
     return load_source(find_source(name), data_dir)
@@ -124,7 +127,14 @@ def data_folders(data_dir: str | Path | None = None) -> tuple[Path, ...]:
     return (Path(shared).expanduser(), cache_folder()) if shared else (cache_folder(),)
 
 
-def find_imagenet(data_dir: Path | None = None) -> Path:
+def load_imagenet_images(data_dir: str | Path | None = None) -> Dataset:
+    """The validation images of ImageNet that its labels.csv lists, in 224 x 224 pixels."""
+    folder = find_imagenet(data_dir)
+    found = read_folder(folder, ImageShape(), IMAGENET)
+    return replace(found, checksums={**found.checksums, "labels.csv": sha256(folder / "labels.csv")})
+
+
+def find_imagenet(data_dir: str | Path | None = None) -> Path:
     """The first folder with ImageNet's labels.csv, among those where data are looked for."""
     folders = [root / inner for root in data_folders(data_dir) for inner in ("imagenet", ".")]
     for folder in folders:

@@ -1,4 +1,4 @@
-"""The true test labels of the data that results are about, which ship with the package, so that evidence can be held to
+"""The true labels of the data that results are about, which ship with the package, so that evidence can be held to
 them where the images are not at hand."""
 
 import hashlib
@@ -72,15 +72,50 @@ KNOWN = {
 images that the results attack."""
 
 
+HELD_OUT_IMAGES = 10_000
+"""How many of the last training images have their labels shipped too."""
+HELD_OUT = {
+    "mnist": LabelFile(
+        "mnist-held-out",
+        frozenset(
+            {
+                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+                "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+            }
+        ),
+        "f46875b7c22368a38a50c5c7639c3842341b81fe4d628c55fa1818e21e96ab3b",
+    ),
+    "cifar10": LabelFile(
+        "cifar10-held-out",
+        frozenset({"755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"}),
+        "2ddf3ab27d5d04409c94ce7b56849c243129c10de1058ae0bfe14c77e934800c",
+    ),
+}
+"""The labels of the last training images, on which trials choose settings: `patchcert data labels NAME --held-out`."""
+
+
+def true_labels(name: str, split: str, sums: Mapping[str, str]) -> Annotated[NDArray[np.int64], "n"] | None:
+    """The labels of a split, `test` or `validation:N`, of data whose files have these sums; None where the package does
+    not have them."""
+    if split == "test":
+        return true_test_labels(name, sums)
+    kind, _, count = split.partition(":")
+    file = HELD_OUT.get(name)
+    if kind != "validation" or file is None or not file.sources & set(sums.values()):
+        return None
+    return None if int(count) > HELD_OUT_IMAGES else file.read()[-int(count) :]
+
+
 def true_test_labels(name: str, sums: Mapping[str, str]) -> Annotated[NDArray[np.int64], "n"] | None:
     """The labels of all test images of data whose files have these sums; None where the package does not have them."""
     file = KNOWN.get(name)
     return file.read() if file is not None and file.sources & set(sums.values()) else None
 
 
-def packed_test_labels(dataset: Dataset) -> bytes:
-    """The test labels in the form that is shipped."""
-    labels = dataset.test.labels.numpy()
+def packed_labels(dataset: Dataset, held_out: bool = False) -> bytes:
+    """The test labels, or those of the last training images, in the form that is shipped."""
+    chosen = dataset.train.labels[-HELD_OUT_IMAGES:] if held_out else dataset.test.labels
+    labels = chosen.numpy()
     return labels.astype(_dtype(1 if len(dataset.classes) <= 256 else 2)).tobytes()
 
 

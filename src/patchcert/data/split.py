@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
-from torch import Generator, Tensor
+from torch import Tensor
 
 from patchcert.errors import DataError, InvalidInput
 from patchcert.tensors import Images, Labels
@@ -105,26 +104,6 @@ class Dataset:
         if name not in ("train", "test"):
             raise DataError(f"there is no split named {name!r}; expected 'train' or 'test'")
         return self.train if name == "train" else self.test
-
-
-def random_flip(images: Images, generator: Generator) -> Images:
-    """Each image mirrored left to right with probability one half."""
-    flipped = torch.rand(len(images), generator=generator, device=images.device) < 0.5
-    return torch.where(flipped[:, None, None, None], images.flip(-1), images)
-
-
-def random_crop(images: Images, padding: int, generator: Generator) -> Images:
-    """Each image shifted by up to `padding` pixels either way, with zeros where nothing was."""
-    if padding < 0:
-        raise InvalidInput(f"random_crop needs a padding of at least 0, got {padding}")
-    count, channels, height, width = images.shape
-    padded = F.pad(images, (padding, padding, padding, padding))
-    corners = torch.randint(2 * padding + 1, (2, count), generator=generator, device=images.device)
-    rows = corners[0][:, None] + torch.arange(height, device=images.device)
-    columns = corners[1][:, None] + torch.arange(width, device=images.device)
-    image = torch.arange(count, device=images.device)[:, None, None, None]
-    channel = torch.arange(channels, device=images.device)[:, None, None]
-    return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
 def shown_classes(classes: Sequence[str]) -> str:

@@ -9,17 +9,17 @@ from typing import Any, final
 
 import numpy as np
 
-from patchcert.data.labels import KNOWN, true_test_labels
+from patchcert.data.labels import KNOWN, true_labels
 from patchcert.errors import PatchcertError
 from patchcert.evidence.manifest import SUMMARY, ListedFile, Manifest, listed_files
-from patchcert.evidence.record import Evidence, EvidenceFolder
+from patchcert.evidence.record import MODEL, Evidence, EvidenceFolder, predictor_of
 from patchcert.evidence.results import TRIMMED, Result, check_together
 from patchcert.files import sha256
 from patchcert.train.run_folder import ENVIRONMENT, METRICS, SPEC
 
 NEAR_TIES = 1e-3
 """The share of images whose prediction may differ from machine to machine; among the results none does."""
-_OWN_PREDICTIONS = json.dumps({"name": "Model"})
+_OWN_PREDICTIONS = predictor_of(MODEL)
 """What `Evidence.subject` calls a model that is asked as it is."""
 
 
@@ -103,13 +103,13 @@ def audit_evidence(file: Path) -> tuple[Finding, ...]:
 
 def _labels(evidence: Evidence) -> str:
     data, index = evidence.meta["data"], evidence.columns["index"]
-    if evidence.selection.split != "test":
-        return ""
-    labels = true_test_labels(data["name"], data.get("sha256", {}))
+    split = evidence.selection.split
+    labels = true_labels(data["name"], split, data.get("sha256", {}))
     if labels is None:
-        return f"is about {data['name']} of other files than those published" if data["name"] in KNOWN else ""
+        is_published = split == "test" and data["name"] in KNOWN
+        return f"is about {data['name']} of other files than those published" if is_published else ""
     if index.max(initial=0) >= len(labels):
-        return f"names image {index.max()}, but {data['name']} has {len(labels)} test images"
+        return f"names image {index.max()}, but {data['name']} has {len(labels)} {split} images"
     wrong = np.flatnonzero(labels[index] != evidence.columns["label"])
     if not wrong.size:
         return ""

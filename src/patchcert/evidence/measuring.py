@@ -24,9 +24,10 @@ from patchcert.certificates.classifier import Promise
 from patchcert.data import Dataset, Split
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
-from patchcert.evidence.record import VERSION, Evidence, EvidenceFolder, Question, Selection
+from patchcert.evidence.record import MODEL, VERSION, Evidence, EvidenceFolder, Question, Selection
 from patchcert.files import atomic_write
 from patchcert.progress import Progress
+from patchcert.tensors import Images
 from patchcert.train.distributed import ALONE, World
 from patchcert.train.environment import describe_machine, source_sha256
 
@@ -34,6 +35,8 @@ FIRST_BLOCK, LARGEST_BLOCK = 64, 4096
 ATTACKED_ON_CPU, ATTACKED_ELSEWHERE = 16, 512
 """Images that are attacked at a time: with their restarts they fill a batch of the device."""
 BLOCK_SECONDS = 10.0
+PREDICTED_SECONDS = 0.2
+"""How long predictions are measured at least, where there are images enough."""
 _PLAIN = (bool, int, float, str, tuple, type(None), torch.Size, torch.dtype)
 
 
@@ -63,7 +66,7 @@ class Subject:
         if isinstance(self.classifier, Defended):
             defense = self.classifier.defense
             return {"name": "Defended", "defense": f"{type(defense).__name__}({defense.extra_repr()})"}
-        return {"name": "Model"}
+        return dict(MODEL)
 
     def evidence(self, question: Question, columns: Mapping[str, Any], facts: Mapping[str, Any]) -> Evidence:
         """An answer with the circumstances under which it was found."""
@@ -120,6 +123,10 @@ class Certification:
         found = _gathered(found, self._rows(len(positions)), len(positions), self.world)
         guarantee = asdict(found.guarantee)
         facts = {"guarantee": guarantee, "command": self.command, "seconds": round(seconds, 3)}
+        if self.world.is_main:
+            facts["prediction"] = prediction_time(
+                self.classifier, images.floats().to(_dtype_of(self.classifier))
+            )
         evidence = self.subject.evidence(self.question, certificate_columns(found, positions), facts)
         if self.file is not None and self.world.is_main:
             evidence = evidence.write(self.file)
@@ -194,6 +201,22 @@ class Certification:
     def _partial(self) -> "_Partial":
         part = "" if self.world.size == 1 else f"-{self.world.rank}-of-{self.world.size}"
         return _Partial.of(self.subject, self.question, self.file, part)
+
+
+def prediction_time(classifier: Classifier, images: Images) -> dict[str, float]:
+    """How many images the deployed classifier predicted in one call, and in how many seconds.
+
+    First of a single image, then of eight times as many until a call takes `PREDICTED_SECONDS` or has all images: the
+    last call counts, so that what is done once is done before or is a small part of it.
+    """
+    count = 1
+    while True:
+        began = time.perf_counter()
+        classifier.predict(images[:count]).cpu()  # waits for the device
+        seconds = time.perf_counter() - began
+        if seconds >= PREDICTED_SECONDS or count >= len(images):
+            return {"images": min(count, len(images)), "seconds": round(seconds, 6)}
+        count *= 8
 
 
 def _gathered(part: Certificates, rows: slice, total: int, world: World) -> Certificates:
@@ -320,6 +343,7 @@ class Attacking:
             generator.set_state(stored.tensors.pop("generator"))
             columns, seconds = {name: value.numpy() for name, value in stored.tensors.items()}, stored.seconds
         size = ATTACKED_ON_CPU if self.subject.device.type == "cpu" else ATTACKED_ELSEWHERE
+        size = max(total, 1) if self.attack.needs_all_images else size
         while not columns or len(columns["index"]) < total:
             began, done = time.perf_counter(), len(columns.get("index", ()))
             if progress is not None:

@@ -36,6 +36,8 @@ KINDS = {
     **dict.fromkeys(("certified", "succeeded", "broken"), "b"),
 }
 """The kinds of numbers, in numpy's letters, that columns hold where not any will do."""
+MODEL: Mapping[str, Any] = {"name": "Model"}
+"""How a model is described that is asked as it is."""
 _NOT_ASKED = ("batch_size", "verdicts_only")
 
 
@@ -160,7 +162,8 @@ class Evidence:
     """The answer to a question, image by image. Reading a file checks that its columns do not contradict each other.
 
     `meta` is the question and the circumstances: weights_sha256, the sums of the data and the size of its images (below
-    `data`), command, seconds, device and versions.
+    `data`), command, seconds, device and versions. Certificates gathered since 16 November 2026 also have `prediction`:
+    how many images the deployed classifier predicted in one call, and in how many seconds.
     """
 
     columns: Mapping[str, NDArray[Any]]
@@ -267,6 +270,12 @@ class Evidence:
         return Guarantee(confidence=1 - self.meta["classifier"].get("error_rate", 0.0))
 
     @property
+    def prediction_milliseconds(self) -> float | None:
+        """What a prediction took the deployed classifier, on the device; None where it was not measured."""
+        measured = self.meta.get("prediction")
+        return None if measured is None else 1000 * measured["seconds"] / measured["images"]
+
+    @property
     def is_undefended(self) -> bool:
         """Whether an attack was on the model that certificates are about, with no defense in between."""
         return "defense" not in self.meta["classifier"]
@@ -274,13 +283,10 @@ class Evidence:
     @property
     def subject(self) -> tuple[object, ...]:
         """What the rows are about: two files with the same subject can contradict each other."""
-        classifier = self.meta["classifier"]
-        method = method_named(classifier["name"])
-        predictor = {"name": "Model"} if method is not None and method.predicts_as_its_model else classifier
         selection = self.selection
         return (
             self.weights,
-            json.dumps(predictor, sort_keys=True),
+            predictor_of(self.meta["classifier"]),
             self.threat,
             selection.data,
             selection.split,
@@ -333,6 +339,16 @@ class Evidence:
             raise RunError(f"{self.where} does not say what it is evidence of: {error}") from error
         if "weights_sha256" not in self.meta:
             raise RunError(f"{self.where} does not name its weights_sha256", hint="gather the evidence again")
+        measured = self.meta.get("prediction", {"images": 1, "seconds": 0.0})
+        if (
+            not isinstance(measured, Mapping)
+            or not measured.get("images", 0) > 0
+            or "seconds" not in measured
+        ):
+            raise RunError(
+                f"{self.where} does not say how many images were predicted in how many seconds: {measured}",
+                hint="gather the evidence again",
+            )
 
     def _check_columns(self) -> None:
         missing = [name for name in COLUMNS[self.kind] if name not in self.columns]
@@ -387,6 +403,17 @@ class Evidence:
         return "" if method is None else method.contradiction(self.columns, self.meta)
 
 
+def predictor_of(classifier: Mapping[str, Any]) -> str:
+    """Of what a classifier says of itself, all that decides its predictions: the same for proofs of one predictor."""
+    method = method_named(classifier["name"])
+    if method is None:
+        return json.dumps(dict(classifier), sort_keys=True)
+    if method.predicts_as_its_model:
+        return json.dumps(MODEL)
+    decides = {name: value for name, value in classifier.items() if name not in method.of_proofs_alone}
+    return json.dumps(decides, sort_keys=True)
+
+
 def refuted(proven: Evidence, attacked: Evidence) -> NDArray[np.integer]:
     """Positions of images that are proven in one file and broken in the other, by a member of the same threat.
 
@@ -427,12 +454,20 @@ class EvidenceFolder:
         return found if found.weights == weights else None
 
     def proven(
-        self, threat: AnyThreat, selection: Selection, weights: str, positions: Tensor
+        self,
+        threat: AnyThreat,
+        selection: Selection,
+        weights: str,
+        positions: Tensor,
+        classifier: Mapping[str, Any] = MODEL,
     ) -> Tensor | None:
-        """Which of the images at these positions are proven, where one file of evidence says it of all of them."""
+        """Which of the images at these positions are proven to be right by the predictor of this classifier, where one
+        file of evidence says it of all of them."""
         for found in self.all():
             asked = found.kind, found.weights, found.selection.data, found.selection.split
             if asked != ("certify", weights, selection.data, selection.split):
+                continue
+            if predictor_of(found.meta["classifier"]) != predictor_of(classifier):
                 continue
             certified = found.certified_against(threat)
             known = np.isin(positions.numpy(), found.columns["index"])

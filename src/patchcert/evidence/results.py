@@ -24,6 +24,7 @@ TRIMMED = "trimmed"
 FIRST_SEED = 2019
 TRAINED_AGAIN = "trained again: the same specification gave other weights"
 MEASURED_AGAIN = "measured again: the same weights gave other rows"
+TIMED = "measured again: the same rows, with the time of predictions"
 
 
 @final
@@ -210,13 +211,16 @@ def fingerprint(run: Run) -> str:
 def copy_evidence(source: Path, target: Path, weights: str, folder: Path) -> None:
     """Copies evidence of these weights to a folder below that of the results, where none of other weights is kept.
 
-    The counts of what is replaced stay in the manifest. Answers with the same rows are not replaced.
+    The counts of what is replaced stay in the manifest. Answers with the same rows are not replaced, unless they are
+    the first to say what predictions take.
     """
     there = _by_name(target)
     arriving = {name: each for name, each in _by_name(source).items() if each.weights == weights}
-    kept = {name for name, each in arriving.items() if name in there and each.has_rows_of(there[name])}
+    alike = {name for name, each in arriving.items() if name in there and each.has_rows_of(there[name])}
+    timed = {name for name in alike if "prediction" in arriving[name].meta.keys() - there[name].meta.keys()}
+    kept = alike - timed
     gone = {
-        name: TRAINED_AGAIN if each.weights != weights else MEASURED_AGAIN
+        name: TRAINED_AGAIN if each.weights != weights else TIMED if name in timed else MEASURED_AGAIN
         for name, each in there.items()
         if each.weights != weights or (name in arriving and name not in kept)
     }

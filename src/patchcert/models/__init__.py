@@ -2,6 +2,9 @@
 
 from patchcert.models import architectures as architectures
 from patchcert.models.layers import Normalize as Normalize
+from patchcert.models.onnx import OnnxNetwork as OnnxNetwork
+from patchcert.models.onnx import load_onnx as load_onnx
+from patchcert.models.onnx import save_onnx as save_onnx
 from patchcert.models.registry import ModelSpec as ModelSpec
 from patchcert.models.registry import architecture as architecture
 from patchcert.models.registry import build as build

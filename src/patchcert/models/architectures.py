@@ -66,6 +66,42 @@ def cnn5w(spec: ModelSpec) -> nn.Sequential:
     return _network(spec, convolutions, widths=(spec.hidden or 512,))
 
 
+@architecture("mlp_bn")
+def mlp_bn(spec: ModelSpec) -> nn.Sequential:
+    """`depth` hidden layers (1) of `hidden` units (1,024), a batch norm in each."""
+    _refuse_keys(spec, "filters")
+    return _network(spec, (), widths=(spec.hidden or 1024,) * (spec.depth or 1), normed=True)
+
+
+@architecture("cnn2_bn")
+def cnn2_bn(spec: ModelSpec) -> nn.Sequential:
+    """`cnn2` with batch norms and wider: `filters` channels (32), then twice as many, and 512 hidden units."""
+    _refuse_keys(spec, "depth")
+    filters = spec.filters or 32
+    convolutions = (_Convolution(filters, 4, 2, 1), _Convolution(2 * filters, 4, 2, 1))
+    return _network(spec, convolutions, widths=(spec.hidden or 512,), normed=True)
+
+
+@architecture("cnn5_bn")
+def cnn5_bn(spec: ModelSpec) -> nn.Sequential:
+    """`cnn5w` with batch norms: two convolutions of `filters` channels (64), three of twice as many, 512 units."""
+    _refuse_keys(spec, "depth")
+    filters = spec.filters or 64
+    widths = ((filters, 1), (filters, 1), (2 * filters, 2), (2 * filters, 1), (2 * filters, 1))
+    convolutions = tuple(_Convolution(width, 3, stride, 1) for width, stride in widths)
+    return _network(spec, convolutions, widths=(spec.hidden or 512,), normed=True)
+
+
+@architecture("cnn7_bn")
+def cnn7_bn(spec: ModelSpec) -> nn.Sequential:
+    """`cnn5_bn` with two more convolutions, the first of them strided, of four times `filters` channels (64)."""
+    _refuse_keys(spec, "depth")
+    filters = spec.filters or 64
+    factors = ((1, 1), (1, 1), (2, 2), (2, 1), (2, 1), (4, 2), (4, 1))
+    convolutions = tuple(_Convolution(factor * filters, 3, stride, 1) for factor, stride in factors)
+    return _network(spec, convolutions, widths=(spec.hidden or 512,), normed=True)
+
+
 @architecture("cnn2_ablation")
 def cnn2_ablation(spec: ModelSpec) -> nn.Sequential:
     """Two convolutions and three linear layers, used for MNIST; 3,320,922 parameters there."""
@@ -135,6 +171,33 @@ def resnet18(spec: ModelSpec) -> nn.Sequential:
     """ResNet-18 with the 3x3 stem for small images: 64 channels, doubled in each of the three later stages."""
     _refuse_keys(spec, "hidden", "widths", "depth", "receptive_field")
     return nn.Sequential(_resnet18(spec.channels, spec.filters or 64, spec.classes))
+
+
+@architecture("resnet8")
+def resnet8(spec: ModelSpec) -> nn.Sequential:
+    """A narrow residual network: three blocks of `filters` channels (16) and twice and four times as many.
+
+    With `depth` (6 n + 2) there are n blocks of each width. The last map is not averaged: a linear layer sees it whole.
+    """
+    _refuse_keys(spec, "hidden", "widths", "receptive_field")
+    depth, filters = spec.depth or 8, spec.filters or 16
+    count, rest = divmod(depth - 2, 6)
+    if count < 1 or rest:
+        raise ModelError(
+            f"the depth of a resnet8 is {depth}; expected 2 layers and 6 for each block of a stage",
+            hint="set model.depth to 8, 14 or 20",
+        )
+    stages = ((filters, 1), (2 * filters, 2), (4 * filters, 2))
+    height, width = ((size + 3) // 4 for size in (spec.height, spec.width))
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv=nn.Conv2d(spec.channels, filters, 3, 1, 1, bias=False),
+        bn=nn.BatchNorm2d(filters),
+        relu=nn.ReLU(),
+        blocks=_stages(BasicBlock, filters, stages, count),
+        flatten=nn.Flatten(),
+        logits=nn.Linear(4 * filters * height * width, spec.classes),
+    )
+    return nn.Sequential(layers)
 
 
 @architecture("resnet18_ablation")
@@ -275,10 +338,13 @@ def _cnn4(spec: ModelSpec, first: _Convolution) -> nn.Sequential:
 
 
 def _network(
-    spec: ModelSpec, convolutions: tuple[_Convolution, ...], widths: tuple[int, ...]
+    spec: ModelSpec, convolutions: tuple[_Convolution, ...], widths: tuple[int, ...], normed: bool = False
 ) -> nn.Sequential:
-    """Convolutions, then fully connected layers, a ReLU after each but the last, which is called `logits`."""
-    _refuse_keys(spec, "filters", "depth", "receptive_field")
+    """Convolutions, then fully connected layers, a ReLU after each but the last, which is called `logits`.
+
+    Where they are `normed`, a batch norm stands before each ReLU.
+    """
+    _refuse_keys(spec, *(("widths",) if normed else ("filters", "depth")), "receptive_field")
     outputs = spec.widths or (*(shape.channels for shape in convolutions), *widths)
     count = len(convolutions) + len(widths)
     if len(outputs) != count:
@@ -289,7 +355,10 @@ def _network(
     layers = OrderedDict[str, nn.Module]()
     channels, height, width = spec.channels, spec.height, spec.width
     for index, (shape, filters) in enumerate(zip(convolutions, outputs, strict=False), start=1):
-        layers[f"conv{index}"] = nn.Conv2d(channels, filters, shape.kernel, shape.stride, shape.padding)
+        settings = (shape.kernel, shape.stride, shape.padding)
+        layers[f"conv{index}"] = nn.Conv2d(channels, filters, *settings, bias=not normed)
+        if normed:
+            layers[f"bn{index}"] = nn.BatchNorm2d(filters)
         layers[f"relu{index}"] = nn.ReLU()
         channels, height, width = filters, shape.output_size(height), shape.output_size(width)
     if min(height, width) < 1:
@@ -299,8 +368,11 @@ def _network(
     layers["flatten"] = nn.Flatten()
     features = channels * height * width
     for index, units in enumerate(outputs[len(convolutions) :], start=1):
-        layers[f"linear{index}"] = nn.Linear(features, units)
-        layers[f"relu{len(convolutions) + index}"] = nn.ReLU()
+        number = len(convolutions) + index
+        layers[f"linear{index}"] = nn.Linear(features, units, bias=not normed)
+        if normed:
+            layers[f"bn{number}"] = nn.BatchNorm1d(units)
+        layers[f"relu{number}"] = nn.ReLU()
         features = units
     layers["logits"] = nn.Linear(features, spec.classes)
     return nn.Sequential(layers)

@@ -167,17 +167,29 @@ _BUILDERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def load_imagenet(name: str, folder: Path) -> nn.Module:
-    """The named network in float32 and eval mode, all of whose weights come from the file."""
+IMAGENET_WEIGHTS = {
+    "resnet50": "4257f5d8fa0b4d8344144955f8cd78e1ee9a12feab4dbb4c4cc5a817ad00f8a5",
+    "efficientnet_lite2": "f97f5aab129c5db056c74ec9a3e5989930a2e08c3e5ee79cf23fb7c9facd3613",
+}
+"""The SHA-256 sums of the files that evidence of ours is about."""
+
+
+def build_imagenet(name: str) -> nn.Module:
+    """The named network with random weights."""
     if name not in _BUILDERS:
         raise ModelError(
             f"no ImageNet network is called {name!r}; there are: {', '.join(_BUILDERS)}",
             hint="choose one of these names",
         )
+    return _BUILDERS[name]()
+
+
+def load_imagenet(name: str, folder: Path) -> nn.Module:
+    """The named network in float32 and eval mode, all of whose weights come from the file."""
+    model = build_imagenet(name)
     path = folder / f"{name}.safetensors"
     if not path.is_file():
         raise ModelError(f"the weights {path} are missing", hint=f"put {path.name} into {folder}")
-    model = _BUILDERS[name]()
     weights = {key: value.float() for key, value in load_file(path).items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     missing = [key for key in missing if not key.endswith("num_batches_tracked")]

@@ -159,8 +159,8 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def training_curves(metrics: Metrics) -> tuple[Chart, ...]:
-    """Loss, accuracies and epsilon by epoch; a quantity that was never written has no chart."""
-    epochs = [epoch for row in metrics if (epoch := _value(row, "epoch")) is not None]
+    """Loss, accuracies and epsilon by epoch, counted from 1; a quantity that was never written has no chart."""
+    epochs = [epoch for row in metrics if (epoch := _epoch(row)) is not None]
     if not epochs:
         return ()
     span = whole_axis("epoch", math.floor(min(epochs)), math.ceil(max(epochs)))
@@ -236,9 +236,15 @@ def _point(side: int, share: Proportion) -> Point:
 
 
 def _series(metrics: Metrics, key: str, label: str, style: str, factor: float = 1.0) -> Series:
-    values = [(_value(row, "epoch"), _value(row, key)) for row in metrics]
+    values = [(_epoch(row), _value(row, key)) for row in metrics]
     points = tuple(Point(epoch, factor * y) for epoch, y in values if epoch is not None and y is not None)
     return Series(label, points, style, markers=len(points) == 1)
+
+
+def _epoch(row: Mapping[str, object]) -> float | None:
+    """The epoch as messages count it, from 1 on."""
+    epoch = _value(row, "epoch")
+    return None if epoch is None else epoch + 1
 
 
 def _value(row: Mapping[str, object], key: str) -> float | None:

@@ -273,8 +273,8 @@ def _hidden(classifier: Classifier, image: Split, found: Certificates) -> Hidden
         return None
     first, second = found.weakest_masks[0].tolist()
     _, height, width = image.image_size
-    masks = classifier.mask_set(height, width).hidden.cpu().numpy()
-    copy = behind(image.images[0].cpu().numpy(), masks[first] | masks[second], classifier.fill)
+    masks = classifier.mask_set(height, width).hidden
+    copy = behind(masks[first] | masks[second], image.images[0].cpu().numpy(), classifier.fill)
     lead = -math.inf if found.lead is None else float(found.lead[0])
     return Hidden(copy, tuple(sorted({first, second})), lead, classifier.needed_lead)
 

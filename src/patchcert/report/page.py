@@ -16,16 +16,28 @@ from patchcert.errors import InvalidInput
 from patchcert.evidence import Evidence
 from patchcert.files import write_text
 from patchcert.report.charts import Chart, sizes_chart, training_curves
-from patchcert.report.pictures import PROVEN, UNPROVEN, colour_limit, data_address, heat_map, sprite
+from patchcert.report.pictures import (
+    PROVEN,
+    UNPROVEN,
+    Pixels,
+    behind,
+    colour_limit,
+    data_address,
+    heat_map,
+    sprite,
+)
 from patchcert.report.statistics import Proportion
 from patchcert.report.summary import RunSummary
 from patchcert.report.tables import NOT_MEASURED, percent
-from patchcert.threats import Patch, shapes
+from patchcert.threats import Patch, Patches, shapes, threat_from_dict
+from patchcert.threats.masks import MaskSet
 
 NOT_STATED = "not stated"
 KEEP_PICTURES = "Pictures are kept by `patchcert attack` with --save-images."
 CONTRADICTIONS_SHOWN = 20
 STATIC_ROWS = 12
+MASKS_DRAWN = 256
+"""The most masks that a page draws, each over an image."""
 SPRITE_COLUMNS = 40
 VERDICTS = ("certified", "not certified", "wrong", "abstained")
 OUTCOMES = ("withstood", "broken", "wrong already", "not attacked")
@@ -38,13 +50,15 @@ def write_report(runs: Sequence[RunSummary], path: Path) -> Path:
     """
     if not runs:
         raise InvalidInput("a report needs at least one run, got none", hint="name a run folder")
+    views = [RunView(run, f"run-{position}") for position, run in enumerate(runs)]
     text = (
         page_environment()
         .get_template("report.html.j2")
         .render(
             title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
             version=patchcert.__version__,
-            views=[RunView(run, f"run-{position}") for position, run in enumerate(runs)],
+            views=views,
+            differing=differing(views),
             has_contradictions=any(run.contradictions for run in runs),
             contradictions_shown=CONTRADICTIONS_SHOWN,
             ramp=colour_stops(),
@@ -80,6 +94,8 @@ def describe_threat(threat: AnyThreat) -> str:
     """What the attacker may do, in a few words."""
     if isinstance(threat, Patch):
         return f"one {shapes.describe(threat.stamp)} patch, {threat.rule}"
+    if isinstance(threat, Patches):
+        return f"{threat.count} {shapes.describe(threat.patch.stamp)} patches at once, {threat.patch.rule}"
     return f"any {_pixels(threat.pixels)}"
 
 
@@ -87,7 +103,18 @@ def describe_classifier(rows: Evidence) -> str:
     """The kind of classifier that was certified, and its settings."""
     settings = dict(rows.meta["classifier"])
     name = settings.pop("name", NOT_STATED)
-    return ", ".join([name, *(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())])
+    return ", ".join([name, *(_setting(key.replace("_", " "), value) for key, value in settings.items())])
+
+
+def _setting(name: str, value: object) -> str:
+    """A setting of a classifier in words."""
+    if isinstance(value, bool):
+        return name if value else f"not {name}"
+    if value is None:
+        return f"no {name}"
+    if isinstance(value, Mapping):
+        return f"{name} {describe_threat(threat_from_dict(value))}"
+    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def lead_sentence(run: RunSummary) -> str:
@@ -109,7 +136,8 @@ def margin_text(margin: float) -> str:
     """A margin with its sign, to two digits that count, so that a narrow proof is not shown as a tie."""
     if not math.isfinite(margin):
         return "not finite"
-    return f"{margin:+.2g}" if abs(margin) < 0.1 else f"{margin:+.2f}"
+    text = f"{margin:+.2g}" if abs(margin) < 0.1 else f"{margin:+.2f}"
+    return text.replace("-", "\N{MINUS SIGN}") if margin < 0 else text
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> tuple[tuple[str, str], ...]:
@@ -153,13 +181,14 @@ class Accuracy:
 
 
 def accuracies(
-    clean: Proportion | None, empirical: Proportion | None, certified: Proportion | None
+    clean: Proportion | None, empirical: Proportion | None, certified: Proportion | None, is_detected: bool
 ) -> tuple[Accuracy, ...]:
-    """The three accuracies of a run, from the largest to the smallest."""
+    """The three accuracies of a run, from the largest to the smallest; if patches are detected, alerts suffice."""
+    right = "right, or an alert is raised," if is_detected else "right"
     return (
         Accuracy("Clean", "right when nobody interferes", "plain", clean),
-        Accuracy("Empirical", "right under every attack tried", "soft", empirical),
-        Accuracy("Certified", "proven right under every attack possible", "accent", certified),
+        Accuracy("Empirical", f"{right} under every attack tried", "soft", empirical),
+        Accuracy("Certified", f"proven {right} under every attack possible", "accent", certified),
     )
 
 
@@ -171,14 +200,23 @@ class RunView:
     anchor: str
 
     @property
+    def threat(self) -> AnyThreat | None:
+        """What the numbers are proven against."""
+        return self.run.headline.threat if self.run.headline else self.run.threat
+
+    @property
+    def data(self) -> str:
+        """The data set that the numbers are counted on."""
+        return self.run.headline.selection.data if self.run.headline else self.run.dataset
+
+    @property
     def facts(self) -> tuple[tuple[str, str], ...]:
         """What the numbers are about."""
         run, rows = self.run, self.run.headline
-        threat = rows.threat if rows else run.threat
         facts = {
-            "Threat": describe_threat(threat) if threat else "",
+            "Threat": describe_threat(self.threat) if self.threat else "",
             "Model": run.model,
-            "Data": rows.selection.data if rows else run.dataset,
+            "Data": self.data,
             "Classifier": describe_classifier(rows) if rows else "",
             "Guarantee": str(run.guarantee) if rows else "",
         }
@@ -187,13 +225,39 @@ class RunView:
     @property
     def numbers(self) -> tuple[Accuracy, ...]:
         """Accuracies, each on all images that it was measured on."""
-        return accuracies(self.run.clean, self.run.empirical, self.run.certified)
+        return self._accuracies(self.run.clean, self.run.empirical, self.run.certified)
 
     @property
     def same_images(self) -> tuple[Accuracy, ...]:
-        """Accuracies on the images that all three were measured on."""
-        found = self.run.on_the_same_images
-        return accuracies(found.clean, found.empirical, found.certified) if found else ()
+        """Accuracies on the same images: those certified and attacked, or those certified where none is both."""
+        run, found = self.run, self.run.on_the_same_images
+        if found is not None:
+            return self._accuracies(found.clean, found.empirical, found.certified)
+        return self.numbers if run.headline is None else self._accuracies(run.clean, None, run.certified)
+
+    def _accuracies(self, *shares: Proportion | None) -> tuple[Accuracy, ...]:
+        return accuracies(*shares, is_detected=self.run.guarantee.promise == "detection")
+
+    @property
+    def same_images_note(self) -> str:
+        """Which images the accuracies above are counted on."""
+        found, rows = self.run.on_the_same_images, self.run.headline
+        if found is not None:
+            return (
+                f"All three are counted on the same {found.clean.total:,} images, those that were both certified and "
+                "attacked. The truth for this model lies between what is proven and what the attack left standing."
+            )
+        if rows is not None:
+            return f"Counted on the {rows.total:,} images that were certified; none of them was attacked."
+        return "Nothing was certified."
+
+    @property
+    def more_images(self) -> tuple[Accuracy, ...]:
+        """Accuracies on all images that they were measured on, where some of these are not among the same images."""
+        same = [number.share for number in self.same_images]
+        if [number.share for number in self.numbers] == same:
+            return ()
+        return tuple(number for number in self.numbers if number.share is not None)
 
     @property
     def sizes(self) -> Chart | None:
@@ -206,6 +270,28 @@ class RunView:
             each for each in self.run.certificates if (each.meta["classifier"], each.selection.data) == kind
         ]
         return sizes_chart(alike)
+
+    @property
+    def has_margins(self) -> bool:
+        """Whether maps show margins, and not only what is proven."""
+        return any(each.has_margins for each in self.run.maps)
+
+    @property
+    def masks(self) -> tuple[Pixels, ...]:
+        """The first image behind each of the masks, where these are few enough to be drawn."""
+        masks, rows = self.run.masks, self.run.headline
+        if masks is None or rows is None or not self.run.masked or len(masks) > MASKS_DRAWN:
+            return ()
+        image = self.run.masked[0].image
+        return tuple(behind(hidden, image, rows.meta["classifier"]["fill"]) for hidden in masks.hidden)
+
+    @property
+    def mask_columns(self) -> int:
+        """In how many columns the masks are drawn: in those of their set, where they fill all of its rows."""
+        masks = self.run.headline.meta["classifier"]["masks"] if self.run.headline else 1
+        columns = masks if isinstance(masks, int) else masks[1]
+        drawn = len(self.masks)
+        return columns if drawn % columns == 0 else math.ceil(math.sqrt(drawn))
 
     @property
     def colour_limit(self) -> float:
@@ -249,6 +335,18 @@ class RunView:
         return image_table(self.run, self.run.headline) if self.run.headline else None
 
 
+def differing(views: Sequence[RunView]) -> str:
+    """What runs must share to be compared, as far as they do not: the threat, the data, and the images certified."""
+    found = [rows for view in views if (rows := view.run.headline) is not None]
+    questions = {
+        "the threat": [view.threat for view in views],
+        "the data": [view.data for view in views],
+        "the images": [rows.columns["index"].tolist() for rows in found],
+    }
+    names = [name for name, asked in questions.items() if any(each != asked[0] for each in asked)]
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
 def class_name(classes: Sequence[str], label: int) -> str:
     """The class as the data set calls it, else its number; a classifier that abstains says so."""
     if label < 0:
@@ -275,7 +373,12 @@ def image_table(run: RunSummary, rows: Evidence) -> ImageTable:
     height, width = pictures.shape[-2:] if pictures is not None else (0, 0)
     values = _image_values(run, rows)
     shown = {key: name for key, name in _HEADINGS.items() if key in values}
-    words = {"classes": list(run.classes), "verdicts": VERDICTS, "outcomes": OUTCOMES}
+    words = {
+        "classes": list(run.classes),
+        "verdicts": VERDICTS,
+        "outcomes": OUTCOMES,
+        "boxes": boxes(run.masks),
+    }
     return ImageTable(
         total=rows.total,
         columns=shown,
@@ -288,6 +391,18 @@ def image_table(run: RunSummary, rows: Evidence) -> ImageTable:
         height=height,
         width=width,
     )
+
+
+def boxes(masks: MaskSet | None) -> list[list[int]]:
+    """Top, left, height and width of each mask; nothing unless all are rectangles."""
+    found = []
+    for hidden in () if masks is None else masks.hidden:
+        rows, columns = (hidden.any(dim=axis).nonzero()[:, 0] for axis in (1, 0))
+        (top, bottom), (left, right) = ((int(line[0]), int(line[-1]) + 1) for line in (rows, columns))
+        if not bool(hidden[top:bottom, left:right].all()):
+            return []
+        found.append([top, left, bottom - top, right - left])
+    return found
 
 
 _HEADINGS = {
@@ -318,7 +433,7 @@ def _image_values(run: RunSummary, rows: Evidence) -> dict[str, list[Any]]:
             values[key] = [float(f"{value:.4g}") if math.isfinite(value) else None for value in found]
     if "first_mask" in columns:
         pairs = zip(columns["first_mask"].tolist(), columns["second_mask"].tolist(), strict=True)
-        values["masks"] = [f"{first}, {second}" for first, second in pairs]
+        values["masks"] = [", ".join(map(str, sorted(set(pair)))) for pair in pairs]
     if "worst_top" in columns and (columns["worst_top"] >= 0).any():
         values |= {"top": columns["worst_top"].tolist(), "left": columns["worst_left"].tolist()}
     if "votes" in columns:
@@ -368,6 +483,13 @@ def _freedom(threat: AnyThreat) -> str:
     if isinstance(threat, Patch):
         where = "wherever it is placed" if str(threat.rule) == "everywhere" else f"placed {threat.rule}"
         return f"no {shapes.describe(threat.stamp)} patch, {where},"
+    if isinstance(threat, Patches):
+        where = (
+            "wherever they are placed"
+            if str(threat.patch.rule) == "everywhere"
+            else f"placed {threat.patch.rule}"
+        )
+        return f"no {threat.count} {shapes.describe(threat.patch.stamp)} patches at once, {where},"
     return f"no change of {_pixels(threat.pixels)}, wherever they lie,"
 
 

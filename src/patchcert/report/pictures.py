@@ -22,8 +22,8 @@ from patchcert.data import Split
 from patchcert.errors import InvalidInput
 from patchcert.evidence import Evidence
 from patchcert.tensors import Labels, PlacementMargins
-from patchcert.threats import Patch, threat_from_dict
-from patchcert.threats.masks import masks_covering
+from patchcert.threats import Patch, SparsePixels, threat_from_dict
+from patchcert.threats.masks import MaskSet, masks_covering
 
 Pixels = NDArray[np.uint8]
 
@@ -96,7 +96,8 @@ class Box:
 class CertificateMap:
     """An image with its least margin at every placement of the patch; NaN where no placement is allowed.
 
-    For proofs by masks it is the lead beyond the slack, for votes 1 where a placement is proven, else -1.
+    For double masking it is the lead beyond the slack. Other kinds of proof have no margins (`has_margins`): it is
+    then 1 where a placement is proven, else -1.
     """
 
     index: int
@@ -106,6 +107,7 @@ class CertificateMap:
     certified: bool
     patch: Patch
     margins: NDArray[np.float64]
+    has_margins: bool = True
 
     @property
     def weakest(self) -> Box:
@@ -181,6 +183,7 @@ def certificate_maps(model: nn.Module, images: Split, rows: Evidence, count: int
             certified=bool(columns["certified"][at]),
             patch=threat,
             margins=grids[at],
+            has_margins=isinstance(classifier, IntervalBounds | DoubleMasking),
         )
         for at in range(len(chosen))
     ]
@@ -219,10 +222,7 @@ def certificate_map(
     classifier: Classifier, image: Split, found: Certificates, threat: Patch
 ) -> CertificateMap | None:
     """The map of one image and its certificate; None where the kind of proof has none."""
-    has_margins = (
-        isinstance(classifier, IntervalBounds | DoubleMasking) and getattr(classifier, "patches", 1) == 1
-    )
-    if not has_margins and found.placements is None:
+    if not isinstance(classifier, IntervalBounds | DoubleMasking) and found.placements is None:
         return None
     grids = _grids(_placement_margins(classifier, image, threat), threat, image.image_size)
     row = (
@@ -236,14 +236,9 @@ def certificate_map(
 
 def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage]:
     """`count` telling rows of a proof by masks, each with its weakest copy; none of other kinds of proof."""
-    if "first_mask" not in rows.columns:
+    masks = masks_of(rows, images)
+    if masks is None:
         return []
-    kind = rows.meta["classifier"]
-    _, height, width = images.image_size
-    threat = threat_from_dict(kind["masked_threat"])
-    assert isinstance(threat, Patch)
-    masks = kind["masks"] if isinstance(kind["masks"], int) else tuple(kind["masks"])
-    hidden = masks_covering(threat, height, width, masks, kind["patches"]).hidden.numpy()
     found = []
     for row in telling_rows(rows, count).tolist():
         values = {name: column[row].item() for name, column in rows.columns.items() if column.ndim == 1}
@@ -253,7 +248,7 @@ def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage
             MaskedImage(
                 index=values["index"],
                 image=image,
-                copy=behind(image, hidden[pair[0]] | hidden[pair[1]], kind["fill"]),
+                copy=behind(masks.hidden[list(pair)].any(dim=0), image, rows.meta["classifier"]["fill"]),
                 label=values["label"],
                 prediction=values["prediction"],
                 certified=values["certified"],
@@ -264,24 +259,40 @@ def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage
     return found
 
 
-def behind(image: Pixels, hidden: NDArray[np.bool_], fill: float | Sequence[float]) -> Pixels:
-    """The image with its hidden pixels filled."""
+def masks_of(rows: Evidence, images: Split) -> MaskSet | None:
+    """The masks of a proof by masks; None of other kinds of proof."""
+    if "first_mask" not in rows.columns:
+        return None
+    kind, (_, height, width) = rows.meta["classifier"], images.image_size
+    threat = threat_from_dict(kind["masked_threat"])
+    assert not isinstance(threat, SparsePixels)
+    masks = kind["masks"] if isinstance(kind["masks"], int) else tuple(kind["masks"])
+    return masks_covering(threat, height, width, masks)
+
+
+def behind(hidden: Annotated[Tensor, "h w"], image: Pixels, fill: float | Sequence[float]) -> Pixels:
+    """The image as the model is shown it, hidden pixels at the fill of the proof."""
     shown = np.rint(255 * np.clip(np.atleast_1d(fill), 0, 1)).astype(np.uint8)
-    return np.where(hidden, shown[:, None, None], image)
+    return np.where(hidden.cpu().numpy(), shown[:, None, None], image)
 
 
 def telling_rows(rows: Evidence, count: int) -> NDArray[np.intp]:
-    """Rows over the whole range of margins or leads: proofs from the widest to the narrowest, then failures likewise.
+    """Rows over the whole range of margins or leads: proofs, then images right but not proven, then wrong ones.
 
-    Half of the rows are certified and half are not, as far as there are enough of either. Without margins and leads
-    they are spread over the images in their order.
+    Half of the rows are certified and half are not, as far as there are enough of either; wrong ones fill what the
+    others leave. Each group goes from the widest to the narrowest; without margins and leads it is spread over the
+    images in their order.
     """
-    certified = rows.columns["certified"]
-    widths = rows.columns.get("margin", rows.columns.get("lead", np.zeros(rows.total)))
+    columns = rows.columns
+    widths = columns.get("margin", columns.get("lead", np.zeros(rows.total)))
     order = np.argsort(-widths, kind="stable")
-    proven, unproven = order[certified[order]], order[~certified[order]]
-    failures = min(len(unproven), max(count // 2, count - len(proven)))
-    return np.concatenate([_spread(proven, count - failures), _spread(unproven, failures)])
+    certified, right = columns["certified"][order], (columns["prediction"] == columns["label"])[order]
+    proven, unproven, wrong = order[certified], order[right & ~certified], order[~right & ~certified]
+    failures = min(len(unproven) + len(wrong), max(count // 2, count - len(proven)))
+    unproven = _spread(unproven, failures)
+    return np.concatenate(
+        [_spread(proven, count - failures), unproven, _spread(wrong, failures - len(unproven))]
+    )
 
 
 def attacked_images(images: Split, attacks: Sequence[Evidence], count: int) -> list[AttackedImage]:

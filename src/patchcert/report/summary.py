@@ -24,8 +24,10 @@ from patchcert.report.pictures import (
     attacked_images,
     certificate_maps,
     masked_images,
+    masks_of,
 )
 from patchcert.report.statistics import Proportion
+from patchcert.threats.masks import MaskSet
 from patchcert.train.run_folder import EVIDENCE, Run
 from patchcert.train.spec import write_spec
 
@@ -67,6 +69,7 @@ class RunSummary:
     certificates: Sequence[Evidence] = ()
     attacks: Sequence[Evidence] = ()
     maps: Sequence[CertificateMap] = ()
+    masks: MaskSet | None = None
     masked: Sequence[MaskedImage] = ()
     attacked: Sequence[AttackedImage] = ()
     thumbnails: Pixels | None = None
@@ -251,6 +254,7 @@ def _with_pictures(summary: RunSummary, run: Run, dataset: Dataset, pictures: Pi
     return replace(
         summary,
         maps=certificate_maps(run.model(), dataset.test, rows, pictures.maps),
+        masks=masks_of(rows, dataset.test),
         masked=masked_images(dataset.test, rows, pictures.maps),
         attacked=attacked_images(dataset.test, summary.headline_attacks, pictures.attacked),
         thumbnails=dataset.test.images[index].numpy() if few else None,

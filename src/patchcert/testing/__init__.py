@@ -1,4 +1,4 @@
-"""Conformance suites that anybody can run on their own certifier, threat or attack; needs no test framework."""
+"""Suites that anybody can run on a certifier, threat, attack or condition on votes of their own; needs no framework."""
 
 from patchcert.testing.attacks import ATTACK_CHECKS as ATTACK_CHECKS
 from patchcert.testing.attacks import check_attack as check_attack
@@ -8,3 +8,5 @@ from patchcert.testing.conformance import ConformanceError as ConformanceError
 from patchcert.testing.conformance import ConformanceReport as ConformanceReport
 from patchcert.testing.threats import THREAT_CHECKS as THREAT_CHECKS
 from patchcert.testing.threats import check_threat as check_threat
+from patchcert.testing.votes import VOTE_CHECKS as VOTE_CHECKS
+from patchcert.testing.votes import check_votes as check_votes

@@ -1,25 +1,30 @@
 """The members of a threat, one by one, on images so small that this is possible."""
 
 import copy
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from typing import Annotated
 
 import torch
 from torch import Generator, Tensor, nn
 
 from patchcert.tensors import Images, Margins
-from patchcert.threats import Patch, SparsePixels
+from patchcert.threats import Patch, Patches, SparsePixels
 
 ALL_FILLINGS = 8
 RANDOM_FILLINGS = 64
 
 
 def supports(
-    threat: Patch | SparsePixels, channels: int, height: int, width: int
+    threat: Patch | Patches | SparsePixels, channels: int, height: int, width: int
 ) -> Annotated[Tensor, "m c h w"]:
-    """True on the values that may change together: one row for each placement, or choice of pixels."""
+    """True on the values that may change together: one row for each placement, or choice of placements or pixels."""
     if isinstance(threat, Patch):
         masks = threat.placements(height, width).masks(threat.stamp)
+        return masks[:, None].expand(-1, channels, -1, -1)
+    if isinstance(threat, Patches):
+        single = threat.patch.placements(height, width).masks(threat.patch.stamp)
+        chosen = combinations_with_replacement(single, threat.count)
+        masks = torch.stack([torch.stack(masks).any(dim=0) for masks in chosen])
         return masks[:, None].expand(-1, channels, -1, -1)
     layers = channels if threat.unit == "channel value" else 1
     choices = torch.tensor(list(combinations(range(layers * height * width), threat.pixels)))
@@ -29,7 +34,7 @@ def supports(
 
 
 def members(
-    threat: Patch | SparsePixels, image: Annotated[Tensor, "c h w"], generator: Generator
+    threat: Patch | Patches | SparsePixels, image: Annotated[Tensor, "c h w"], generator: Generator
 ) -> Annotated[Tensor, "m c h w"]:
     """Members of the threat around one image: every place, with extreme and random fillings.
 

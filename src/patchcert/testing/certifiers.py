@@ -30,7 +30,7 @@ from patchcert.testing.networks import (
     random_networks,
     stamp_probe,
 )
-from patchcert.threats import Patch, SparsePixels, shapes
+from patchcert.threats import Patch, Patches, SparsePixels, shapes
 
 SHAPE: Shape = (1, 4, 5)
 
@@ -45,6 +45,7 @@ class CertifierUnderTest:
     variants: tuple[Factory, ...] = ()
     logits_decide: bool = True
     sparse: bool = False
+    several: bool = False
     refusals: tuple[type[Exception], ...] = (PatchcertError, NotImplementedError)
     device: str = "cpu"
 
@@ -319,6 +320,7 @@ def larger_threats_certify_no_more(subject: CertifierUnderTest) -> None:
         (Patch(2, "corners"), Patch(2)),
         (Patch(2, [(0, 1)]), Patch(2, [(0, 1), (2, 2)])),
         (Patch(shapes.diamond(5)), Patch(3)),
+        *([(Patch(1, "corners"), Patches(Patch(1, "corners")))] if subject.several else []),
     )
     images = torch.rand(8, *SHAPE, generator=seeded())
     for small, large in pairs:
@@ -417,6 +419,7 @@ def check_certifier(
     variants: Sequence[Factory] = (),
     logits_decide: bool = True,
     sparse: bool = False,
+    several: bool = False,
     refusals: tuple[type[Exception], ...] = (PatchcertError, NotImplementedError),
     device: str = "cpu",
     checks: Sequence[Callable[[CertifierUnderTest], None]] = CERTIFIER_CHECKS,
@@ -426,10 +429,12 @@ def check_certifier(
     `classifier_of` makes of a model a classifier with `predict(images)` and `certify(images, labels, threat)`, as
     `patchcert.IntervalBounds` does. `variants` are the same with other settings, which must agree with it. Say
     `logits_decide=False` where a tie between two logits of the model is no tie of the classifier, as with votes, and
-    `sparse=True` to have sparse pixels tried too. `refusals` are the errors by which a model is declined; as that
-    is always sound, the suite does not ask which layers a method knows.
+    `sparse=True` to have sparse pixels tried too, `several=True` for several patches at once. `refusals` are the errors
+    by which a model is declined; as that is always sound, the suite does not ask which layers a method knows.
     """
-    subject = CertifierUnderTest(classifier_of, tuple(variants), logits_decide, sparse, refusals, device)
+    subject = CertifierUnderTest(
+        classifier_of, tuple(variants), logits_decide, sparse, several, refusals, device
+    )
     name = getattr(classifier_of, "__name__", type(classifier_of).__name__)
     return run_checks(f"certifier {name}", subject, checks)
 
@@ -455,6 +460,8 @@ def _random_cases(
     threats: list[AnyThreat] = [Patch(2), Patch(shapes.diamond(5)), Patch((1, 3), "corners")]
     if subject.sparse:
         threats += [SparsePixels(1), SparsePixels(2)]
+    if subject.several:
+        threats.append(Patches(Patch((1, 2), "corners")))
     for seed, threat in enumerate(threats):
         images = torch.rand(6, *SHAPE, generator=seeded(seed))
         images[3:] = images[3:].round()

@@ -173,7 +173,7 @@ def projections_are_nearer_than_any_sample(subject: ThreatUnderTest) -> None:
 def plain_types_give_an_equal_threat(subject: ThreatUnderTest) -> None:
     """`to_dict` holds everything that a known kind of threat is."""
     plain = subject.threat.to_dict()
-    if plain.get("kind") in ("patch", "sparse"):
+    if plain.get("kind") in ("patch", "patches", "sparse"):
         require(threat_from_dict(plain) == subject.threat, f"{plain} describes another threat")
 
 

@@ -1,5 +1,6 @@
 """Masks that hide patches: a set of them such that wherever the patch lies, one of them covers it."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, final
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchcert.errors import InvalidInput, InvalidThreat
-from patchcert.threats.patch import Patch
+from patchcert.threats.patch import Patch, Patches, choices
 from patchcert.threats.shapes import to_rows
 from patchcert.threats.threat import as_whole
 
@@ -42,40 +43,47 @@ class MaskSet:
 
 
 def masks_covering(
-    threat: Patch, height: int, width: int, masks: int | tuple[int, int] = 6, patches: int = 1
+    threat: Patch | Patches, height: int, width: int, masks: int | tuple[int, int] = 6
 ) -> MaskSet:
     """At most K x K masks, `masks` = K or (rows, columns), that cover the patch wherever it may lie.
 
     The distinct tops and lefts of the allowed placements are split into K runs of nearly equal length each. A mask is
     the union of all patches whose top is in one run and whose left is in one run, so that the set covers the threat by
     construction, whatever stamp and placements are. A square of side p anywhere in an n x n image gives squares of side
-    ceil((n - p + 1) / K) + p - 1 at most. With `patches` = 2 the masks are the unions of two of these: they cover two
-    patches at once.
+    ceil((n - p + 1) / K) + p - 1 at most. For several patches the masks are the unions of as many of these: each set of
+    placements lies under one of them.
     """
     rows, columns = masks_per_axis(masks)
-    if not isinstance(threat, Patch):
-        raise InvalidThreat(
-            f"masks hide patches, got {threat!r}",
-            hint="changed pixels that are scattered lie under no mask; give patchcert.Patch(5)",
-        )
-    corners = threat.placements(height, width).corners
+    patch, count = hidden_patch(threat)
+    corners = patch.placements(height, width).corners
     rows, columns = (min(count, len(corners[:, axis].unique())) for axis, count in enumerate((rows, columns)))
     if rows * columns > MOST_MASKS:
         raise _too_many(rows * columns)
     number = _runs(corners[:, 0], rows) * columns + _runs(corners[:, 1], columns)
-    starts = torch.zeros(rows * columns, height - threat.height + 1, width - threat.width + 1)
+    starts = torch.zeros(rows * columns, height - patch.height + 1, width - patch.width + 1)
     starts[number, corners[:, 0], corners[:, 1]] = 1
-    stamp = threat.stamp.to(starts)[None, None]
+    stamp = patch.stamp.to(starts)[None, None]
     # Counts of patches over a pixel: whole numbers, which a convolution gives up to rounding.
     hidden = F.conv_transpose2d(starts[:, None], stamp)[:, 0] > 0.5
-    hidden = hidden[hidden.flatten(1).any(dim=1)]
-    hidden = _unions(hidden, patches)
+    hidden = _unions(hidden[hidden.flatten(1).any(dim=1)], count)
     if bool(hidden.flatten(1).all(dim=1).any()):
         raise InvalidInput(
             f"with masks={masks} a mask hides the whole image, and nothing is left to look at",
             hint="give more masks per axis: they are smaller",
         )
     return MaskSet(hidden)
+
+
+def hidden_patch(threat: object) -> tuple[Patch, int]:
+    """The patch that masks hide, and how many there are of it at once."""
+    if isinstance(threat, Patches):
+        return threat.patch, threat.count
+    if not isinstance(threat, Patch):
+        raise InvalidThreat(
+            f"masks hide patches, got {threat!r}",
+            hint="changed pixels that are scattered lie under no mask; give patchcert.Patch(5)",
+        )
+    return threat, 1
 
 
 def masks_per_axis(masks: object) -> tuple[int, int]:
@@ -97,18 +105,13 @@ def _runs(values: Annotated[Tensor, "p"], count: int) -> Annotated[Tensor, "p"]:
 
 
 def _unions(hidden: Annotated[Tensor, "m h w"], patches: int) -> Annotated[Tensor, "_ h w"]:
-    """All unions of this many masks."""
-    if patches not in (1, 2):
-        raise InvalidInput(
-            f"patches is {patches!r}; masks cover one patch, or two at once", hint="give 1 or 2"
-        )
+    """All unions of this many masks; patches that one mask hides are hidden by each union that has it."""
     if patches == 1:
         return hidden
-    count = len(hidden) * (len(hidden) + 1) // 2
+    count = math.comb(len(hidden), min(patches, len(hidden)))
     if count > MOST_MASKS:
         raise _too_many(count)
-    first, second = torch.triu_indices(len(hidden), len(hidden))
-    return (hidden[first] | hidden[second]).unique(dim=0)
+    return hidden[choices(len(hidden), patches)].any(dim=1).unique(dim=0)
 
 
 def _too_many(count: int) -> InvalidInput:

@@ -1,8 +1,10 @@
-"""Adversarial patches: any stamp of pixels, moved as a whole to one allowed placement."""
+"""Adversarial patches: any stamp of pixels, moved as a whole to one allowed placement, or to several at once."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from typing import Annotated, final
 
 import torch
@@ -24,6 +26,7 @@ from patchcert.threats.shapes import Rows, Stamp, StampLike, from_rows, read_sta
 from patchcert.threats.sparse import SparsePixels
 from patchcert.threats.threat import (
     Plain,
+    as_whole,
     check_images,
     check_pair,
     gains,
@@ -123,10 +126,7 @@ class Patch:
                 f"corners must have shape (p, 2) or ({len(images)}, p, 2), got {tuple(corners.shape)}",
                 hint="take them from `Patch.placements(height, width).corners`",
             )
-        mask = self._masks(images, corners).unsqueeze(-3)
-        lower = torch.where(mask, (images - epsilon).clamp(min=0)[:, None], images[:, None])
-        upper = torch.where(mask, (images + epsilon).clamp(max=1)[:, None], images[:, None])
-        return Interval(lower, upper)
+        return _boxes(images, self.masks(images, corners), epsilon)
 
     def contains(self, clean: Images, changed: Images) -> PerImage:
         """True where all differences lie under the stamp at one placement and all pixels in [0, 1].
@@ -144,7 +144,7 @@ class Patch:
         check_images(images)
         placements = self.placements(images.shape[2], images.shape[3])
         corners = placements.sample((len(images),), generator).to(images.device)
-        return torch.where(self._masks(images, corners)[:, None], random_filling(images, generator), images)
+        return torch.where(self.masks(images, corners)[:, None], random_filling(images, generator), images)
 
     def project(self, clean: Images, changed: Images) -> Images:
         """The member nearest to each changed image: the placement that saves most distance, clamped.
@@ -156,7 +156,7 @@ class Patch:
         kept = self.sums(gains(clean, changed).sum(dim=1))
         placements = self.placements(clean.shape[2], clean.shape[3])
         corners = placements.corners.to(clean.device)[kept.argmax(dim=1)]
-        nearest = torch.where(self._masks(clean, corners)[:, None], changed.clamp(0, 1), clean)
+        nearest = torch.where(self.masks(clean, corners)[:, None], changed.clamp(0, 1), clean)
         member = self.contains(clean, changed)[:, None, None, None]
         return torch.where(member, changed, nearest)
 
@@ -184,6 +184,12 @@ class Patch:
         sums = sums_under(self.stamp, values).flatten(1)
         return sums if placements.complete else sums[:, placements.flat.to(values.device)]
 
+    def masks(self, images: Images, corners: Annotated[Tensor, "... 2"]) -> Annotated[Tensor, "... h w"]:
+        """True under the stamp at each of the corners, on images of this size and on their device."""
+        stamp = None if self.is_solid else self._stamp_on(images.device)
+        box = (self.height, self.width)
+        return stamp_masks(stamp, box, corners.to(images.device), (images.shape[2], images.shape[3]))
+
     @cached_property
     def _placements(self) -> dict[tuple[int, int], Placements]:
         return {}
@@ -198,17 +204,155 @@ class Patch:
             self._stamps[device] = from_rows(self.rows).to(device)
         return self._stamps[device]
 
-    def _masks(self, images: Images, corners: Annotated[Tensor, "... 2"]) -> Annotated[Tensor, "... h w"]:
-        """True under the stamp at each of the corners."""
-        stamp = None if self.is_solid else self._stamp_on(images.device)
-        box = (self.height, self.width)
-        return stamp_masks(stamp, box, corners.to(images.device), (images.shape[2], images.shape[3]))
+
+@final
+@dataclass(frozen=True, repr=False)
+class Patches:
+    """All images that differ from the clean one only under `count` copies of a patch, at any of its placements each.
+
+    They may overlap, and each shows what it likes, also the clean image: fewer patches are members too.
+    """
+
+    patch: Patch
+    count: int = 2
+
+    def __post_init__(self) -> None:
+        count = as_whole(self.count)
+        if not isinstance(self.patch, Patch) or count is None or count < 2:
+            raise InvalidThreat(
+                f"several are a Patch and how many of it there are, at least 2, got {self.patch!r} and {self.count!r}",
+                hint="give Patches(Patch(5), 2); one patch is Patch(5)",
+            )
+        object.__setattr__(self, "count", count)
+
+    def __repr__(self) -> str:
+        return f"Patches({self.count} times {shapes.describe(self.patch.stamp)}, {self.patch.rule})"
+
+    @property
+    def pixels(self) -> int:
+        """How many pixels the patches cover where they do not overlap."""
+        return self.count * self.patch.pixels
+
+    def corners(self, height: int, width: int) -> Annotated[Tensor, "q _ 2"]:
+        """The corners of every set of placements; too many of them are an error.
+
+        Sets of `count` different placements suffice, or the set of all where there are no more: what patches reach
+        that share a placement, others reach too.
+        """
+        corners = self.patch.placements(height, width).corners
+        return corners[choices(len(corners), self.count)]
+
+    def boxes(
+        self, images: Images, corners: Annotated[Tensor, "q _ 2"], epsilon: float | Tensor = 1.0
+    ) -> Interval:
+        """The box (n, q, c, h, w) of every image at every set of corners: x +- epsilon within [0, 1] on the stamps."""
+        check_images(images)
+        masks = self.patch.masks(images, corners).any(dim=1)
+        return _boxes(images, masks, epsilon)
+
+    def contains(self, clean: Images, changed: Images) -> PerImage:
+        """True where stamps at `count` placements cover all differences and all pixels lie in [0, 1], exactly."""
+        check_pair(clean, changed)
+        return self._cover((clean != changed).any(dim=1), self.count) & is_valid(clean, changed)
+
+    def sample(self, images: Images, generator: Generator) -> Images:
+        """One random member per image: uniform placements, filled with uniform noise or zeros and ones."""
+        check_images(images)
+        placements = self.patch.placements(images.shape[2], images.shape[3])
+        corners = placements.sample((len(images), self.count), generator)
+        masks = self.patch.masks(images, corners).any(dim=1, keepdim=True)
+        return torch.where(masks, random_filling(images, generator), images)
+
+    def project(self, clean: Images, changed: Images) -> Images:
+        """The member nearest to each changed image, by trying every set of placements; NaN counts as unchanged.
+
+        Members are returned as they are.
+        """
+        check_pair(clean, changed)
+        changed = without_nan(clean, changed)
+        saved = gains(clean, changed).sum(dim=1)
+        best, most = torch.zeros_like(saved, dtype=torch.bool), saved.new_full((len(clean),), -torch.inf)
+        for corners in self.corners(clean.shape[2], clean.shape[3]).split(_SETS_AT_ONCE):
+            masks = self.patch.masks(clean, corners).any(dim=1)
+            kept, number = (saved.flatten(1) @ masks.flatten(1).to(saved).T).max(dim=1)
+            best = torch.where((kept > most)[:, None, None], masks[number], best)
+            most = torch.maximum(kept, most)
+        nearest = torch.where(best[:, None], changed.clamp(0, 1), clean)
+        member = self.contains(clean, changed)[:, None, None, None]
+        return torch.where(member, changed, nearest)
+
+    def to_dict(self) -> dict[str, Plain]:
+        """The threat in plain types, from which `Patches.from_dict` builds an equal one."""
+        return {**self.patch.to_dict(), "kind": "patches", "count": self.count}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Plain]) -> "Patches":
+        """The threat that `to_dict` wrote."""
+        if plain.get("kind", "patches") != "patches" or "count" not in plain:
+            raise InvalidThreat(
+                f"several patches are a table with kind = 'patches', stamp, placements and count, got {dict(plain)!r}",
+                hint="write for example stamp = '5x5' and count = 2",
+            )
+        one = {name: value for name, value in plain.items() if name not in ("kind", "count")}
+        return cls(Patch.from_dict(one), plain["count"])  # pyright: ignore[reportArgumentType]
+
+    def _cover(self, different: Annotated[Tensor, "n h w"], count: int) -> PerImage:
+        """Whether `count` patches can cover all that differs: one of them covers the first pixel that does."""
+        everything = different.flatten(1).sum(dim=1)
+        found = (self.patch.sums(different.int()) == everything[:, None]).any(dim=1)
+        if count == 1:
+            return found
+        height, width = different.shape[1:]
+        allowed = self.patch.placements(height, width)
+        grid = torch.zeros(allowed.rows, allowed.columns, dtype=torch.bool)
+        grid[allowed.corners[:, 0], allowed.corners[:, 1]] = True
+        first = different.flatten(1).int().argmax(dim=1)
+        pixel = torch.stack([first // width, first % width], dim=1)
+        for offset in self.patch.stamp.nonzero():
+            corners = pixel - offset.to(pixel.device)
+            inside = ((corners >= 0) & (corners < corners.new_tensor(grid.shape))).all(dim=1)
+            place = corners.clamp(min=0).minimum(corners.new_tensor(grid.shape) - 1)
+            tried = ~found & inside & grid.to(pixel.device)[place[:, 0], place[:, 1]]
+            rows = tried.nonzero().flatten()
+            if len(rows):
+                left = different[rows] & ~self.patch.masks(different[rows, None], corners[rows])
+                found[rows] = self._cover(left, count - 1)
+        return found
 
 
-_KINDS: dict[str, type[Patch] | type[SparsePixels]] = {"patch": Patch, "sparse": SparsePixels}
+MOST_CHOICES = 2**20
+"""Sets of placements that are looked at one by one."""
+_SETS_AT_ONCE = 2**12
 
 
-def threat_from_dict(plain: Mapping[str, Plain]) -> Patch | SparsePixels:
+def choices(among: int, count: int) -> Annotated[Tensor, "q _"]:
+    """Every set of `count` numbers below `among`, or the one set of all where there are no more."""
+    count = min(count, among)
+    total = math.comb(among, count)
+    if total > MOST_CHOICES:
+        raise InvalidThreat(
+            f"{count} of {among:,} places can be chosen in {total:,} ways; at most {MOST_CHOICES:,} are looked at",
+            hint="allow fewer placements, or prove it by masks: patchcert.DoubleMasking(model, threat)",
+        )
+    return torch.tensor(list(combinations(range(among), count)), device="cpu").view(total, count)
+
+
+def _boxes(images: Images, masks: Annotated[Tensor, "... h w"], epsilon: float | Tensor) -> Interval:
+    """x +- epsilon within [0, 1] on the masks (p, h, w), or (n, p, h, w), of every image."""
+    masks = masks.unsqueeze(-3)
+    lower = torch.where(masks, (images - epsilon).clamp(min=0)[:, None], images[:, None])
+    upper = torch.where(masks, (images + epsilon).clamp(max=1)[:, None], images[:, None])
+    return Interval(lower, upper)
+
+
+_KINDS: dict[str, type[Patch] | type[Patches] | type[SparsePixels]] = {
+    "patch": Patch,
+    "patches": Patches,
+    "sparse": SparsePixels,
+}
+
+
+def threat_from_dict(plain: Mapping[str, Plain]) -> Patch | Patches | SparsePixels:
     """The threat, of whatever kind, whose `to_dict` is the given table."""
     kind = plain.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:

@@ -86,7 +86,7 @@ def _train_epoch(
 def _make_step(trainee: Trainee, plan: Plan, objective: Objective, phase: Phase) -> Callable[[Rows], None]:
     if phase == "natural":
         objective = natural_objective(objective.network)
-    step = TrainingStep(trainee, plan, objective, is_full=phase == "full")
+    step = TrainingStep(trainee, plan, objective, phase)
     wanted, obstacle = plan.spec.run.cuda_graph, _obstacle_to_capture(trainee, plan)
     if wanted == "on" and obstacle:
         raise InvalidInput(f"cuda_graph is 'on', but {obstacle}", hint="set run.cuda_graph = 'auto'")

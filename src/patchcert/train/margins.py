@@ -6,8 +6,9 @@ from patchcert.bounds import trace
 from patchcert.bounds.sparse import sparse_margins
 from patchcert.certificates import AnyThreat
 from patchcert.certificates.checks import check_fit, check_inputs
+from patchcert.errors import InvalidThreat
 from patchcert.tensors import Images, Labels, Margins
-from patchcert.threats import SparsePixels
+from patchcert.threats import Patches, SparsePixels
 from patchcert.train.strategies.placements import PlacedPatch, least_margins
 from patchcert.windows.training import WeakestPlacements
 
@@ -24,6 +25,11 @@ def worst_case_margins(
     check_inputs(model, images, labels)
     check_fit(threat, images)
     network = trace(model, images.shape[1:])
+    if isinstance(threat, Patches):
+        raise InvalidThreat(
+            f"margins to train on exist for one patch and for sparse pixels, got {threat}",
+            hint="train on one patch; patchcert.certify proves several",
+        )
     if isinstance(threat, SparsePixels):
         return sparse_margins(network, images, labels, threat.pixels, threat.bound, epsilon)
     return least_margins(PlacedPatch(network, threat), WeakestPlacements(threat), images, labels, epsilon)

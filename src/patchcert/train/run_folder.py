@@ -181,10 +181,17 @@ def _first_difference(there: Mapping[str, Any], here: Mapping[str, Any], path: s
     return "it was written by another version"
 
 
-def trim_run(run: Run, folder: Path, images: Images, half: bool, progress: Progress | None = None) -> Run:
-    """A run in a new folder with the model trimmed on these images and the history of its training, but no evidence."""
+def trim_run(
+    run: Run, folder: Path, images: Images | None, half: bool, progress: Progress | None = None
+) -> Run:
+    """A run in a new folder with the model trimmed on these images and the history of its training, but no evidence.
+
+    Without images all of the model stays, and only its weights can be rounded.
+    """
     check_new(folder)
-    trimmed, narrow = trim(run.model(images.device), run.model_spec(), images, progress)
+    trimmed, narrow = run.model(), run.model_spec()
+    if images is not None:
+        trimmed, narrow = trim(run.model(images.device), narrow, images, progress)
     trimmed = round_to_half(trimmed) if half else trimmed
     with new_folder(folder):
         made = Run.create(folder, run.spec)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -15,8 +15,9 @@ from patchcert.data.folder import FOLDER, ImageShape
 from patchcert.errors import DataError, SpecError
 from patchcert.models import ModelSpec
 from patchcert.threats import Patch, SparsePixels
+from patchcert.train.recipe import BoundSettings
 from patchcert.train.schedules import Schedule
-from patchcert.train.strategies import AnyStrategy
+from patchcert.train.strategies import AnyStrategy, Natural
 from patchcert.train.toml import (
     Place,
     at_least,
@@ -34,13 +35,16 @@ TRAINING_VERSION = 1
 longer count as done. A test holds training to its version."""
 
 PAPER_SCHEDULE = Schedule()
+PLAIN_BOUNDS = BoundSettings()
 
 
 @dataclass(frozen=True, slots=True)
 class DataSettings:
     """Which images to learn from, and how they are varied.
 
-    `size` is what the images of a folder are brought to, height x width; other data sets have a size of their own.
+    `rotation` (in degrees) and `stretch` are the most by which images, each with a chance of one half, are turned and
+    stretched; `colours` is that of brightness, contrast and saturation. `size` is what the images of a folder are
+    brought to, height x width; other data sets have a size of their own.
     """
 
     name: str = "mnist"
@@ -48,12 +52,19 @@ class DataSettings:
     limit: int | None = None
     flip: bool = False
     crop_padding: int = 0
+    rotation: float = 0.0
+    stretch: float = 0.0
+    colours: float = 0.0
     size: str | None = None
 
     def __post_init__(self) -> None:
         at_least(0, "validation", self.validation)
         at_least(1, "limit", self.limit)
         at_least(0, "crop_padding", self.crop_padding)
+        at_least(0, "rotation", self.rotation)
+        for name, share in (("stretch", self.stretch), ("colours", self.colours)):
+            if not 0 <= share < 1:
+                raise SpecError(f"{name} is {share}; expected at least 0 and below 1")
         if self.size is None:
             return
         if not self.name.startswith(FOLDER):
@@ -112,17 +123,19 @@ class ModelSettings:
 
     def for_data(self, dataset: Dataset) -> ModelSpec:
         """The architecture for the data's images and classes."""
-        channels, height, width = dataset.train.image_size
         mean, std = dataset.normalisation() if self.normalise else ((), ())
+        return replace(self.for_images(dataset.train.image_size, len(dataset.classes)), mean=mean, std=std)
+
+    def for_images(self, size: Sequence[int], classes: int) -> ModelSpec:
+        """The architecture for images of (channels, height, width), without normalisation."""
+        channels, height, width = size
         return ModelSpec(
             name=self.name,
             channels=channels,
             height=height,
             width=width,
-            classes=len(dataset.classes),
+            classes=classes,
             hidden=self.hidden,
-            mean=mean,
-            std=std,
             filters=self.filters,
             depth=self.depth,
             receptive_field=self.receptive_field,
@@ -203,9 +216,15 @@ class Spec:
     select: Literal["last", "best-validation"] = "last"
     seed: int = 2019
     run: RunSettings = RunSettings()
+    bounds: BoundSettings = PLAIN_BOUNDS
 
     def __post_init__(self) -> None:
         strategy = self.strategy
+        if self.bounds != PLAIN_BOUNDS and (not strategy.has_bounds or isinstance(strategy, Natural)):
+            raise SpecError(
+                f"[bounds] is set, but the strategy {strategy.kind!r} does not train on bounds",
+                hint='leave [bounds] out, or set strategy.kind = "all"',
+            )
         if not isinstance(self.threat, strategy.threats):
             wanted = "sparse" if SparsePixels in strategy.threats else "patch"
             raise SpecError(

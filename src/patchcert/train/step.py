@@ -16,10 +16,13 @@ from torch import Generator, Tensor, nn
 
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
 from patchcert.data import Split
-from patchcert.data.split import random_crop, random_flip
+from patchcert.data.augmentation import random_colours, random_crop, random_flip, random_turns
+from patchcert.train.batch_norms import batch_norms
 from patchcert.train.distributed import ALONE, World
+from patchcert.train.recipe import Observation
+from patchcert.train.schedules import Phase
 from patchcert.train.spec import OptimiserSettings, Spec
-from patchcert.train.strategy import Batch, Objective, batch_norms, derived_seed, is_robust, margin_loss
+from patchcert.train.strategy import Batch, Objective, derived_seed, is_robust, margin_loss
 
 WARM_UP_STEPS = 3
 Rows = Annotated[Tensor, "b"]
@@ -131,17 +134,20 @@ def _still_copy(model: nn.Module) -> nn.Module:
 class TrainingStep:
     """Trains on the images at the given rows of the plan's data.
 
-    Epsilon is the trainee's, or 1 for good where `is_full`: bounds are cheaper when it is known to be 1. The
-    objective is the trainee's own, or another on the same network for epochs without a threat.
+    Epsilon is the trainee's, or 1 for good in the phase "full": bounds are cheaper when it is known to be 1. The
+    objective is the trainee's own, or another on the same network for epochs without a threat. Bounds are regularised
+    while epsilon grows.
     """
 
     def __init__(
-        self, trainee: Trainee, plan: Plan, objective: Objective | None = None, is_full: bool = False
+        self, trainee: Trainee, plan: Plan, objective: Objective | None = None, phase: Phase = "growing"
     ) -> None:
         self.trainee = trainee
         self.plan = plan
         self.objective = objective or trainee.objective
-        self.epsilon = 1.0 if is_full else trainee.epsilon
+        self.epsilon = 1.0 if phase == "full" else trainee.epsilon
+        spec, network = plan.spec, self.objective.network
+        self.observation = Observation.of(network, spec.threat, spec.bounds, phase == "growing")
         helper = self.objective.helper
         self.learning = [*trainee.model.parameters(), *(helper.parameters() if helper is not None else ())]
         self.full_scale = torch.full((), 255.0, device=trainee.device)
@@ -185,6 +191,10 @@ class TrainingStep:
             images = random_flip(images, self.trainee.generator)
         if settings.crop_padding:
             images = random_crop(images, settings.crop_padding, self.trainee.generator)
+        if settings.rotation or settings.stretch:
+            images = random_turns(images, settings.rotation, settings.stretch, self.trainee.generator)
+        if settings.colours:
+            images = random_colours(images, settings.colours, self.trainee.generator)
         return Batch(images, labels, self.plan.world.rows(len(index)))
 
     def _loss(self, batch: Batch) -> tuple[Annotated[Tensor, ""], Annotated[Tensor, "3"]]:
@@ -193,13 +203,24 @@ class TrainingStep:
         A helper learns from its own loss alone: the classifier's loss does not reach it, nor the reverse.
         """
         labels = batch.own_labels
+        added = self._observe(batch)
         worst = self.objective.worst_case(batch, self.epsilon, self.trainee.generator)
         loss = margin_loss(worst.margins, labels, len(batch), self.plan.spec.optimiser.label_smoothing)
         loss = self._with_natural_part(loss, batch)
-        robust = is_robust(worst.margins.detach(), labels).sum()
+        proven = worst.margins if worst.bounded is None else worst.bounded
+        robust = is_robust(proven.detach(), labels).sum()
         images = torch.full_like(robust, len(labels))
         counts = torch.stack([loss.detach().double() * len(batch), robust.double(), images.double()])
-        return loss if worst.helper_loss is None else loss + worst.helper_loss, counts
+        for more in (added, worst.helper_loss):
+            loss = loss if more is None else loss + more
+        return loss, counts
+
+    def _observe(self, batch: Batch) -> Annotated[Tensor, ""] | None:
+        """Show the batch to batch norms; this process's part of what regularisers add to its mean loss."""
+        if self.observation is None:
+            return None
+        added = self.observation(batch, self.epsilon, self.trainee.generator)
+        return None if added is None else added * (len(batch.own_labels) / len(batch))
 
     def _with_natural_part(self, loss: Tensor, batch: Batch) -> Tensor:
         weight = self.plan.spec.optimiser.natural_weight

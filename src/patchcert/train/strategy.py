@@ -15,6 +15,7 @@ from patchcert.errors import ModelError
 from patchcert.models import ModelSpec
 from patchcert.tensors import Images, Labels, Margins
 from patchcert.threats import Patch, SparsePixels
+from patchcert.train.batch_norms import batch_norms, trainable_network
 
 Threat = Patch | SparsePixels
 
@@ -48,11 +49,13 @@ class Batch:
 class WorstCase:
     """Margins of this process's rows, 0 at the label, and the loss of a helper network where there is one.
 
-    A helper's loss is this process's part of the mean over the whole batch, so that parts add up.
+    A helper's loss is this process's part of the mean over the whole batch, so that parts add up. `bounded` are the
+    margins that are proven, where those to learn from are other ones.
     """
 
     margins: Margins
     helper_loss: Annotated[Tensor, ""] | None = None
+    bounded: Margins | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +153,6 @@ class WholeModel(Network):
         return [images, self.model(images)]
 
 
-def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers, by name, that keep statistics of the batches they have seen."""
-    kinds = nn.modules.batchnorm._NormBase
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, kinds) and layer.track_running_stats
-    }
-
-
 def whole_model(model: nn.Module) -> WholeModel:
     """The model in training mode; refused if it would draw random numbers that no run could draw again."""
     for name, layer in model.named_modules():
@@ -172,13 +165,8 @@ def whole_model(model: nn.Module) -> WholeModel:
 
 
 def bounded_model(subject: Subject) -> Network:
-    """The traced model, for training on its bounds; refused if its batch norms would never see a batch."""
-    for name, layer in batch_norms(subject.model).items():
-        raise ModelError(
-            f"layer '{name}' is a {type(layer).__name__}, but training on bounds does not update its statistics",
-            hint="train with strategy.kind = 'natural' or 'masked', or take an architecture without batch norms",
-        )
-    return trace(subject.model, subject.model_spec.image_shape)
+    """The traced model, for training on its bounds; its batch norms normalise by what is observed of a batch."""
+    return trainable_network(subject.model, subject.model_spec)
 
 
 def natural_objective(network: Network) -> Objective:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from patchcert.errors import InvalidInput, PatchcertError, SpecError
-from patchcert.threats import Patch, SparsePixels, threat_from_dict
+from patchcert.threats import Patch, SparsePixels
 
 THREAT_KEYS = {"patch": ("kind", "stamp", "placements"), "sparse": ("kind", "pixels", "bound")}
 
@@ -38,7 +38,7 @@ class Place:
         return SpecError(f"{source}: {self.key or 'the specification'} {message}", hint=hint)
 
 
-def at_least(least: int, name: str, value: int | None) -> None:
+def at_least(least: int, name: str, value: float | None) -> None:
     """Refuse the value of a field that is set and below the least that makes sense."""
     if value is not None and value < least:
         raise InvalidInput(f"{name} is {value}; expected at least {least}")
@@ -95,8 +95,9 @@ def _threat(value: Any, place: Place) -> Patch | SparsePixels:
     table = _as_table(value, place)
     kind = _choice(tuple(THREAT_KEYS), table.get("kind", "patch"), place.below("kind"))
     refuse_unknown(table, THREAT_KEYS[kind], place)
+    read = {"patch": Patch, "sparse": SparsePixels}[kind]
     try:
-        return threat_from_dict({"kind": kind, **table})
+        return read.from_dict(table)
     except PatchcertError as error:
         raise place.error(f"is not a valid threat: {error.message}", error.hint) from error
 

@@ -18,15 +18,17 @@ from patchcert.certificates.checks import check_fit
 from patchcert.data import Dataset
 from patchcert.errors import PatchcertError, RunError, SpecError
 from patchcert.models import ModelSpec, build, save
+from patchcert.train.batch_norms import batch_norms
 from patchcert.train.checkpoint import Best, load_state, save_state
 from patchcert.train.distributed import ALONE, World, shared_accuracies
 from patchcert.train.environment import describe_environment, describe_session
 from patchcert.train.loop import EpochSummary, Position, train
 from patchcert.train.pace import TrainingPace
+from patchcert.train.recipe import initialise_for_intervals
 from patchcert.train.run_folder import Run, exclusive, prepare_run
 from patchcert.train.spec import Spec
 from patchcert.train.step import Plan, Rows, Trainee, TrainingStep
-from patchcert.train.strategy import Subject, batch_norms, derived_seed, natural_objective
+from patchcert.train.strategy import Subject, derived_seed, natural_objective
 
 SAVE_SHARE = 0.02
 """At most this share of the time is spent on saving the state."""
@@ -154,7 +156,10 @@ class _Training:
         self.stop, self.listener = StopRequest(), listener
         self.model_spec: ModelSpec = spec.model.for_data(dataset)
         generator = Generator().manual_seed(derived_seed(spec.seed, "weights"))
-        self.model: nn.Sequential = build(self.model_spec, generator).to(place.device)
+        self.model: nn.Sequential = build(self.model_spec, generator)
+        if spec.bounds.initialisation == "interval":
+            initialise_for_intervals(self.model, generator)
+        self.model.to(place.device)
         data, held_out = spec.data.split(dataset)
         self.held_out = None if held_out is None else held_out.to(place.device)
         self.plan = Plan(spec, data.to(place.device), place.world)

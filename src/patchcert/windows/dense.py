@@ -9,7 +9,7 @@ from patchcert.bounds import NEAREST, Network, Rounding
 from patchcert.bounds.linear import linear_margins
 from patchcert.bounds.network import zero_at_label
 from patchcert.tensors import Corners, Images, Labels, PlacementMargins
-from patchcert.threats import Patch
+from patchcert.threats import Patch, Patches
 from patchcert.windows.sweep import rows_within
 
 
@@ -17,12 +17,12 @@ def dense_margins(
     network: Network,
     images: Images,
     labels: Labels,
-    threat: Patch,
-    corners: Corners,
+    threat: Patch | Patches,
+    corners: Annotated[Tensor, "p ... 2"],
     epsilon: float | Tensor = 1.0,
     rounding: Rounding = NEAREST,
 ) -> PlacementMargins:
-    """Margins with the patch at each of the corners."""
+    """Margins with the patch at each of the corners, or with several patches at each set of corners."""
     boxes = threat.boxes(images, corners, epsilon).flatten(0, 1)
     repeated = labels.repeat_interleave(len(corners))
     return network.margins(boxes, repeated, rounding=rounding).unflatten(0, (len(images), len(corners)))
@@ -58,17 +58,14 @@ def reference_margins(
 def dense_weakest(
     network: Network, images: Images, labels: Labels, threat: Patch, epsilon: float | Tensor, budget: int
 ) -> Annotated[Tensor, "n k"]:
-    """The placement of least margin for each image and class, a few placements at a time."""
+    """The placement of least margin for each image and class."""
+    return dense_placement_margins(network, images, labels, threat, epsilon, budget).argmin(dim=1)
+
+
+def dense_placement_margins(
+    network: Network, images: Images, labels: Labels, threat: Patch, epsilon: float | Tensor, budget: int
+) -> PlacementMargins:
+    """Margins at all placements, a few of them at a time."""
     corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
-    size = rows_within(network, images, budget)
-    least, weakest = None, None
-    for start in range(0, len(corners), size):
-        margins = dense_margins(network, images, labels, threat, corners[start : start + size], epsilon)
-        values, position = margins.min(dim=1)
-        if least is None or weakest is None:
-            least, weakest = values, position + start
-        else:
-            is_lower = values < least
-            least, weakest = least.where(~is_lower, values), weakest.where(~is_lower, position + start)
-    assert weakest is not None
-    return weakest
+    parts = corners.split(rows_within(network, images, budget))
+    return torch.cat([dense_margins(network, images, labels, threat, part, epsilon) for part in parts], dim=1)

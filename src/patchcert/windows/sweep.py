@@ -21,7 +21,7 @@ from patchcert.bounds.operations import (
 )
 from patchcert.bounds.rounding import summed_roundings
 from patchcert.tensors import Images, Labels, Margins, PlacementMargins
-from patchcert.threats import Patch, SparsePixels
+from patchcert.threats import Patch, Patches, SparsePixels
 from patchcert.windows.layout import Layout
 from patchcert.windows.passes import (
     Clean,
@@ -61,9 +61,14 @@ def default_image_budget(device: torch.device) -> int:
 
 
 def images_within(
-    network: Network, images: Images, threat: Patch | SparsePixels, classes: int, budget: int
+    network: Network, images: Images, threat: Patch | Patches | SparsePixels, classes: int, budget: int
 ) -> int:
-    """How many images are certified together, at least one: their clean pass and margins fit the budget."""
+    """How many images are certified together, at least one: their clean pass and margins fit the budget.
+
+    Several patches have boxes enough for each image to be bounded by itself.
+    """
+    if isinstance(threat, Patches):
+        return 1
     numbers = _image_numbers(network, images, unfolded=True)
     if isinstance(threat, SparsePixels):
         numbers += 2 * _sparse_numbers(network, images)

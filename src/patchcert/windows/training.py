@@ -18,7 +18,7 @@ from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.tensors import Images, Labels, PlacementMargins
 from patchcert.threats import Patch
 from patchcert.windows.blocks import PlacementBlocks
-from patchcert.windows.dense import dense_weakest
+from patchcert.windows.dense import dense_placement_margins, dense_weakest
 from patchcert.windows.layout import CommonWindows, Layout, common_steps, covered_pixels
 from patchcert.windows.passes import (
     Clean,
@@ -71,6 +71,23 @@ class WeakestPlacements:
         with fast_arithmetic():
             return dense_weakest(network, images, labels, self.threat, epsilon, budget)
 
+    @torch.no_grad()
+    def margins(
+        self,
+        network: Network,
+        images: Images,
+        labels: Labels,
+        epsilon: float | Tensor,
+        clean: Clean | None = None,
+    ) -> PlacementMargins:
+        """The margins by which `find` ranks placements."""
+        budget = self.memory_budget or search_budget(images.device)
+        sweep = self._sweep(network, images, budget)
+        if sweep is not None:
+            return ranking_margins(sweep, images, labels, epsilon, clean)
+        with fast_arithmetic():
+            return dense_placement_margins(network, images, labels, self.threat, epsilon, budget)
+
     def _sweep(self, network: Network, images: Images, budget: int) -> PlacementSweep | None:
         key = (id(network), images.shape[1:], images.device, images.dtype, budget)
         if key not in self._sweeps:
@@ -91,12 +108,24 @@ def weakest(
     epsilon: float | Tensor,
     clean: Clean | None = None,
 ) -> Annotated[Tensor, "n k"]:
-    """The placement of least margin, by products in TF32 and windows in half precision where they can be used."""
+    """The placement of least margin."""
+    return ranking_margins(sweep, images, labels, epsilon, clean).argmin(dim=1)
+
+
+@torch.no_grad()
+def ranking_margins(
+    sweep: PlacementSweep,
+    images: Images,
+    labels: Labels,
+    epsilon: float | Tensor,
+    clean: Clean | None = None,
+) -> PlacementMargins:
+    """Margins at all placements, by products in TF32 and windows in half precision where they can be used."""
     with fast_arithmetic():
         dtype = torch.float16 if sweep.takes_half_precision(images) else None
         if clean is None:
             clean = clean_pass(sweep.layout.network, images, labels)
-        return sweep.margins(clean.detached(), labels, epsilon, dtype=dtype).argmin(dim=1)
+        return sweep.margins(clean.detached(), labels, epsilon, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)

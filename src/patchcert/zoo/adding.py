@@ -10,14 +10,13 @@ from typing import Literal, final
 
 import numpy as np
 
-from patchcert.certificates import AnyThreat
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence, EvidenceFolder
 from patchcert.evidence.results import SUMMARY, TRIMMED, Circumstances, fingerprint
 from patchcert.files import copy_file, new_folder, sha256, write_text
 from patchcert.models import is_half
 from patchcert.report.summary import RunSummary, read_test_evidence
-from patchcert.threats import SparsePixels, shapes
+from patchcert.threats import Patch, SparsePixels, shapes
 from patchcert.train.run_folder import EVIDENCE, SPEC, Run, check_new
 from patchcert.train.spec import Spec, write_spec
 from patchcert.zoo.card import AttackCount, Card, ProofCount, Training, pack_marks
@@ -104,7 +103,7 @@ def entry_name(spec: Spec) -> str:
     return "-".join(re.sub(r"[^a-z0-9]+", "-", word.lower()).strip("-") for word in words)
 
 
-def _threat_word(threat: AnyThreat) -> str:
+def _threat_word(threat: Patch | SparsePixels) -> str:
     """A rectangle that may be anywhere is its size; whatever words do not tell apart gets a digest."""
     if isinstance(threat, SparsePixels):
         bound = "" if threat.bound == "tight" else f"-{threat.bound}"
@@ -233,10 +232,11 @@ def _runs_at_once(run: Run, collected: Path | None) -> int:
 
 def _training_command(run: Run, name: str) -> str:
     trained = f"patchcert zoo spec {name} > {name}.toml && patchcert train {name}.toml --out runs/{name}"
-    if not run.model_spec().widths:
+    is_trimmed, half = bool(run.model_spec().widths), " --half" if is_half(run.weights) else ""
+    if not is_trimmed and not half:
         return trained
-    half = " --half" if is_half(run.weights) else ""
-    return f"{trained} && patchcert trim runs/{name}{half} --out runs/{name}-trimmed"
+    words, suffix = (half, "trimmed") if is_trimmed else (" --half --keep-units", "half")
+    return f"{trained} && patchcert trim runs/{name}{words} --out runs/{name}-{suffix}"
 
 
 def _weights_of(run: Run) -> str:

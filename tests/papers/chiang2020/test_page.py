@@ -9,7 +9,7 @@ import pytest
 
 from patchcert.errors import InvalidInput
 from patchcert.papers.chiang2020.counting import CountedRow, CountedRun, count_rows
-from patchcert.papers.chiang2020.page import charts, duration, page_table, write_page
+from patchcert.papers.chiang2020.page import charts, duration, linked, page_table, write_page
 from patchcert.papers.chiang2020.tables import find_table, table_names
 from patchcert.papers.chiang2020.view import TableView
 from patchcert.report.statistics import Proportion, clopper_pearson
@@ -58,12 +58,27 @@ def cells(outcome, **options):
 
 def test_the_page_is_well_formed_and_loads_nothing(page, parse):
     reader = parse(page)
-    assert all(address.startswith(("data:", "#")) for address in reader.addresses)
+    elsewhere = {address for address in reader.addresses if not address.startswith(("data:", "#"))}
+    assert {Path(address).name for address in elsewhere} == {"0007-a-short-ramp-for-cnn4.md"}
     source = page.read_text(encoding="utf-8")
     assert not re.search(r"https?://|@import|url\(", source)
     assert "default-src 'none'" in source
     targets = {address[1:] for address in reader.addresses if address.startswith("#")}
     assert targets <= set(re.findall(r'id="([^"]+)"', source))
+
+
+def test_notes_lead_to_decisions_where_there_is_a_checkout(tmp_path):
+    note, page = "By [decision 7](docs/decisions/0007.md).", tmp_path / "pages" / "page.html"
+    assert linked(note, tmp_path, page) == [("By ", ""), ("decision 7", ""), (".", "")]
+    decision = tmp_path / "docs" / "decisions" / "0007.md"
+    decision.parent.mkdir(parents=True)
+    decision.touch()
+    assert linked(note, tmp_path, page)[1] == ("decision 7", "../docs/decisions/0007.md")
+
+
+def test_headings_leave_no_level_out_and_figures_have_labels(page, check_outline, tmp_path):
+    check_outline(page)
+    check_outline(write([(TABLE, ROWS), (find_table("bound-pooling"), ())], tmp_path / "two.html"))
 
 
 def test_numbers_stand_beside_the_paper_s_with_their_interval(page, parse):

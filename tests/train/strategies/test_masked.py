@@ -12,20 +12,15 @@ from torch import Generator, nn
 from patchcert.data import Split
 from patchcert.errors import ModelError, SpecError
 from patchcert.models import ModelSpec, build
-from patchcert.threats import Patch, SparsePixels
+from patchcert.threats import Patch
 from patchcert.train.checkpoint import Best, load_state, save_state
 from patchcert.train.loop import Position, train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
 from patchcert.train.step import Plan, Trainee
 from patchcert.train.strategies import (
-    AllPlacements,
-    GuidedPlacements,
     Masked,
     Natural,
-    PooledPlacements,
-    RandomPlacements,
-    SparseChanges,
 )
 from patchcert.train.strategies.masked import MaskedTraining
 from patchcert.train.strategy import Batch, Subject, WholeModel, derived_seed
@@ -60,7 +55,7 @@ def make_data():
 def make_training(strategy=STRATEGY, layout=torch.contiguous_format):
     model = build(MODEL, seeded()).to(memory_format=layout).train()
     fill = torch.tensor(strategy.fill)[:, None, None]
-    return MaskedTraining(strategy, WholeModel((), model), fill, layout)
+    return MaskedTraining(strategy, WholeModel((), model), fill, layout, model)
 
 
 def make(strategy=STRATEGY, device="cpu", cuda_graph="auto", layout=torch.contiguous_format, **settings):
@@ -161,6 +156,27 @@ def test_the_hardest_pair_is_the_one_with_the_largest_loss():
             hidden = slowly_hidden(images[one], pair[None], wanted[one], STRATEGY)
             found.append(F.cross_entropy(deployed(hidden), labels[one]).item())
         assert max(found) - found[masks[number].eq(chosen[number]).all(2).all(1).nonzero()[0, 0]] < 1e-5
+
+
+def test_the_greedy_search_takes_the_worst_mask_and_then_the_worst_beside_it():
+    training = make_training(replace(STRATEGY, search="greedy"))
+    images, labels = make_data().floats()[:12], make_data().labels[:12]
+    training.network.model(images)
+    masks, wanted = training.draw(12, 7, SIDE, SIDE, seeded(1))
+    chosen = training.hardest_greedily(images, labels, masks, wanted)
+    deployed = training.network.model.eval()
+
+    def loss(number, pair, flags):
+        one = slice(number, number + 1)
+        hidden = slowly_hidden(images[one], pair[None], flags[None], STRATEGY)
+        return F.cross_entropy(deployed(hidden), labels[one]).item()
+
+    for number in range(12):
+        first, alone = chosen[number, 0], wanted[number] & torch.tensor([True, False])
+        singly = [loss(number, pair, alone) for pair in masks[number, :3]]
+        assert loss(number, chosen[number], alone) > max(singly) - 1e-5
+        beside = [loss(number, torch.stack([first, pair[1]]), wanted[number]) for pair in masks[number, 3:]]
+        assert loss(number, chosen[number], wanted[number]) > max(beside) - 1e-5
 
 
 def test_worst_pairs_are_trained_on_from_the_stated_epoch():
@@ -319,22 +335,6 @@ def test_masks_do_not_depend_on_who_shares_the_batch():
 def test_impossible_settings_are_refused(changes, message):
     with pytest.raises(SpecError, match=message):
         replace(STRATEGY, **changes).bind(Subject(build(MODEL), MODEL, THREAT))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "threat"),
-    [
-        (AllPlacements(), THREAT),
-        (RandomPlacements(), THREAT),
-        (GuidedPlacements(width=2), THREAT),
-        (PooledPlacements(), THREAT),
-        (SparseChanges(), SparsePixels(1)),
-    ],
-    ids=lambda value: getattr(value, "kind", ""),
-)
-def test_training_on_bounds_refuses_batch_norms(strategy, threat):
-    with pytest.raises(ModelError, match=r"layer 'blocks.0.bn1' is a BatchNorm2d, but training on bounds"):
-        strategy.bind(Subject(build(MODEL), MODEL, threat))
 
 
 def test_natural_training_moves_batch_norms_and_refuses_dropout():

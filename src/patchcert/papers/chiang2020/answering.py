@@ -26,7 +26,7 @@ from patchcert.evidence import Attacking, Certification, Evidence, EvidenceFolde
 from patchcert.files import sha256
 from patchcert.papers.chiang2020.recipes import CornerAttack
 from patchcert.progress import Progress
-from patchcert.threats import Patch
+from patchcert.threats import Patch, SparsePixels
 from patchcert.threats.shapes import name_of
 from patchcert.train.run_folder import EVIDENCE, Run
 
@@ -115,6 +115,7 @@ def command_of(question: Question, run: Run) -> str:
     if isinstance(threat, Patch):
         words += ["--shape", name_of(threat.stamp) or "STAMP.txt"]
     else:
+        assert isinstance(threat, SparsePixels)
         words += ["--sparse", str(threat.pixels), "--bound", threat.bound]
     if question.classifier["name"] == "IntervalBounds":
         return shlex.join([*words, *([] if selection.limit is None else ["--limit", str(selection.limit)])])

@@ -1,8 +1,11 @@
 """One self-contained HTML page of tables: the paper's numbers and ours, to sort, filter and recompute."""
 
+import os
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
@@ -31,6 +34,7 @@ ON_PAGE = (
 NEAR = 1.0
 """In points: rows that differ by no more than this are counted at the top of the page."""
 _MINUS = "\N{MINUS SIGN}"
+_LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)]*)\)")
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,9 @@ def write_page(views: Sequence[TableView], path: Path, source: str) -> Path:
         raise InvalidInput("a page needs at least one table, got none", hint="name a table")
     gaps = _all_gaps(views, "loss")
     rows, measured = sum(len(view.rows) for view in views), sum(view.measured for view in views)
-    template = page_environment("patchcert.papers.chiang2020").get_template("tables.html.j2")
-    text = template.render(
+    environment = page_environment("patchcert.papers.chiang2020")
+    environment.filters["linked"] = partial(linked, root=Path(source).parent, page=path)
+    text = environment.get_template("tables.html.j2").render(
         title=views[0].paper.title if len(views) == 1 else TITLE,
         version=patchcert.__version__,
         tables=[page_table(view, source) for view in views],
@@ -92,6 +97,20 @@ def write_page(views: Sequence[TableView], path: Path, source: str) -> Path:
     )
     write_text(path, text)
     return path
+
+
+def linked(note: str, root: Path, page: Path) -> list[tuple[str, str]]:
+    """The parts of a note, each with the address that it leads to from the page, or with none.
+
+    Links of notes begin at the root of a checkout; those to files that are not there become words.
+    """
+    found, end = [], 0
+    for link in _LINK.finditer(note):
+        target = root / link["target"]
+        address = Path(os.path.relpath(target, page.parent)).as_posix() if target.is_file() else ""
+        found += [(note[end : link.start()], ""), (link["text"], address)]
+        end = link.end()
+    return [*found, (note[end:], "")]
 
 
 def _all_gaps(views: Sequence[TableView], rule: Rule) -> list[float]:

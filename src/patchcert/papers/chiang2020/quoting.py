@@ -19,6 +19,9 @@ from statistics import fmean
 from typing import Any, cast, final
 
 from patchcert.bench.report import markdown
+from patchcert.comparison import view as comparison
+from patchcert.comparison.counting import best, count, proofs_of_imagenet, proofs_of_results, proofs_of_zoo
+from patchcert.comparison.leaderboard import Row, published_rows
 from patchcert.errors import InvalidInput, PatchcertError
 from patchcert.evidence.audit import Finding
 from patchcert.evidence.manifest import ListedRun, Manifest, Superseded
@@ -37,6 +40,8 @@ from patchcert.zoo.shelf import Zoo
 
 ENTRIES = Path("src/patchcert/zoo/entries")
 PAGE = Path("docs/results.md")
+PLOT = Path("docs/pictures/comparison.svg")
+OUTSIDE_RESULTS = "docs/measurements/*.npz"
 
 _FIGURE = re.compile(r"(?P<text>[-+]?\d[\d,]*(?:\.\d+)?)<!--= (?P<query>.*?) -->", re.DOTALL)
 _TABLE = re.compile(r"<!-- table: (?P<query>[^\n]*?) -->\n(?P<text>.*?)<!-- end of table -->", re.DOTALL)
@@ -64,7 +69,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "docs/guides/reproduce.md": ("1 of 3", "95 %", "1.2 times", "0.05", "0.9", "0.01", "0.001", "5 %"),
     "docs/guides/zero-percent.md": ("0 %",),
     "docs/index.md": ("0 %",),
-    "docs/guides/train.md": ("1.0", "0.0", "0.5", "10.0", "20.0", "2.30"),
+    "docs/guides/train.md": ("1.0", "0.0", "0.5", "10.0", "20.0", "2.30", "0.998", "0.05"),
 }
 """By document, what looks like a result and is none: settings, definitions, levels of confidence, versions, log(10);
 and what the first example of the README prints, which a test runs."""
@@ -92,6 +97,18 @@ class Sources:
     def page(self) -> str:
         """The page of results."""
         return results_page(tuple(self.views.values()), self.found)
+
+    @cached_property
+    def compared(self) -> tuple[Row, ...]:
+        """The rows of all kinds of proof: the best of ours, and what others have published."""
+        files = tuple(self.root.glob(OUTSIDE_RESULTS))
+        trained = (*proofs_of_results(self.found), *proofs_of_zoo(self.zoo, files))
+        return (*best(count(trained)), *count(proofs_of_imagenet(files)), *published_rows())
+
+    @cached_property
+    def plot(self) -> str:
+        """The drawing of these rows."""
+        return comparison.plot(self.compared)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -165,6 +182,9 @@ def audit_documents(sources: Sources) -> tuple[Finding, ...]:
         findings = [*audit_page(sources.root / PAGE, sources.page)]
     except PatchcertError as error:
         return (Finding(sources.root / PAGE, f"cannot be made from the evidence: {error.message}"),)
+    plot = sources.root / PLOT
+    if not plot.is_file() or plot.read_text(encoding="utf-8") != sources.plot:
+        findings.append(Finding(plot, "is not the drawing that the evidence gives"))
     for document in sources.documents:
         findings += audit_document(document, sources)
     return tuple(findings)
@@ -443,12 +463,26 @@ def _compared_table(sources: Sources) -> str:
     return _grid(compared_table(tuple(sources.views.values())))
 
 
+def _methods_table(sources: Sources) -> str:
+    """All kinds of proof on all data and patches."""
+    return _grid(comparison.table(sources.compared))
+
+
+def _sources_table(sources: Sources) -> str:
+    """Where rows of others come from."""
+    links = {row.source.link: row.source.title for row in sources.compared if row.source.link}
+    columns = (Column("source", numeric=False), Column("link", numeric=False))
+    return _grid(Table("", columns, tuple((title, f"[{link}]({link})") for link, title in links.items())))
+
+
 _TABLES: Mapping[str, Callable[..., str]] = {
     "bench": _bench_table,
     "stored": _stored_table,
     "trimmed": _trimmed_table,
     "superseded": _superseded_table,
     "compare": _compared_table,
+    "methods": _methods_table,
+    "sources": _sources_table,
 }
 
 

@@ -199,7 +199,8 @@ def _our_table() -> PaperTable:
             "5x5.",
             "Widths and shifts stood in the specifications before these runs; no trial that led to them is on record. "
             "The schedule against 5x5 patches was lengthened, once, after the paper's had been counted on the test "
-            "images: `superseded` in results/manifest.json has that count. Nothing else changed with it.",
+            "images: `superseded` in [results/manifest.json](results/manifest.json) has that count. Nothing else "
+            "changed with it.",
         ),
         entries=tuple(_our_entry(name, read_spec(name)) for name in presets),
     )

@@ -219,9 +219,14 @@ class TableView:
 
     def to_section(self) -> str:
         """The table as a section of a Markdown document."""
-        notes = "".join(f"- {note}\n" for note in self.paper.notes)
+        notes = "".join(f"- {_from_docs(note)}\n" for note in self.paper.notes)
         head = f"## {self.paper.title}\n\n{self.paper.source}{self.paper.caption}\n"
         return "\n".join(filter(None, [head, notes, _grid(self.to_table())]))
+
+
+def _from_docs(note: str) -> str:
+    """A note whose links, which begin at the root of a checkout, lead there from its folder of documents."""
+    return note.replace("](docs/", "](").replace("](results/", "](../results/")
 
 
 def document(

@@ -12,7 +12,7 @@
   function marginText(margin) {
     if (margin === null) return "not finite";
     const text = Math.abs(margin) < 0.1 ? String(Number(margin.toPrecision(2))) : margin.toFixed(2);
-    return margin < 0 ? text : `+${text}`;
+    return margin < 0 ? text.replaceAll("-", "\u2212") : `+${text}`;
   }
 
   function start(section) {
@@ -32,21 +32,40 @@
       verdict: (row) => tagged(data.verdicts[data.verdict[row]]),
       margin: (row) => element("td", marginText(data.margin[row])),
       lead: (row) => element("td", marginText(data.lead[row])),
+      masks: (row) => masked(row),
       top: (row) => element("td", data.top[row] < 0 ? "" : `${data.top[row]}, ${data.left[row]}`),
       outcome: (row) => tagged(data.outcomes[data.outcome[row]]),
     };
 
+    function scale() {
+      const height = Number(sprite.dataset.height);
+      return height > 56 ? 56 / height : Math.max(1, Math.round(28 / height));
+    }
+
     function thumbnail(row) {
       const span = element("span", "", "thumb");
-      const height = Number(sprite.dataset.height), width = Number(sprite.dataset.width);
-      const scale = Math.max(1, Math.round(28 / height));
-      span.style.width = `${scale * width}px`;
-      span.style.height = `${scale * height}px`;
+      const height = scale() * Number(sprite.dataset.height), width = scale() * Number(sprite.dataset.width);
+      span.style.width = `${width}px`;
+      span.style.height = `${height}px`;
       span.style.backgroundImage = `url(${sprite.src})`;
-      span.style.backgroundSize = `${scale * width * data.spriteColumns}px auto`;
+      span.style.backgroundSize = `${width * data.spriteColumns}px auto`;
       span.style.backgroundPosition =
-        `${-scale * width * (row % data.spriteColumns)}px ${-scale * height * Math.floor(row / data.spriteColumns)}px`;
+        `${-width * (row % data.spriteColumns)}px ${-height * Math.floor(row / data.spriteColumns)}px`;
       return span;
+    }
+
+    function masked(row) {
+      const cell = element("td");
+      if (sprite && data.boxes.length) {
+        const span = thumbnail(row);
+        for (const mask of new Set(data.masks[row].split(", "))) {
+          const [top, left, height, width] = data.boxes[mask].map((pixels) => `${pixels * scale()}px`);
+          span.append(Object.assign(element("i"), { style: `top:${top};left:${left};height:${height};width:${width}` }));
+        }
+        cell.append(span);
+      }
+      cell.append(data.masks[row]);
+      return cell;
     }
 
     function tagged(word) {

@@ -10,6 +10,7 @@ from patchcert.train.strategies.sparse import SparseChanges as SparseChanges
 from patchcert.train.strategies.votes import Bands as Bands
 from patchcert.train.strategies.votes import Blocks as Blocks
 from patchcert.train.strategies.votes import LocalMargins as LocalMargins
+from patchcert.train.strategies.weakest import Weakest as Weakest
 from patchcert.train.strategy import Natural as Natural
 
 AnyStrategy = (
@@ -24,5 +25,6 @@ AnyStrategy = (
     | Bands
     | Blocks
     | LocalMargins
+    | Weakest
 )
 """All that a specification can ask for by name."""

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, final
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from patchcert.errors import SpecError
-from patchcert.tensors import Images, Labels
+from patchcert.tensors import Images, Labels, Logits
 from patchcert.threats import Patch, Threat
 from patchcert.train.strategy import (
     Batch,
@@ -27,8 +28,14 @@ from patchcert.train.toml import at_least
 Masks = Annotated[Tensor, "n 2 2"]
 """For each image the (top, left) corners of two masks."""
 
+Pairs = Annotated[Tensor, "n p 2 2"]
+"""For each image the corners of p pairs of masks."""
+
 Wanted = Annotated[Tensor, "n 2"]
 """Which of its two masks hide something of an image."""
+
+Run = Callable[[Images], Logits]
+"""How the network is carried out."""
 
 
 @final
@@ -38,9 +45,11 @@ class Masked(Strategy):
 
     Masks are `size` (height x width) large, lie anywhere inside the image and show the colour `fill`, given for all
     channels or for each; outside of [0, 1] no pixel can look like it. A random `clean_share` of the images has no mask
-    and a `single_share` has one. Once the share `worst_from` of the epochs is done, `worst_of` random pairs are tried
-    on every image, and the one with the largest cross entropy is trained on; for that the model is asked as it would
-    be deployed, in eval mode. With `bfloat16` the products of the network are rounded to it, those of the loss are not.
+    and a `single_share` has one. Once the share `worst_from` of the epochs is done, `worst_of` copies of every image
+    are tried, and the pair of masks with the largest cross entropy is trained on: the worst of random pairs or, where
+    the `search` is greedy, the worst of half as many single masks with the worst of as many second ones. For that the
+    model is asked as it would be deployed, in eval mode. With `bfloat16` the products of the network are rounded to it,
+    those of the loss are not. With `compiled` a GPU carries the network out as torch.compile fuses its layers.
     """
 
     threats: ClassVar = (Patch,)
@@ -52,8 +61,10 @@ class Masked(Strategy):
     single_share: float = 0.0
     worst_of: int = 1
     worst_from: float = 0.5
+    search: Literal["random", "greedy"] = "random"
     fill: tuple[float, ...] = (0.5,)
     bfloat16: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", self.size):
@@ -66,6 +77,11 @@ class Masked(Strategy):
                 "images, at least 0 and together at most 1"
             )
         at_least(1, "worst_of", self.worst_of)
+        if self.search == "greedy" and self.worst_of < 2:
+            raise SpecError(
+                f"search is greedy and worst_of {self.worst_of}; expected at least 2",
+                hint="a mask, and a second",
+            )
         if not 0 <= self.worst_from <= 1:
             raise SpecError(f"worst_from is {self.worst_from}; expected a share of the epochs, from 0 to 1")
         if not self.fill or not all(map(math.isfinite, self.fill)):
@@ -92,7 +108,10 @@ class Masked(Strategy):
         subject.model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
         network = whole_model(subject.model)
         fill = torch.tensor(self.fill, device=subject.device)[:, None, None]
-        trainer = MaskedTraining(self, network, fill, layout)
+        run: Run = network.model
+        if self.compiled and is_on_cuda:
+            run = torch.compile(network.model, dynamic=False)
+        trainer = MaskedTraining(self, network, fill, layout, run)
         if self.worst_of == 1:
             return Objective(network, trainer.random_case)
         hardest = Objective(network, trainer.hardest_case)
@@ -125,6 +144,7 @@ class MaskedTraining:
     network: WholeModel
     fill: Annotated[Tensor, "_ 1 1"]
     layout: torch.memory_format
+    run: Run
 
     def random_case(self, batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
         """The margins with one random pair of masks on each image."""
@@ -134,11 +154,12 @@ class MaskedTraining:
     def hardest_case(self, batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
         """The margins with the hardest of several random pairs of masks on each image."""
         masks, wanted = self._draw(batch, self.strategy.worst_of, generator)
-        return self._margins(batch, self.hardest(batch.own_images, batch.own_labels, masks, wanted), wanted)
+        find = self.hardest if self.strategy.search == "random" else self.hardest_greedily
+        return self._margins(batch, find(batch.own_images, batch.own_labels, masks, wanted), wanted)
 
     def draw(
         self, count: int, pairs: int, height: int, width: int, generator: Generator
-    ) -> tuple[Annotated[Tensor, "n p 2 2"], Wanted]:
+    ) -> tuple[Pairs, Wanted]:
         """Pairs of masks that lie anywhere inside an image, and which of its two masks an image has."""
         tall, wide = self.strategy.mask_size
         shape, device = (count, pairs, 2), generator.device
@@ -159,11 +180,26 @@ class MaskedTraining:
         hidden = (rows[:, :, :, None] & columns[:, :, None, :]).any(dim=1, keepdim=True)
         return torch.where(hidden, self.fill.to(images.dtype), images)
 
-    @torch.no_grad()
-    def hardest(
-        self, images: Images, labels: Labels, masks: Annotated[Tensor, "n p 2 2"], wanted: Wanted
-    ) -> Masks:
+    def hardest(self, images: Images, labels: Labels, masks: Pairs, wanted: Wanted) -> Masks:
         """Of each image's pairs the one with the largest cross entropy by the model in eval mode."""
+        worst = self._losses(images, labels, masks, wanted).argmax(dim=1)
+        return masks.gather(1, worst[:, None, None, None].expand(-1, 1, 2, 2)).squeeze(1)
+
+    def hardest_greedily(self, images: Images, labels: Labels, masks: Pairs, wanted: Wanted) -> Masks:
+        """The first mask that alone has the largest cross entropy, of the first half of the pairs, and with it the
+        second mask with the largest, of the other half."""
+        half = masks.shape[1] // 2
+        alone = torch.stack([wanted[:, 0], torch.zeros_like(wanted[:, 1])], dim=1)
+        first = self._losses(images, labels, masks[:, :half], alone).argmax(dim=1)
+        corner = masks[:, :, 0].gather(1, first[:, None, None].expand(-1, 1, 2))
+        seconds = masks[:, half:, 1]
+        return self.hardest(images, labels, torch.stack([corner.expand_as(seconds), seconds], dim=2), wanted)
+
+    @torch.no_grad()
+    def _losses(
+        self, images: Images, labels: Labels, masks: Pairs, wanted: Wanted
+    ) -> Annotated[Tensor, "n p"]:
+        """The cross entropy with each pair, by the model in eval mode."""
         model = self.network.model
         model.eval()
         try:
@@ -173,19 +209,16 @@ class MaskedTraining:
             ]
         finally:
             model.train()
-        worst = torch.stack(losses, dim=1).argmax(dim=1)
-        return masks.gather(1, worst[:, None, None, None].expand(-1, 1, 2, 2)).squeeze(1)
+        return torch.stack(losses, dim=1)
 
-    def logits(self, images: Images) -> Annotated[Tensor, "n k"]:
+    def logits(self, images: Images) -> Logits:
         """The logits in float32, whatever the network is rounded to."""
         laid_out = images.contiguous(memory_format=self.layout)
         rounded = self.strategy.bfloat16
         with torch.autocast(images.device.type, torch.bfloat16, enabled=rounded, cache_enabled=False):
-            return self.network.values(laid_out)[-1].float()
+            return self.run(laid_out).float()
 
-    def _draw(
-        self, batch: Batch, pairs: int, generator: Generator
-    ) -> tuple[Annotated[Tensor, "n p 2 2"], Wanted]:
+    def _draw(self, batch: Batch, pairs: int, generator: Generator) -> tuple[Pairs, Wanted]:
         """What is drawn for the images of this process, among draws for the whole batch."""
         height, width = batch.images.shape[2:]
         masks, wanted = self.draw(len(batch), pairs, height, width, generator)

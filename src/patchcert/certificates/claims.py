@@ -1,0 +1,94 @@
+"""What interval bounds claim of each image and placement, in files by which other verifiers can check it."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from patchcert.certificates.intervals import IntervalBounds
+from patchcert.files import write_text
+from patchcert.tensors import Images, Labels
+from patchcert.threats import Patch
+from patchcert.threats.vnnlib import Property
+
+CLAIMS, INSTANCES = "claims.csv", "instances.csv"
+TIMEOUT = 300
+"""Seconds that a verifier is allowed for a property, as lists of instances say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The least margin of an image with the patch at a placement, and whether that is proven to be above 0.
+
+    `image` is its number in the data, `row` its place among the images that are looked at.
+    """
+
+    row: int
+    image: int
+    label: int
+    top: int
+    left: int
+    margin: float
+    is_proven: bool
+
+    @property
+    def file(self) -> str:
+        """The name of its property."""
+        return f"image{self.image}-top{self.top}-left{self.left}.vnnlib"
+
+
+def claims_of(
+    model: nn.Module, images: Images, labels: Labels, numbers: Sequence[int], threat: Patch
+) -> tuple[Claim, ...]:
+    """What interval bounds prove and leave open, image by image and placement by placement."""
+    bounds = IntervalBounds(model)
+    proven = bounds.certify(images, labels, threat).placements
+    margins = bounds.placement_margins(images, labels, threat)
+    least = margins.scatter(2, labels[:, None, None].expand(*margins.shape[:2], 1), torch.inf).amin(dim=2)
+    corners = threat.placements(*images.shape[2:]).corners.tolist()
+    assert proven is not None
+    return tuple(
+        Claim(row, number, int(labels[row]), top, left, float(least[row, place]), bool(proven[row, place]))
+        for row, number in enumerate(numbers)
+        for place, (top, left) in enumerate(corners)
+    )
+
+
+def write_properties(
+    folder: Path, claims: Sequence[Claim], images: Images, classes: int, threat: Patch, network: str
+) -> None:
+    """A VNN-LIB file for each claim, a table of the claims, and the list of instances that verifiers take.
+
+    `network` is the path of the ONNX file as seen from the folder.
+    """
+    for claim in claims:
+        corner = (claim.top, claim.left)
+        made = Property.of(
+            images[claim.row], claim.label, classes, threat, corner, f"image {claim.image}, {threat}"
+        )
+        write_text(folder / claim.file, made.to_text())
+    header = ["property", "image", "label", "top", "left", "margin", "claim"]
+    rows = [
+        [
+            each.file,
+            each.image,
+            each.label,
+            each.top,
+            each.left,
+            each.margin,
+            "proven" if each.is_proven else "open",
+        ]
+        for each in claims
+    ]
+    write_text(folder / CLAIMS, _table([header, *rows]))
+    write_text(folder / INSTANCES, _table([[network, each.file, TIMEOUT] for each in claims]))
+
+
+def _table(rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

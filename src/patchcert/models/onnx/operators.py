@@ -1,0 +1,590 @@
+"""What operators of ONNX become: for each a rule from a node to a module whose forward pass has bounds."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from patchcert.errors import UnsupportedLayer
+
+Array = NDArray[Any]
+FLOATS = {1: torch.float32, 11: torch.float64}
+"""Types by their numbers in ONNX."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a node becomes: a module, and which of the node's inputs that are results it takes; by default all."""
+
+    module: nn.Module
+    takes: tuple[int, ...] | None = None
+
+
+Made = nn.Module | Layer | list[nn.Module]
+"""What the rule of an operator returns; a list has a module for each output."""
+
+
+@dataclass
+class Node:
+    """A node with what is known of its inputs: constants as arrays, results by an example, that of a black image.
+
+    Settings and constants are counted as they are read, so that those that a rule does not know are refused.
+    """
+
+    proto: Any
+    where: str
+    opset: int
+    inputs: list[Array | Tensor | None]
+    attributes: dict[str, Any]
+    producers: Mapping[str, Any] = field(default_factory=dict)
+    read: set[str | int] = field(default_factory=set)
+
+    def refuse(self, reason: str, hint: str = "") -> NoReturn:
+        raise UnsupportedLayer(f"{self.where}: {reason}", hint)
+
+    def attribute(self, name: str, default: Any = None) -> Any:  # noqa: ANN401
+        self.read.add(name)
+        return self.attributes.get(name, default)
+
+    def constant(self, position: int) -> Array | None:
+        """The constant at an input; None where it is left out."""
+        self.read.add(position)
+        value = self.inputs[position] if position < len(self.inputs) else None
+        if isinstance(value, Tensor):
+            self.refuse(f"input {position} is computed from the image; bounds exist for constants there")
+        return value
+
+    def needed(self, position: int) -> Array:
+        value = self.constant(position)
+        assert value is not None, "the checker has seen to it that inputs are there"
+        return value
+
+    def result(self, position: int = 0) -> Tensor:
+        """The example of a result at an input."""
+        self.read.add(position)
+        value = self.inputs[position]
+        if not isinstance(value, Tensor):
+            self.refuse(f"input {position} is a constant; bounds exist for results of the network there")
+        return value
+
+    def map(self, position: int = 0) -> Tensor:
+        """The example of a result that is a map (1, channels, height, width)."""
+        value = self.result(position)
+        if value.dim() != 4:
+            self.refuse(
+                f"its input has shape {tuple(value.shape)}; bounds exist for maps, of four dimensions"
+            )
+        return value
+
+    def setting(self, name: str, position: int, since: int) -> Array | None:
+        """A setting that is an attribute before some opset, and a constant input from it on."""
+        if self.opset >= since:
+            return self.constant(position)
+        value = self.attribute(name)
+        return None if value is None else np.asarray(value)
+
+    def refuse_unread(self) -> None:
+        unread = [name for name in self.attributes if name not in self.read]
+        unread += [
+            f"input {place}"
+            for place, value in enumerate(self.inputs)
+            if value is not None and place not in self.read
+        ]
+        if unread:
+            self.refuse(f"{unread[0]} is set, and nothing is known of that setting")
+
+
+OPERATORS: dict[str, Callable[[Node], Made]] = {}
+
+
+def _operator(*names: str) -> Callable[[Callable[[Node], Made]], Callable[[Node], Made]]:
+    """Registers how operators become modules."""
+
+    def register(rule: Callable[[Node], Made]) -> Callable[[Node], Made]:
+        OPERATORS.update(dict.fromkeys(names, rule))
+        return rule
+
+    return register
+
+
+class Applied(nn.Module):
+    """A function of results of the network, with at most one constant after them."""
+
+    def __init__(self, function: Callable[..., Tensor], constant: Array | None = None) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("constant", None if constant is None else _tensor(constant))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The function's value."""
+        return self.function(*inputs) if self.constant is None else self.function(*inputs, self.constant)
+
+
+def _tensor(array: Array) -> Tensor:
+    return torch.from_numpy(np.array(array))
+
+
+def _weighted(layer: nn.Module, weight: Array, bias: Array | None) -> nn.Module:
+    """The layer with these weights, as they are."""
+    layer.weight = nn.Parameter(_tensor(weight))
+    layer.register_parameter("bias", None if bias is None else nn.Parameter(_tensor(bias)))
+    return layer
+
+
+def _pads(
+    node: Node, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
+) -> tuple[int, int, int, int]:
+    """(top, bottom, left, right)"""
+    automatic = node.attribute("auto_pad", b"NOTSET").decode()
+    explicit = node.attribute("pads", [0, 0, 0, 0])
+    if automatic in ("NOTSET", "VALID"):
+        top, left, bottom, right = explicit if automatic == "NOTSET" else (0, 0, 0, 0)
+        return top, bottom, left, right
+    sides = []
+    for axis, size in enumerate(node.map().shape[2:]):
+        span = dilations[axis] * (kernel[axis] - 1) + 1
+        total = max((-(-size // strides[axis]) - 1) * strides[axis] + span - size, 0)
+        less = total // 2
+        sides += [less, total - less] if automatic == "SAME_UPPER" else [total - less, less]
+    return sides[0], sides[1], sides[2], sides[3]
+
+
+def _pair(node: Node, name: str, default: int = 1) -> tuple[int, int]:
+    first, second = node.attribute(name, [default, default])
+    return first, second
+
+
+@_operator("Conv")
+def _convolution(node: Node) -> Made:
+    node.map()
+    weight, bias = node.needed(1), node.constant(2)
+    node.attribute("kernel_shape")  # that of the weights, by the checker
+    kernel, groups = weight.shape[2:], node.attribute("group", 1)
+    strides, dilations = _pair(node, "strides"), _pair(node, "dilations")
+    top, bottom, left, right = _pads(node, kernel, strides, dilations)
+    padding = (top, left) if top == bottom >= 0 and left == right >= 0 else 0
+    layer = nn.Conv2d(1, 1, kernel, strides, padding, dilations)  # pyright: ignore[reportArgumentType]
+    layer.in_channels, layer.out_channels, layer.groups = weight.shape[1] * groups, len(weight), groups
+    _weighted(layer, weight, bias)
+    return layer if padding != 0 else nn.Sequential(nn.ZeroPad2d((left, right, top, bottom)), layer)
+
+
+@_operator("ConvTranspose")
+def _transposed_convolution(node: Node) -> Made:
+    node.map()
+    weight, bias = node.needed(1), node.constant(2)
+    node.attribute("kernel_shape")
+    if node.attribute("output_shape") is not None or node.attribute("auto_pad", b"NOTSET") != b"NOTSET":
+        node.refuse("its padding is found from a size; bounds exist for explicit pads")
+    top, left, bottom, right = node.attribute("pads", [0, 0, 0, 0])
+    if (top, left) != (bottom, right):
+        node.refuse(f"pads are {[top, left, bottom, right]}; bounds exist for the same on opposite sides")
+    groups, dilations = node.attribute("group", 1), _pair(node, "dilations")
+    extra = _pair(node, "output_padding", 0)
+    layer = nn.ConvTranspose2d(
+        1, 1, weight.shape[2:], _pair(node, "strides"), (top, left), extra, dilation=dilations
+    )  # pyright: ignore
+    layer.in_channels, layer.out_channels, layer.groups = len(weight), weight.shape[1] * groups, groups
+    return _weighted(layer, weight, bias)
+
+
+@_operator("Gemm")
+def _gemm(node: Node) -> Made:
+    value, weight, bias = node.result(), node.needed(1), node.constant(2)
+    for name in ("alpha", "beta"):
+        if node.attribute(name, 1.0) != 1.0:
+            node.refuse(f"{name} is {node.attribute(name)}; bounds exist for 1")
+    if node.attribute("transA", 0) or value.dim() != 2:
+        node.refuse("its first input is turned, or no table; bounds exist for one row for each image")
+    weight = weight if node.attribute("transB", 0) else weight.T
+    if bias is not None:
+        bias = np.broadcast_to(bias, (1, len(weight)))[0]
+    return _linear(weight, bias)
+
+
+def _linear(weight: Array, bias: Array | None) -> nn.Module:
+    layer = nn.Linear(1, 1)
+    layer.out_features, layer.in_features = weight.shape
+    return _weighted(layer, weight, bias)
+
+
+@_operator("MatMul")
+def _product(node: Node) -> Made:
+    node.result()
+    weight = node.needed(1)
+    if weight.ndim != 2:
+        node.refuse(f"its second input has shape {weight.shape}; bounds exist for a matrix")
+    return _linear(weight.T, None)
+
+
+@_operator("BatchNormalization")
+def _batch_norm(node: Node) -> Made:
+    value = node.result()
+    scale, bias, mean, variance = (node.needed(place) for place in (1, 2, 3, 4))
+    node.attribute("momentum")
+    if node.attribute("training_mode", 0) or not node.attribute("spatial", 1):
+        node.refuse(
+            "it normalises by the statistics of the batch, or by place; bounds exist for stored ones by channel"
+        )
+    kind = nn.BatchNorm2d if value.dim() == 4 else nn.BatchNorm1d
+    layer = kind(len(scale), eps=node.attribute("epsilon", 1e-5))
+    _weighted(layer, scale, bias)
+    layer.running_mean, layer.running_var = _tensor(mean), _tensor(variance)
+    return layer
+
+
+def _arithmetic(
+    node: Node, function: Callable[[Any, Any], Any], turned: Callable[[Any, Any], Any] | None
+) -> Made:
+    """Of a result and a constant, on either side."""
+    first, second = node.inputs
+    node.read |= {0, 1}
+    if isinstance(first, Tensor):
+        return Applied(function, second)  # pyright: ignore[reportArgumentType]
+    if turned is None:
+        node.refuse("it divides by a result of the network; bounds exist for constants there")
+    return Applied(turned, first)
+
+
+def _is_of_results(node: Node) -> bool:
+    return all(isinstance(value, Tensor) for value in node.inputs)
+
+
+@_operator("Add", "Sum")
+def _sum(node: Node) -> Made:
+    if not _is_of_results(node):
+        if len(node.inputs) != 2:
+            node.refuse(f"it sums {len(node.inputs)} inputs, constants among them; bounds exist for two then")
+        return _arithmetic(node, operator.add, operator.add)
+    node.read |= set(range(len(node.inputs)))
+    return Applied(lambda *terms: reduce(operator.add, terms)) if len(node.inputs) > 1 else nn.Identity()
+
+
+@_operator("Sub")
+def _difference(node: Node) -> Made:
+    if not _is_of_results(node):
+        return _arithmetic(node, operator.sub, lambda value, constant: constant - value)
+    node.read |= {0, 1}
+    return Applied(lambda first, second: first + second * -1)
+
+
+@_operator("Mul")
+def _multiplied(node: Node) -> Made:
+    """x sigmoid(x) is one function, SiLU, whose bound is tighter than that of a product."""
+    if not _is_of_results(node):
+        return _arithmetic(node, operator.mul, operator.mul)
+    node.read |= {0, 1}
+    for own, other in ((0, 1), (1, 0)):
+        gate = node.producers.get(node.proto.input[other])
+        if gate is not None and gate.op_type == "Sigmoid" and gate.input[0] == node.proto.input[own]:
+            return Layer(nn.SiLU(), (own,))
+    return Applied(operator.mul)
+
+
+@_operator("Div")
+def _quotient(node: Node) -> Made:
+    if _is_of_results(node):
+        node.refuse("it divides by a result of the network; bounds exist for constants there")
+    return _arithmetic(node, operator.truediv, None)
+
+
+@_operator("Neg")
+def _negative(node: Node) -> Made:
+    node.result()
+    return Applied(torch.neg)
+
+
+def _plain(name: str, layer: Callable[[], nn.Module]) -> None:
+    def rule(node: Node) -> Made:
+        node.result()
+        return layer()
+
+    _operator(name)(rule)
+
+
+_plain("Relu", nn.ReLU)
+_plain("Sigmoid", nn.Sigmoid)
+_plain("Tanh", nn.Tanh)
+_plain("Softsign", nn.Softsign)
+_plain("HardSwish", nn.Hardswish)
+_plain("GlobalAveragePool", partial(nn.AdaptiveAvgPool2d, 1))
+_plain("GlobalMaxPool", partial(nn.AdaptiveMaxPool2d, 1))
+_plain("Identity", nn.Identity)
+# ONNX has no threshold. From 80 on x and log(1 + exp(x)) differ by less than 2e-35, a tiny part of a unit of x.
+_plain("Softplus", partial(nn.Softplus, threshold=80.0))
+
+
+@_operator("LeakyRelu")
+def _leaky_relu(node: Node) -> Made:
+    node.result()
+    return nn.LeakyReLU(node.attribute("alpha", 0.01))
+
+
+@_operator("PRelu")
+def _learnt_slope(node: Node) -> Made:
+    node.result()
+    slope = node.needed(1)
+    if slope.size != 1:
+        node.refuse(f"it has {slope.size} slopes; bounds exist for one")
+    return nn.LeakyReLU(float(slope.item()))
+
+
+@_operator("Elu")
+def _elu(node: Node) -> Made:
+    node.result()
+    return nn.ELU(node.attribute("alpha", 1.0))
+
+
+@_operator("Celu")
+def _celu(node: Node) -> Made:
+    node.result()
+    return nn.CELU(node.attribute("alpha", 1.0))
+
+
+@_operator("Selu")
+def _selu(node: Node) -> Made:
+    """Its constants are numbers of float32, which those of PyTorch are not."""
+    node.result()
+    alpha = node.attribute("alpha", 1.67326319217681884765625)
+    gamma = node.attribute("gamma", 1.05070102214813232421875)
+    return nn.Sequential(nn.ELU(alpha), Applied(lambda value: value * gamma))
+
+
+@_operator("HardSigmoid")
+def _hard_sigmoid(node: Node) -> Made:
+    node.result()
+    alpha, beta = node.attribute("alpha", 0.2), node.attribute("beta", 0.5)
+    return nn.Sequential(Applied(lambda value: value * alpha + beta), nn.Hardtanh(0.0, 1.0))
+
+
+@_operator("Gelu")
+def _gelu(node: Node) -> Made:
+    node.result()
+    return nn.GELU(approximate=node.attribute("approximate", b"none").decode())
+
+
+@_operator("Clip")
+def _clip(node: Node) -> Made:
+    node.result()
+    ends = [node.setting(name, place, since=11) for place, name in ((1, "min"), (2, "max"))]
+    low, high = (float(end.item()) if end is not None else None for end in ends)
+    largest = np.finfo(np.float32).max  # the default, where limits are attributes
+    low, high = (None if low == -largest else low), (None if high == largest else high)
+    if low is None and high is None:
+        return nn.Identity()
+    if (low, high) == (0.0, None):
+        return nn.ReLU()
+    low, high = (-np.inf if low is None else low), (np.inf if high is None else high)
+    if not low < high:
+        node.refuse(f"its limits are {low} and {high}; bounds exist for a lower and a higher one")
+    return nn.ReLU6() if (low, high) == (0.0, 6.0) else nn.Hardtanh(low, high)
+
+
+def _pooled(
+    node: Node,
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int, int, int], tuple[int, int]]:
+    """Kernel, strides, padding and dilations."""
+    node.map()
+    first, second = node.attribute("kernel_shape")
+    strides, dilations = _pair(node, "strides"), _pair(node, "dilations")
+    return (first, second), strides, _pads(node, (first, second), strides, dilations), dilations
+
+
+@_operator("MaxPool")
+def _max_pool(node: Node) -> Made:
+    kernel, strides, (top, bottom, left, right), dilations = _pooled(node)
+    node.attribute("storage_order")  # of the second output, which nothing may use
+    is_long = bool(node.attribute("ceil_mode", 0))
+    if (top, left) != (bottom, right) or (
+        is_long and (top or left or strides[0] > kernel[0] or strides[1] > kernel[1])
+    ):
+        node.refuse("bounds exist for the same padding on opposite sides, and with ceil_mode for none")
+    return nn.MaxPool2d(kernel, strides, (top, left), dilations, ceil_mode=is_long)
+
+
+@_operator("AveragePool")
+def _average_pool(node: Node) -> Made:
+    kernel, strides, (top, bottom, left, right), dilations = _pooled(node)
+    counts = bool(node.attribute("count_include_pad", 0))
+    if node.attribute("ceil_mode", 0) or dilations != (1, 1):
+        node.refuse("ceil_mode or dilations are set; bounds exist without them")
+    if (top, left) == (bottom, right):
+        return nn.AvgPool2d(kernel, strides, (top, left), count_include_pad=counts)
+    if not counts:
+        node.refuse(
+            "it pads opposite sides otherwise, which do not count; bounds exist for the same padding there"
+        )
+    return nn.Sequential(nn.ZeroPad2d((left, right, top, bottom)), nn.AvgPool2d(kernel, strides))
+
+
+@_operator("ReduceMean")
+def _mean(node: Node) -> Made:
+    value = node.map()
+    axes = node.setting("axes", 1, since=18)
+    node.attribute("noop_with_empty_axes")
+    keeps = bool(node.attribute("keepdims", 1))
+    if axes is None or {int(axis) % value.dim() for axis in axes} != {2, 3}:
+        node.refuse(f"it is taken over axes {axes}; bounds exist for the mean over height and width, 2 and 3")
+    return Applied(lambda value: value.mean((2, 3), keepdim=keeps))
+
+
+@_operator("Flatten")
+def _flatten(node: Node) -> Made:
+    axis = node.attribute("axis", 1)
+    if axis not in (1, 1 - node.result().dim()):
+        node.refuse(f"its axis is {axis}; the first dimension, the batch, must stay: 1")
+    return nn.Flatten()
+
+
+def _shaped(sizes: Sequence[int]) -> nn.Module:
+    """The values of each image in another shape."""
+    return Applied(lambda value: value.reshape(-1, *sizes))
+
+
+@_operator("Reshape")
+def _reshape(node: Node) -> Made:
+    value, sizes = node.result(), [int(size) for size in node.needed(1)]
+    if not node.attribute("allowzero", 0):
+        sizes = [value.shape[place] if size == 0 else size for place, size in enumerate(sizes)]
+    try:
+        shape = tuple(value.reshape(sizes).shape)
+    except RuntimeError as error:
+        node.refuse(f"it does not fit its input: {error}")
+    if len(shape) < 2 or shape[0] != 1:
+        node.refuse(f"it makes {shape} of one image; the first dimension, the batch, must stay")
+    return _shaped(shape[1:])
+
+
+@_operator("Squeeze", "Unsqueeze")
+def _squeeze(node: Node) -> Made:
+    value, axes = node.result(), node.setting("axes", 1, since=13)
+    given = [] if axes is None else [int(axis) for axis in axes]
+    array = np.zeros(tuple(value.shape), dtype=np.int8)
+    if node.proto.op_type == "Unsqueeze":
+        shape = np.expand_dims(array, tuple(given)).shape
+        keeps = 0 not in [axis % len(shape) for axis in given]
+    else:
+        shape = array.squeeze(tuple(given)).shape if given else ()
+        keeps = bool(given) and 0 not in [axis % array.ndim for axis in given]
+    if not keeps:
+        node.refuse(f"its axes are {given}; the first dimension, the batch, must stay")
+    return _shaped(shape[1:])
+
+
+@_operator("Transpose")
+def _transpose(node: Node) -> Made:
+    order = node.attribute("perm", list(reversed(range(node.result().dim()))))
+    if order[0] != 0:
+        node.refuse(f"it permutes to {order}; the first dimension, the batch, must stay")
+    return Applied(lambda value: value.permute(*order))
+
+
+@_operator("Expand")
+def _expand(node: Node) -> Made:
+    """Copies one after the other along each dimension that grows."""
+    value, sizes = node.result(), [int(size) for size in node.needed(1)]
+    shape = torch.broadcast_shapes(value.shape, sizes)
+    if len(shape) != value.dim() or shape[0] != 1:
+        node.refuse(
+            f"it makes {tuple(shape)} of {tuple(value.shape)}; the first dimension, the batch, must stay"
+        )
+    grown = [axis for axis, size in enumerate(shape) if size != value.shape[axis]]
+
+    def expand(value: Tensor) -> Tensor:
+        for axis in grown:
+            value = torch.cat([value] * shape[axis], axis)
+        return value
+
+    return Applied(expand)
+
+
+@_operator("Concat")
+def _concatenate(node: Node) -> Made:
+    axis = node.attribute("axis")
+    if not _is_of_results(node):
+        node.refuse("constants are among its inputs; bounds exist for joined results")
+    node.read |= set(range(len(node.inputs)))
+    if axis % node.result().dim() == 0:
+        node.refuse("it joins along the batch; bounds exist for other axes")
+    return Applied(lambda *parts: torch.cat(parts, axis))
+
+
+@_operator("Split")
+def _split(node: Node) -> Made:
+    value, axis = node.result(), node.attribute("axis", 0)
+    sizes = node.setting("split", 1, since=13)
+    node.attribute("num_outputs")
+    if axis % value.dim() == 0:
+        node.refuse("it splits the batch; bounds exist for other axes")
+    count = len(node.proto.output)
+    if sizes is None:
+        each = -(-value.shape[axis] // count)
+        sizes = [min(each, value.shape[axis] - place * each) for place in range(count)]
+    lengths = [int(size) for size in sizes]
+    return [Applied(partial(_piece, lengths, axis, place)) for place in range(count)]
+
+
+def _piece(lengths: list[int], axis: int, place: int, value: Tensor) -> Tensor:
+    return value.split(lengths, axis)[place]
+
+
+@_operator("Slice")
+def _slice(node: Node) -> Made:
+    value = node.result()
+    starts, ends = (node.setting(name, place, since=10) for place, name in ((1, "starts"), (2, "ends")))
+    axes = node.setting("axes", 3, since=10)
+    steps = node.constant(4) if node.opset >= 10 else None
+    assert starts is not None
+    assert ends is not None
+    axes = range(len(starts)) if axes is None else [int(axis) % value.dim() for axis in axes]
+    steps = [1] * len(starts) if steps is None else steps
+    index = [slice(None)] * value.dim()
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        if axis == 0 or step < 1:
+            node.refuse(
+                f"it takes steps of {step} along axis {axis}; bounds exist for forward steps, not of the batch"
+            )
+        index[axis] = slice(*slice(int(start), int(end), int(step)).indices(value.shape[axis]))
+    chosen = tuple(index)
+    return Applied(lambda value: value[chosen])
+
+
+@_operator("Pad")
+def _pad(node: Node) -> Made:
+    value = node.map()
+    mode = node.attribute("mode", b"constant").decode()
+    pads, fill = node.setting("pads", 1, since=11), node.setting("value", 2, since=11)
+    axes = node.constant(3) if node.opset >= 18 else None
+    assert pads is not None
+    axes = range(value.dim()) if axes is None else [int(axis) % value.dim() for axis in axes]
+    sides = {axis: (int(pads[place]), int(pads[place + len(axes)])) for place, axis in enumerate(axes)}
+    is_outside = any(any(sides.get(axis, (0, 0))) for axis in (0, 1))
+    if mode != "constant" or is_outside or (fill is not None and fill.item() != 0):
+        node.refuse(f"mode is {mode!r} and pads are {list(pads)}; bounds exist for zeros around a map")
+    return nn.ZeroPad2d((*sides.get(3, (0, 0)), *sides.get(2, (0, 0))))
+
+
+@_operator("Dropout")
+def _dropout(node: Node) -> Made:
+    node.result()
+    node.setting("ratio", 1, since=12)
+    training = node.constant(2)
+    if training is not None and bool(training):
+        node.refuse("it drops values at random (training mode)")
+    node.attribute("seed")
+    return nn.Identity()
+
+
+@_operator("Cast")
+def _cast(node: Node) -> Made:
+    wanted = FLOATS.get(node.attribute("to"))
+    node.attribute("saturate")
+    if wanted != node.result().dtype:
+        node.refuse("it casts to another type; bounds exist for one type")
+    return nn.Identity()

@@ -1,0 +1,210 @@
+"""Training on linear bounds, and on a mixture of bounds and an attack, at the placements that are weakest.
+
+All placements are ranked without a gradient, as in training on all of them; linear bounds and attacks, which cost more,
+look only at the weakest.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, final
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from patchcert.bounds import Interval, Network
+from patchcert.bounds.linear import (
+    SLOPES,
+    Slope,
+    adaptive,
+    best_bound,
+    flat,
+    interval_bound,
+    margin_forms,
+    parallel,
+)
+from patchcert.errors import SpecError
+from patchcert.tensors import Images, Labels, Margins, PlacementMargins
+from patchcert.train.strategies.placements import Chosen, PlacedPatch, in_class_order, other_classes
+from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase, logit_margins
+from patchcert.train.toml import at_least
+from patchcert.windows.linear_sweep import LinearSweep, hidden_layer
+from patchcert.windows.passes import Clean
+from patchcert.windows.training import WeakestPlacements, search_budget
+
+Targets = Annotated[Tensor, "n m t"]
+"""For each image and each of m placements the classes that are bounded there."""
+
+_CHOICES: dict[str, tuple[Slope, ...]] = {
+    "best": SLOPES,
+    "adaptive": (adaptive,),
+    "flat": (flat,),
+    "parallel": (parallel,),
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Weakest(Strategy):
+    """Margins at the weakest placements, by linear bounds or intervals, mixed with those of an attack.
+
+    The weakest placement is one for each class, or with `placements = "image"` one for all, where the cross entropy is
+    largest. Intervals of all placements say which it is or, with `candidates` above 1, which few the linear bound
+    chooses from. With `search = "linear"` linear bounds of all placements say so; they are quick for networks of one
+    hidden layer, and others are refused. A linear bound is the best over `slopes` of lower lines, and never below the
+    interval's.
+
+    Margins to learn from are `mixture` times the bound's and, for the rest, those of an attack: `attack_steps` steps by
+    the sign of the gradient, from a random patch at the weakest placement. A network that is trained on less of the
+    bound keeps more accuracy and needs a tighter certificate: `IntervalBounds(model, refine="linear" or "split")`.
+    """
+
+    kind: Literal["weakest"] = "weakest"
+    bound: Literal["linear", "interval"] = "linear"
+    slopes: Literal["best", "adaptive", "flat", "parallel"] = "best"
+    placements: Literal["class", "image"] = "class"
+    search: Literal["interval", "linear"] = "interval"
+    candidates: int = 1
+    mixture: float = 1.0
+    attack_steps: int = 8
+
+    def __post_init__(self) -> None:
+        at_least(1, "candidates", self.candidates)
+        at_least(1, "attack_steps", self.attack_steps)
+        if not 0 <= self.mixture <= 1:
+            raise SpecError(f"mixture is {self.mixture}; expected a share of the bound, from 0 to 1")
+        if self.bound == "interval" and (self.candidates > 1 or self.search == "linear"):
+            raise SpecError(
+                f"candidates is {self.candidates} and search {self.search!r}, but intervals are trained on, which "
+                "have looked at all placements",
+                hint='leave both out, or set strategy.bound = "linear"',
+            )
+
+    def bind(self, subject: Subject) -> Objective:
+        """The margins at the weakest placements of each image."""
+        training = WeakestTraining(self, PlacedPatch.of(subject), subject.model_spec.classes)
+        if self.search == "linear":
+            hidden_layer(training.patch.network)
+        return Objective(training.patch.network, training.worst_case)
+
+
+class WeakestTraining:
+    """The strategy at work on a network; keeps the geometry of placements between steps."""
+
+    def __init__(self, strategy: Weakest, patch: PlacedPatch, classes: int) -> None:
+        self.strategy, self.patch, self.classes = strategy, patch, classes
+        self.search = WeakestPlacements(patch.threat)
+        self._sweeps: dict[tuple[object, ...], LinearSweep] = {}
+
+    def worst_case(self, batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
+        """The mixture of bounds and attack."""
+        images, labels, mixture = batch.own_images, batch.own_labels, self.strategy.mixture
+        clean = self.patch.clean(images, labels)
+        ranked = self.ranked(images, labels, epsilon, clean)
+        chosen = self.choose(images, labels, ranked, epsilon)
+        bounded = self.bounded(images, labels, chosen, epsilon, clean)
+        if mixture == 1:
+            return WorstCase(bounded)
+        noise = torch.rand(batch.images.shape, generator=generator, device=generator.device)[batch.rows]
+        placement = chosen if chosen.shape[1] == 1 else hardest(ranked, 1)
+        box = self._boxes(images, placement, epsilon)
+        attacked = attacked_margins(self.patch.network, box, noise, labels, self.strategy.attack_steps)
+        return WorstCase(torch.lerp(attacked, bounded, mixture), bounded=bounded)
+
+    def ranked(
+        self, images: Images, labels: Labels, epsilon: float | Tensor, clean: Clean | None = None
+    ) -> PlacementMargins:
+        """Margins at all placements, by intervals or by the better of intervals and linear bounds; no gradient."""
+        network = self.patch.network
+        found = self.search.margins(network, images, labels, epsilon, clean)
+        if self.strategy.search == "interval":
+            return found
+        slope, *_ = _CHOICES[self.strategy.slopes]
+        return torch.maximum(found, self._sweep(images).margins(images, labels, epsilon, slope))
+
+    def _sweep(self, images: Images) -> LinearSweep:
+        key = (images.device, images.dtype, *images.shape[1:])
+        if key not in self._sweeps:
+            budget = search_budget(images.device)
+            self._sweeps = {key: LinearSweep.of(self.patch.network, images, self.patch.threat, budget)}
+        return self._sweeps[key]
+
+    @torch.no_grad()
+    def choose(
+        self, images: Images, labels: Labels, ranked: PlacementMargins, epsilon: float | Tensor
+    ) -> Chosen:
+        """The weakest placement against each other class, in the order of `other_classes`, or the one for all."""
+        others, count = other_classes(labels, self.classes), min(self.strategy.candidates, ranked.shape[1])
+        if self.strategy.placements == "image":
+            found = hardest(ranked, count)
+            if count == 1:
+                return found
+            targets = others.unsqueeze(1).expand(-1, count, -1)
+            margins = self.linear(images, labels, found, targets, epsilon)
+            return found.gather(1, _cross_entropy(margins).argmax(dim=1, keepdim=True))
+        by_class = ranked.gather(2, others.unsqueeze(1).expand(-1, ranked.shape[1], -1))
+        if count == 1:
+            return by_class.argmin(dim=1)
+        found = by_class.topk(count, dim=1, largest=False).indices.transpose(1, 2)
+        targets = others.unsqueeze(2).expand_as(found).flatten(1).unsqueeze(2)
+        margins = self.linear(images, labels, found.flatten(1), targets, epsilon).reshape(found.shape)
+        return found.gather(2, margins.argmin(dim=2, keepdim=True)).squeeze(2)
+
+    def bounded(
+        self,
+        images: Images,
+        labels: Labels,
+        chosen: Chosen,
+        epsilon: float | Tensor,
+        clean: Clean | None = None,
+    ) -> Margins:
+        """Margins at the chosen placements, of which there are one for each other class, or one for all of them."""
+        by_class, others = self.strategy.placements == "class", other_classes(labels, self.classes)
+        if self.strategy.bound == "linear":
+            targets = others.unsqueeze(2 if by_class else 1)
+            margins = self.linear(images, labels, chosen, targets, epsilon)
+            return in_class_order(labels, margins.flatten(1))
+        if not by_class:
+            return self.patch.margins(images, labels, chosen, epsilon, clean=clean)[:, 0]
+        return in_class_order(labels, self.patch.margins(images, labels, chosen, epsilon, others, clean))
+
+    def linear(
+        self, images: Images, labels: Labels, chosen: Chosen, targets: Targets, epsilon: float | Tensor
+    ) -> Targets:
+        """Margins against the targets at each placement: linear bounds, or the interval's where that is better."""
+        network, repeated = self.patch.network, labels.unsqueeze(1).expand_as(chosen).flatten()
+        intervals = network.intervals(self._boxes(images, chosen, epsilon))
+        forms = margin_forms(repeated, targets.flatten(0, 1), self.classes, images.dtype)
+        found = best_bound(network, intervals, forms, slopes=_CHOICES[self.strategy.slopes])
+        found = torch.maximum(found, interval_bound(network, intervals, forms))
+        return found.unflatten(0, tuple(chosen.shape))
+
+    def _boxes(self, images: Images, chosen: Chosen, epsilon: float | Tensor) -> Interval:
+        """One after the other, those of an image together."""
+        corners = self.patch.corners(images)[chosen]
+        return self.patch.threat.boxes(images, corners, epsilon).flatten(0, 1)
+
+
+def hardest(ranked: PlacementMargins, count: int) -> Chosen:
+    """The placements at which an image has the largest cross entropy, the largest first."""
+    return _cross_entropy(ranked).topk(count, dim=1).indices
+
+
+def _cross_entropy(margins: Annotated[Tensor, "n p t"]) -> Annotated[Tensor, "n p"]:
+    """Up to a function that rises: margins may have the label's own 0 among them, or not."""
+    return torch.logsumexp(-margins, dim=2)
+
+
+def attacked_margins(network: Network, box: Interval, noise: Images, labels: Labels, steps: int) -> Margins:
+    """Margins of members of each image's box that steps by the sign of the gradient have made worse, from the noise.
+
+    The steps add up to twice the width of the box, so that a pixel can cross it and come back.
+    """
+    width = box.upper - box.lower
+    current = box.lower + noise.to(width.dtype) * width
+    for _ in range(steps):
+        with torch.enable_grad():
+            given = current.detach().requires_grad_()
+            loss = F.cross_entropy(network.values(given)[-1], labels, reduction="sum")
+            (gradient,) = torch.autograd.grad(loss, given)
+        current = box.clamped(current + gradient.sign() * width * (2 / steps))
+    return logit_margins(network.values(current.detach())[-1], labels)

@@ -1,0 +1,217 @@
+"""Training on linear bounds: its margins are those that certify, with the right gradient, at placements it claims."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Generator, nn
+
+from patchcert.bounds import trace
+from patchcert.bounds.linear import adaptive, reference_margin
+from patchcert.certificates import IntervalBounds
+from patchcert.errors import SpecError, UnsupportedLayer
+from patchcert.models import ModelSpec
+from patchcert.threats import Patch
+from patchcert.train.spec import read_spec
+from patchcert.train.strategies import AllPlacements, Weakest
+from patchcert.train.strategies.placements import PlacedPatch, other_classes
+from patchcert.train.strategies.weakest import WeakestTraining, attacked_margins, hardest
+from patchcert.train.strategy import Batch, Subject
+from patchcert.windows.dense import dense_linear_margins, dense_margins
+
+CLASSES, PATCH = 4, Patch((3, 2))
+
+
+def training(strategy, model, threat=PATCH):
+    subject = Subject(model, ModelSpec("m", 1, 8, 8, CLASSES), threat)
+    return WeakestTraining(strategy, PlacedPatch.of(subject), CLASSES)
+
+
+def everywhere(model, batch, threat=PATCH):
+    """The better of interval and linear bounds (n, p, classes) at every placement, as certificates have them."""
+    network, corners = trace(model), threat.placements(8, 8).corners
+    given = (network, batch.images, batch.labels, threat, corners)
+    return torch.maximum(dense_margins(*given), dense_linear_margins(*given))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_the_margin_at_a_placement_is_the_linear_bound_of_certificates_there(make_model, make_batch, kind):
+    model, batch = make_model(kind), make_batch(5)
+    margins = everywhere(model, batch)
+    by_class, by_image = (training(Weakest(placements=kind), model) for kind in ("class", "image"))
+    ranked = by_class.ranked(batch.images, batch.labels, 1.0)
+    weakest = ranked.argmin(dim=1)
+    found = by_class.worst_case(batch, 1.0, Generator()).margins
+    torch.testing.assert_close(found, margins.gather(1, weakest.unsqueeze(1))[:, 0], rtol=1e-4, atol=1e-5)
+    placement = hardest(ranked, 1)[:, 0]
+    found = by_image.worst_case(batch, 1.0, Generator()).margins
+    torch.testing.assert_close(found, margins[torch.arange(5), placement], rtol=1e-4, atol=1e-5)
+
+
+def test_margins_are_those_that_refinement_proves(make_model, make_batch):
+    model, batch = make_model("mlp").double(), make_batch(6, dtype=torch.float64)
+    one_place = Patch((3, 2), placements=[(2, 3)])
+    found = training(Weakest(), model, one_place).worst_case(batch, 1.0, Generator()).margins
+    images = batch.images.float().double()
+    proven = IntervalBounds(model, refine="linear", dtype=torch.float64).certify(
+        images, batch.labels, one_place
+    )
+    others = found.scatter(1, batch.labels[:, None], torch.inf).amin(dim=1)
+    assert torch.equal(proven.certified, others > 0)
+
+
+def test_no_point_of_the_box_is_below_its_margin(make_model, make_batch):
+    for kind, epsilon in itertools.product(("mlp", "cnn"), (0.3, 1.0)):
+        model, batch = make_model(kind), make_batch(4)
+        at_work = training(Weakest(placements="image"), model)
+        chosen = at_work.choose(
+            batch.images, batch.labels, at_work.ranked(batch.images, batch.labels, epsilon), epsilon
+        )
+        bounds = at_work.bounded(batch.images, batch.labels, chosen, epsilon)
+        box = at_work._boxes(batch.images, chosen, epsilon)
+        for seed in range(40):
+            share = torch.rand(box.lower.shape, generator=Generator().manual_seed(seed))
+            share = share.round() if seed % 2 else share
+            logits = model(torch.lerp(box.lower, box.upper, share))
+            margins = logits.gather(1, batch.labels[:, None]) - logits
+            assert (margins >= bounds - 1e-5).all()
+
+
+def test_the_gradient_is_that_of_differences(make_model, make_batch):
+    model, batch = make_model("mlp").double(), make_batch(3, dtype=torch.float64)
+    at_work = training(Weakest(slopes="parallel"), model)
+    weight = model[1].weight
+
+    def total():
+        chosen = at_work.choose(
+            batch.images, batch.labels, at_work.ranked(batch.images, batch.labels, 0.8), 0.8
+        )
+        return at_work.bounded(batch.images, batch.labels, chosen, 0.8).sum()
+
+    (gradient,) = torch.autograd.grad(total(), weight)
+    for row, column in ((0, 5), (3, 20), (7, 33), (11, 40)):
+        with torch.no_grad():
+            weight[row, column] += 1e-6
+            above = total()
+            weight[row, column] -= 2e-6
+            below = total()
+            weight[row, column] += 1e-6
+        assert float(above - below) / 2e-6 == pytest.approx(float(gradient[row, column]), rel=1e-4, abs=1e-6)
+
+
+@torch.no_grad()
+def test_a_single_slope_is_that_of_the_slow_twin(make_model, make_batch):
+    model, batch = make_model("cnn").double(), make_batch(1, dtype=torch.float64)
+    at_work = training(Weakest(slopes="adaptive"), model)
+    chosen, label = torch.tensor([[7]]), int(batch.labels)
+    targets = torch.arange(CLASSES)[None, None]
+    found = at_work.linear(batch.images, batch.labels, chosen, targets, 1.0)[0, 0]
+    box = at_work._boxes(batch.images, chosen, 1.0)
+    interval = trace(model).margins(box, batch.labels)[0]
+    for target in range(CLASSES):
+        slow = reference_margin(trace(model), box, label, target, adaptive)
+        wanted = max(slow, float(interval[target]))
+        assert float(found[target]) == pytest.approx(wanted, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_intervals_at_the_weakest_placement_of_each_class_are_all_placements(
+    make_model, make_batch, worst_margins, gradient, kind
+):
+    model, batch = make_model(kind), make_batch(4)
+    ours = worst_margins(Weakest(bound="interval"), model, PATCH, batch, 0.6)
+    theirs = worst_margins(AllPlacements(), model, PATCH, batch, 0.6)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(gradient(model, ours, batch.labels)[1], gradient(model, theirs, batch.labels)[1])
+
+
+@pytest.mark.parametrize("placements", ["class", "image"])
+def test_enough_candidates_find_the_placement_that_is_weakest_by_linear_bounds(
+    make_model, make_batch, placements
+):
+    model, batch = make_model("cnn"), make_batch(6)
+    margins = everywhere(model, batch)
+    at_work = training(Weakest(placements=placements, candidates=1000), model)
+    found = at_work.worst_case(batch, 1.0, Generator()).margins
+    if placements == "class":
+        wanted = margins.amin(dim=1)
+    else:
+        others = margins.gather(
+            2, other_classes(batch.labels, CLASSES)[:, None].expand(-1, margins.shape[1], -1)
+        )
+        losses = torch.logsumexp(-others, dim=2)
+        wanted = margins[torch.arange(6), losses.argmax(dim=1)]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_search_by_linear_bounds_finds_the_weakest_placement(make_model, make_batch):
+    model, batch = make_model("mlp"), make_batch(6)
+    found = training(Weakest(search="linear", slopes="adaptive"), model)
+    few = training(Weakest(candidates=1000, slopes="adaptive"), model)
+    torch.testing.assert_close(
+        found.worst_case(batch, 0.7, Generator()).margins, few.worst_case(batch, 0.7, Generator()).margins
+    )
+    with pytest.raises(UnsupportedLayer, match="exist for networks of one hidden layer"):
+        Weakest(search="linear").bind(Subject(make_model("cnn"), ModelSpec("m", 1, 8, 8, CLASSES), PATCH))
+
+
+def test_an_attack_lies_in_the_box_and_is_worse_than_where_it_began(make_model, make_batch):
+    model, batch = make_model("cnn"), make_batch(6)
+    at_work = training(Weakest(mixture=0.0), model)
+    box = at_work._boxes(batch.images, torch.full((6, 1), 9), 1.0)
+    seen = []
+    network = trace(nn.Sequential(model))
+
+    class Spy:
+        def values(self, images):
+            seen.append(images.detach())
+            return network.values(images)
+
+    noise = torch.rand(batch.images.shape, generator=Generator().manual_seed(0))
+    margins = attacked_margins(Spy(), box, noise, batch.labels, 4)
+    assert len(seen) == 5
+    assert all(((box.lower <= images) & (images <= box.upper)).all() for images in seen)
+    assert torch.equal(seen[-1][:, 0, 0, 0], batch.images[:, 0, 0, 0])
+    worst = [F.cross_entropy(model(images), batch.labels, reduction="none") for images in (seen[0], seen[-1])]
+    assert (worst[1] >= worst[0] - 1e-5).float().mean() > 0.8
+    logits = model(seen[-1])
+    torch.testing.assert_close(margins, logits.gather(1, batch.labels[:, None]) - logits)
+
+
+def test_a_mixture_lies_between_attack_and_bound_and_counts_what_the_bound_proves(make_model, make_batch):
+    model, batch = make_model("mlp"), make_batch(6)
+    ends = {}
+    for mixture in (0.0, 0.25, 1.0):
+        at_work = training(Weakest(mixture=mixture, placements="image"), model)
+        ends[mixture] = at_work.worst_case(batch, 1.0, Generator().manual_seed(0))
+    torch.testing.assert_close(
+        ends[0.25].margins, 0.75 * ends[0.0].margins + 0.25 * ends[1.0].margins, rtol=1e-5, atol=1e-6
+    )
+    assert (ends[0.0].margins >= ends[1.0].margins - 1e-5).all()
+    assert torch.equal(ends[0.25].bounded, ends[1.0].margins)
+
+
+def test_what_is_drawn_does_not_depend_on_who_shares_the_batch(make_model, make_batch):
+    model, batch = make_model("mlp"), make_batch(6)
+    at_work = training(Weakest(mixture=0.5), model)
+    whole = at_work.worst_case(batch, 1.0, Generator().manual_seed(0)).margins
+    part = at_work.worst_case(
+        Batch(batch.images, batch.labels, slice(2, 5)), 1.0, Generator().manual_seed(0)
+    ).margins
+    torch.testing.assert_close(whole[2:5], part)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["mixture=1.5"], "mixture is 1.5; expected a share of the bound, from 0 to 1"),
+        (["candidates=0"], "candidates"),
+        (["attack_steps=0"], "attack_steps"),
+        (["bound=interval", "candidates=4"], "intervals are trained on"),
+        (["bound=interval", "search=linear"], "intervals are trained on"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(changes, message):
+    with pytest.raises(SpecError, match=message):
+        read_spec("paper-mnist", ["strategy.kind=weakest", *(f"strategy.{change}" for change in changes)])
