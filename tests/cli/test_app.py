@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import types
@@ -7,6 +8,7 @@ import pytest
 from patchcert import __version__
 from patchcert.cli import app
 from patchcert.cli.app import run
+from patchcert.cli.output import detail, say
 from patchcert.errors import InvalidInput
 from patchcert.models import registry
 
@@ -192,3 +194,45 @@ def test_a_module_that_cannot_be_imported_is_a_mistake_and_no_traceback(
     monkeypatch.chdir(tmp_path)
     assert run(["--import", name, "zoo", "list"]) == 2
     assert f"--import {name}: the module raised {message}" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    ("option", "expected"), [("-q", ""), ("--quiet", ""), ("-v", "usual\nmore\n"), (None, "usual\n")]
+)
+def test_quiet_and_verbose_stand_before_or_behind_the_command(capsys, command, before, option, expected):
+    def probe(number: int = 1):
+        say("usual")
+        detail("more")
+
+    command(probe)
+    given = [] if option is None else [option]
+    assert run([*given, "probe"] if before else ["probe", "--number", "2", *given]) == 0
+    assert capsys.readouterr().err == expected
+    say("usual")
+    assert capsys.readouterr().err == "usual\n"
+
+
+def test_errors_are_said_to_those_who_want_quiet(capsys, command):
+    def probe():
+        raise InvalidInput("no")
+
+    command(probe)
+    assert run(["probe", "-q"]) == 2
+    assert capsys.readouterr().err == "error: no\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("patchcert ce", "certify"),
+        ("patchcert certify --pl", "--placements"),
+        ("patchcert zoo s", "show\nspec"),
+    ],
+)
+def test_a_shell_completes_commands_and_their_options(words, expected):
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_PATCHCERT_COMPLETE": "complete_bash"}
+    done = subprocess.run(
+        [sys.executable, "-m", "patchcert"], capture_output=True, text=True, env={**os.environ, **asked}
+    )
+    assert done.stdout.strip() == expected

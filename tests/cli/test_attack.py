@@ -1,4 +1,5 @@
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from patchcert.cli.options import parse_settings
 from patchcert.data import load_dataset
 from patchcert.defenses import Defended, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
-from patchcert.evidence import Certification, Evidence, EvidenceFolder, Selection, Subject
+from patchcert.evidence import Certification, Evidence, EvidenceFolder, Selection, Subject, measuring
 from patchcert.evidence.measuring import certificate_columns
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
@@ -24,6 +25,12 @@ from patchcert.train.spec import DataSettings, ModelSettings, Spec
 from patchcert.train.strategies import AllPlacements
 
 QUICK = ["--steps", "4", "--restarts", "2", "--images", "25"]
+
+
+@pytest.fixture(autouse=True)
+def _one_block(monkeypatch):
+    """All images are attacked at once, as a call of the library does."""
+    monkeypatch.setattr(measuring, "ATTACKED_ON_CPU", 25)
 
 
 def answer(capsys):
@@ -341,6 +348,35 @@ def test_defaults_depend_on_threat_and_images():
     assert patch == pc.PatchAttack(batch_size=512)
     assert sparse == pc.SparseAttack(steps=150, batch_size=512)
     assert corners.describe()["restarts"] == 4
+
+
+def test_an_interrupted_attack_says_what_it_keeps_and_resumes(capsys, trained_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring, "ATTACKED_ON_CPU", 10)
+
+    @contextmanager
+    def interrupting(label, unit):
+        def report(done, total):
+            if done > 20:
+                raise KeyboardInterrupt
+
+        yield report
+
+    command = (trained_file, "--data", "mnist-mini", "--patch", 3, *QUICK)
+    whole = tmp_path / "whole.npz"
+    assert attack(*command, "--out", whole) == 0
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("patchcert.cli.attack.progress_bar", interrupting)
+        assert attack(*command) == 130
+        assert "nothing is kept: that needs --out or a run folder" in capsys.readouterr().err
+        assert attack(*command, "--out", tmp_path / "part.npz") == 130
+        shown = capsys.readouterr().err
+        assert "20 of 25 images are kept: the same command resumes from there" in shown
+    assert attack(*command, "--out", tmp_path / "part.npz") == 0
+    shown = capsys.readouterr()
+    assert "resuming after 20 images that were attacked before" in shown.err
+    assert "withstood the attack" in shown.err.splitlines()[-1]
+    rows, expected = np.load(tmp_path / "part.npz"), np.load(whole)
+    assert all(np.array_equal(rows[name], expected[name]) for name in expected.files if name != "meta")
 
 
 def test_several_patches_are_certified_and_attacked_at_once(trained_file, capsys, tmp_path):

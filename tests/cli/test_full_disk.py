@@ -37,6 +37,9 @@ def no_room_beyond(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
+RESULTS = str(Path(__file__).parents[2] / "results")
+
+
 def tiny_training(out):
     changes = [word for change in ("data.name=mnist-mini", *TINY) for word in ("--set", change)]
     return ["train", "paper-mnist", "--scale", "0.02", *changes, "--device", "cpu", "--out", str(out)]
@@ -73,11 +76,12 @@ def commands(trained, out):
         "attack": [*attack, "--out", str(out / "e.npz")],
         "trim": ["trim", str(trained), "--device", "cpu", "--out", str(out / "new" / "run")],
         "report": ["report", str(trained), "--out", str(out / "page.html")],
+        "explain": ["explain", str(trained), "3", "--device", "cpu", "--out", str(out / "page.html")],
         "demo": ["demo", "--quick", "--out", str(out / "demo")],
         "zoo copy": ["zoo", "copy", "mnist-5x5-mlp", "--out", str(out / "new" / "run")],
         "zoo add": ["zoo", "add", str(trained), "--zoo", str(out / "zoo")],
-        "reproduce --write": ["reproduce", *rows, "--from", str(out), "--write", str(out / "page.md")],
-        "reproduce --page": ["reproduce", *rows, "--from", str(out), "--page", str(out / "page.html")],
+        "reproduce --write": ["reproduce", *rows, "--from", RESULTS, "--write", str(out / "page.md")],
+        "reproduce --page": ["reproduce", *rows, "--from", RESULTS, "--page", str(out / "page.html")],
         "reproduce": ["reproduce", *rows, "--scale", "quick", "--device", "cpu", "--runs", str(out)],
         "data fetch": [
             "data",

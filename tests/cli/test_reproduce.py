@@ -153,15 +153,24 @@ def test_mistakes_give_one_message_and_exit_code_2(arguments, message, capsys, t
     assert "Traceback" not in captured.err
 
 
-def test_a_quick_look_is_not_written_down(capsys, tmp_path):
-    arguments = ["ours", "--scale", "quick", "--from", str(tmp_path), "--write", str(tmp_path / "page.md")]
+@pytest.fixture
+def other_results(tmp_path):
+    """A folder of results, none of which answers anything that is asked."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "summary.json").write_text("{}")
+    return tmp_path
+
+
+def test_a_quick_look_is_not_written_down(capsys, other_results):
+    page = str(other_results / "page.md")
+    arguments = ["ours", "--scale", "quick", "--from", str(other_results), "--write", page]
     assert run(["reproduce", *arguments]) == 2
     assert "a quick look is no result" in capsys.readouterr().err
 
 
-def test_nothing_trained_says_so_in_every_format(capsys, tmp_path):
+def test_nothing_trained_says_so_in_every_format(capsys, other_results):
     for form in ("table", "markdown", "csv", "latex"):
-        assert run(["reproduce", "large-models", "--from", str(tmp_path), "--format", form]) == 0
+        assert run(["reproduce", "large-models", "--from", str(other_results), "--format", form]) == 0
         assert capsys.readouterr().out.count("not run") == 16
 
 

@@ -8,7 +8,9 @@ import pytest
 from patchcert.cli.app import run
 from patchcert.cli.train import TrainingView, training_view
 from patchcert.train.loop import Position
+from patchcert.train.pace import TrainingPace
 from patchcert.train.run_folder import Run
+from patchcert.train.schedules import EpsilonSchedule, Schedule
 
 TINY = (
     "data.name=mnist-mini",
@@ -136,6 +138,28 @@ def test_a_terminal_gets_a_bar(monkeypatch, capsys):
         view.on_epoch({"epoch": 0, "loss": 0.25, "epsilon": 0.5, "clean_accuracy": 0.9})
         view.on_batch(Position(1, 0), 3)
     assert "epoch 2/2  eps 0.50  loss 0.250  clean 90.0%" in capsys.readouterr().err
+
+
+def test_a_log_says_how_long_it_takes_and_where_training_stands(capsys):
+    view = TrainingView(10)
+    assert view.line() == "preparing"
+    view.on_start(TrainingPace(Schedule(10, EpsilonSchedule(1, 2)), 5, Position(), {True: 1.0, False: 20.0}))
+    assert capsys.readouterr().err == "training is expected to take about 15 min\n"
+    view.on_epoch({"epoch": 0, "loss": 0.25, "epsilon": 0.0})
+    view.on_batch(Position(1, 0), 5)
+    assert view.line() == "epoch 2/10, 10.0% after 1 s  eps 0.00  loss 0.250  about 15 min to go"
+    view.on_stop()
+    assert "stopping after this batch" in capsys.readouterr().err
+
+
+def test_the_result_is_said_for_people_too(capsys, tmp_path):
+    out = tmp_path / "run"
+    assert train("paper-mnist", "--scale", 0.01, "--out", out) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["run"] == str(out)
+    last = shown.err.splitlines()[-1]
+    assert last.startswith("trained for 1 epochs in ")
+    assert last.endswith(f"; next: patchcert certify {out}")
 
 
 def test_figures_keep_the_last_check():

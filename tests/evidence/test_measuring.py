@@ -74,7 +74,7 @@ def test_an_interrupted_certification_resumes_after_its_last_block(subject, tmp_
     found = work.run(progress)
     assert same_rows(found, Certification(subject, THREAT).run())
     assert same_rows(found, Evidence.read(tmp_path / "proof.npz"))
-    assert progress.calls[0][0] > left
+    assert progress.calls[0][0] == left
     assert [file.name for file in tmp_path.iterdir()] == ["proof.npz"]
 
 
@@ -180,14 +180,61 @@ def test_an_attack_is_written_down_as_the_library_says(subject, model, tmp_path)
     assert EvidenceFolder(tmp_path).find(work.question, "0" * 64) is None
 
 
-def test_an_interrupted_attack_leaves_nothing(subject, model, tmp_path):
-    attack = pc.PatchAttack(steps=1, restarts=2)
-    work = Attacking(replace(subject, classifier=model), attack, THREAT).into(
-        EvidenceFolder(tmp_path / "run")
+def attacking(subject, model, tmp_path, **changes):
+    settings = {"seed": 3, "file": tmp_path / "attack.npz", "save_images": True, **changes}
+    return Attacking(
+        replace(subject, classifier=model), pc.PatchAttack(steps=3, restarts=2), pc.Patch(3), **settings
     )
+
+
+def test_an_attack_interrupted_in_its_first_block_leaves_nothing(subject, model, tmp_path):
+    work = attacking(subject, model, tmp_path)
     with pytest.raises(KeyboardInterrupt):
         work.run(Interrupt(1))
+    assert work.can_resume
+    assert not work.kept
     assert not any(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("defended", [False, True])
+def test_an_interrupted_attack_ends_with_the_rows_of_one_that_was_not(
+    subject, model, tmp_path, monkeypatch, defended
+):
+    monkeypatch.setattr(measuring, "ATTACKED_ON_CPU", 6)
+    attacked = Defended(LocalGradientSmoothing(3, 1), model) if defended else model
+    work = attacking(subject, attacked, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        work.run(Interrupt(13))
+    assert work.kept == 12
+    calls = []
+    found = work.run(lambda *counts: calls.append(counts))
+    assert (calls[0], calls[-1]) == ((12, 20), (20, 20))
+    whole = attacking(subject, attacked, tmp_path, file=None).run()
+    assert same_rows(found, whole)
+    assert found.adversarial().keys() == whole.adversarial().keys()
+    assert [file.name for file in tmp_path.iterdir()] == ["attack.npz"]
+
+
+def test_blocks_of_another_attack_are_not_used(subject, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring, "ATTACKED_ON_CPU", 6)
+    work = attacking(subject, model, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        work.run(Interrupt(13))
+    assert work.kept == 12
+    for changes in ({"seed": 4}, {"save_images": False}, {"among": torch.arange(15)}):
+        assert not attacking(subject, model, tmp_path, **changes).kept
+    assert not replace(work, attack=pc.PatchAttack(steps=4, restarts=2)).kept
+    assert not replace(work, threat=pc.Patch(2)).kept
+    assert not replace(work, subject=replace(work.subject, weights="0" * 64)).kept
+    monkeypatch.setattr(measuring, "source_sha256", lambda: "other code")
+    assert not attacking(subject, model, tmp_path).kept
+
+
+def test_an_attack_on_code_of_others_keeps_nothing(subject, model, tmp_path):
+    class Mine(nn.ReLU):
+        pass
+
+    assert not attacking(subject, nn.Sequential(model, Mine()), tmp_path).can_resume
 
 
 def test_attacks_on_a_defense_on_a_classifier_and_on_the_model_are_three_questions(subject, model):
@@ -222,3 +269,19 @@ def test_slow_predictions_are_measured_on_few_images(monkeypatch):
     calls.clear()
     assert measuring.prediction_time(Slow(), torch.zeros(100, 1, 2, 2))["images"] == 100
     assert calls == [1, 8, 64, 100]
+
+
+def test_an_attack_whose_findings_serve_all_images_takes_them_at_once(subject, model, monkeypatch):
+    monkeypatch.setattr(measuring, "ATTACKED_ON_CPU", 6)
+    sizes = []
+
+    class Shared(pc.PatchAttack):
+        needs_all_images = True
+
+        def propose(self, target, job):
+            sizes.append(len(job.images))
+            return super().propose(target, job)
+
+    for attack in (pc.PatchAttack(steps=1, restarts=1), Shared(steps=1, restarts=1)):
+        Attacking(replace(subject, classifier=model), attack, THREAT).run()
+    assert len(sizes) == 1

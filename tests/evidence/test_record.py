@@ -1,6 +1,7 @@
 """One name for each question, one format for each answer, and no answer that contradicts itself."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,10 +218,37 @@ def test_a_column_that_is_not_one_number_per_image_is_refused(evidence, margin):
         changed(evidence, margin=margin).check()
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    (tmp_path / "rows.npz").write_bytes(b"PK cut short")
-    with pytest.raises(RunError, match=r"rows\.npz is not a readable evidence file"):
-        Evidence.read(tmp_path / "rows.npz")
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda whole: b"", "it is empty"),
+        (lambda whole: b"PK cut short", "it is no .npz archive, or it is cut short"),
+        (lambda whole: whole[:300], "it is no .npz archive, or it is cut short"),
+        (lambda whole: bytes(range(256)), "it is no .npz archive, or it is cut short"),
+        (lambda whole: whole[:80] + bytes(40) + whole[120:], "what it holds is damaged"),
+    ],
+)
+def test_a_damaged_file_is_named_in_words_of_our_own(evidence, tmp_path, damage, words):
+    file = tmp_path / "rows.npz"
+    evidence.write(file)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(
+        RunError, match=rf"rows\.npz is not a readable evidence file: {re.escape(words)}"
+    ) as caught:
+        Evidence.read(file)
+    assert "pickle" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("label", "a whole number"), ("index", "a whole number"), ("certified", "yes or no")],
+)
+def test_columns_hold_the_kind_of_number_that_they_are_about(evidence, name, expected):
+    column = evidence.columns[name].astype(np.float64)
+    with pytest.raises(
+        RunError, match=f"the column '{name}' must hold {expected} for each image, got float64"
+    ):
+        changed(evidence, **{name: column}).check()
 
 
 def attacked(evidence, broken):

@@ -1,5 +1,6 @@
 """A specification becomes a finished run: weights, metrics, environment, and no look at test images."""
 
+import signal
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,14 @@ from patchcert.models import build
 from patchcert.train.run_folder import Run
 from patchcert.train.spec import DataSettings, ModelSettings, read_spec
 from patchcert.train.strategy import Subject
-from patchcert.train.training import Interrupted, StopRequest, Workplace, summarise, train_run
+from patchcert.train.training import (
+    Interrupted,
+    StopRequest,
+    Workplace,
+    stop_on_interrupt,
+    summarise,
+    train_run,
+)
 
 CPU = Workplace(torch.device("cpu"))
 TINY = (
@@ -40,6 +48,12 @@ class Stopper:
         self.left, self.request = after, StopRequest()
         monkeypatch.setattr("patchcert.train.training.StopRequest", lambda: self.request)
 
+    def on_start(self, pace):
+        pass
+
+    def on_stop(self):
+        pass
+
     def on_batch(self, position, batches):
         self.left -= 1
         self.request.is_made = self.left <= 0
@@ -50,6 +64,45 @@ class Stopper:
 
 def weights(run):
     return {name: value for name, value in run.model().state_dict().items()}
+
+
+class Watcher:
+    """Hears everything, and does nothing."""
+
+    def __init__(self):
+        self.pace, self.batches = None, 0
+
+    def on_start(self, pace):
+        self.pace = pace
+
+    def on_stop(self):
+        pass
+
+    def on_batch(self, position, batches):
+        self.batches += 1
+        self.pace.note(position)
+
+    def on_epoch(self, row):
+        pass
+
+
+def test_whoever_watches_knows_how_long_it_takes_and_changes_nothing(tmp_path):
+    watcher = Watcher()
+    watched = train_run(tiny(), tmp_path / "watched", CPU, listener=watcher)
+    assert set(watcher.pace.tried) == {True, False}
+    assert all(0 < seconds < 5 for seconds in watcher.pace.tried.values())
+    assert (watcher.batches, watcher.pace.remaining) == (12, 0)
+    alone = weights(train_run(tiny(), tmp_path / "alone", CPU))
+    assert all(torch.equal(value, alone[name]) for name, value in weights(watched).items())
+
+
+def test_a_first_interrupt_is_answered_at_once_and_a_second_one_interrupts():
+    answers = []
+    with stop_on_interrupt(lambda: answers.append("yes")) as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert (stop.is_made, answers) == (True, ["yes"])
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_a_run_leaves_everything_the_next_commands_need(tmp_path):

@@ -35,7 +35,10 @@ def test_an_empty_zoo_has_no_names(tmp_path):
     zoo = Zoo(tmp_path / "nowhere")
     assert zoo.names() == ()
     assert zoo.size() == 0
-    with pytest.raises(ModelError, match=r"no model named 'mnist-5x5-mlp' in the zoo; known: none yet"):
+    with pytest.raises(ModelError, match=r"there is no folder .*nowhere"):
+        zoo.load("mnist-5x5-mlp")
+    zoo.folder.mkdir()
+    with pytest.raises(ModelError, match=r"nowhere holds no models with cards"):
         zoo.load("mnist-5x5-mlp")
 
 

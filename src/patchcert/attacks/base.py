@@ -399,6 +399,11 @@ class Attack(ABC):
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest member found for every image, whether or not the model gets it wrong."""
 
+    @property
+    def needs_all_images(self) -> bool:
+        """Whether what is found for one image serves all, so that they cannot be attacked block by block."""
+        return False
+
     @abstractmethod
     def exhaustive(self) -> Self:
         """The same attack without an early stop: it continues after a success, to the largest margin."""

@@ -27,6 +27,11 @@ class WrappedAttack(Attack):
         """That of the inner attack."""
         return self.attack.batch_size
 
+    @property
+    def needs_all_images(self) -> bool:
+        """As the inner attack says."""
+        return self.attack.needs_all_images
+
     def exhaustive(self) -> Self:
         """The same attack with an inner attack that continues after a success, to the largest margin."""
         return replace(self, attack=self.attack.exhaustive())  # pyright: ignore[reportArgumentType]
@@ -106,6 +111,11 @@ class AttackSeries(Attack):
     def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The smallest of the attacks', which fits into memory with each of them."""
         return min(attack.batch_size for attack in self.attacks)
+
+    @property
+    def needs_all_images(self) -> bool:
+        """Whether any of the attacks does."""
+        return any(attack.needs_all_images for attack in self.attacks)
 
     def exhaustive(self) -> Self:
         """The same attacks, each of which continues after a success, to the largest margin."""

@@ -221,6 +221,11 @@ class UniversalAttack(PrintedAttack):
         if not len(self.images):
             raise InvalidInput("a universal patch is learned on one image at least, got none")
 
+    @property
+    def needs_all_images(self) -> bool:
+        """One patch is learned for all of them."""
+        return True
+
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The learned patch on each image."""
         printer = self.printer(job.threat, job.generator)

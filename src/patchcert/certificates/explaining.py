@@ -42,12 +42,17 @@ def blown_up(found: list[Width]) -> Width | None:
 
 
 @torch.no_grad()
-def widths(model: nn.Module, images: Images, threat: Patch) -> list[Width]:
-    """How bounds grow from activation to activation up to the logits, with one patch at the middle placement."""
+def widths(
+    model: nn.Module, images: Images, threat: Patch, corner: tuple[int, int] | None = None
+) -> list[Width]:
+    """How bounds grow from activation to activation up to the logits, with one patch at a placement.
+
+    That is the one of this top-left corner; without one, the middle placement.
+    """
     network = trace(model_of_type(model, images.dtype), images.shape[1:])
     corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
-    middle = corners[len(corners) // 2][None]
-    intervals = network.intervals(threat.boxes(images, middle).flatten(0, 1))
+    chosen = corners[len(corners) // 2] if corner is None else corners.new_tensor(corner)
+    intervals = network.intervals(threat.boxes(images, chosen[None]).flatten(0, 1))
     values = network.values(images)
     seen = [(name, index) for name, index in _watched(network) if index > 0]
     return [_width(name, intervals[index], values[index]) for name, index in seen]

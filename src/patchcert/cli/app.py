@@ -3,23 +3,27 @@
 Only the module of the command that is called is imported, so that `patchcert --help` answers at once.
 """
 
+import functools
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from patchcert import __version__
 from patchcert.cli.examples import GroupedCommand, epilog
 from patchcert.cli.factory import import_own
-from patchcert.cli.output import print_error, say
+from patchcert.cli.options import QuietOption, VerboseOption
+from patchcert.cli.output import Talk, print_error, say, talk, talking
+from patchcert.cli.threads import wait_gently
 from patchcert.errors import PatchcertError
 from patchcert.files import STORAGE_ERRORS
 
-IMPORT = "--import"
+PROGRAM, IMPORT = "patchcert", "--import"
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
@@ -30,6 +34,7 @@ COMMANDS = {
     "choose": "Compare settings on held-out training images.",
     "certify": "Prove a model's predictions against a threat.",
     "predict": "Say what the classifier of a kind of proof predicts.",
+    "explain": "Draw why one image is or is not proven.",
     "attack": "Look for patches that change a model's predictions.",
     "compare": "Put runs and leaderboard files into one table.",
     "reproduce": "Recompute a table of the paper.",
@@ -46,13 +51,15 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command line and exit: 0 done, 2 a mistake that the user can correct, 130 interrupted."""
+    wait_gently()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: Sequence[str]) -> int:
     """The exit code of one command line."""
     try:
-        result = create_app(arguments)(list(arguments), prog_name="patchcert", standalone_mode=False)
+        with talking():
+            result = create_app(arguments)(list(arguments), prog_name=PROGRAM, standalone_mode=False)
     except PatchcertError as error:
         print_error(error.message, error.hint)
         return USAGE_ERROR
@@ -90,13 +97,12 @@ def _explain(error: OSError) -> None:
 def create_app(arguments: Sequence[str] = ()) -> typer.Typer:
     """The application for one command line; commands that are not called are there by name and help only."""
     app = typer.Typer(
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings=_HELP,
         rich_markup_mode="markdown",
     )
     app.callback(invoke_without_command=True)(_root)
-    wanted = _called(arguments)
+    wanted = _called(arguments or _words_to_complete())
     for name, words in COMMANDS.items():
         if name == wanted:
             _register(app, name)
@@ -111,17 +117,53 @@ def _called(arguments: Sequence[str]) -> str | None:
     return next((word for word, before in words if word[:1] != "-" and before != IMPORT), None)
 
 
+def _words_to_complete() -> list[str]:
+    """What a shell that asks for completions has on its command line; typer takes it from the same variables."""
+    if f"_{PROGRAM.upper()}_COMPLETE" not in os.environ:
+        return []
+    return (os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")).split()[1:]
+
+
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
 def _register(app: typer.Typer, name: str) -> None:
     module = importlib.import_module(f"patchcert.cli.{name}")
     if not hasattr(module, "app"):
-        app.command(name, cls=GroupedCommand, epilog=epilog(name))(getattr(module, name))
+        app.command(name, cls=GroupedCommand, epilog=epilog(name))(with_talk(getattr(module, name)))
         return
     for each in module.app.registered_commands:
+        each.callback = with_talk(each.callback)
         each.epilog = epilog(f"{name} {each.name or each.callback.__name__}")
     app.add_typer(module.app, name=name, help=COMMANDS[name], epilog=epilog(name))
+
+
+def with_talk(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command, which takes -q and -v too."""
+    if "quiet" in command.__annotations__:
+        return command
+
+    @functools.wraps(command)
+    def talking_command(*arguments: Any, quiet: bool, verbose: bool, **options: Any) -> Any:  # noqa: ANN401
+        _choose_talk(quiet, verbose)
+        return command(*arguments, **options)
+
+    added = {"quiet": QuietOption, "verbose": VerboseOption}
+    signature = inspect.signature(command)
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in added.items()
+    ]
+    vars(talking_command)["__signature__"] = signature.replace(
+        parameters=[*signature.parameters.values(), *more]
+    )
+    talking_command.__annotations__ = {**command.__annotations__, **added}
+    return talking_command
+
+
+def _choose_talk(quiet: bool, verbose: bool) -> None:
+    if quiet or verbose:
+        talk(Talk.QUIET if quiet else Talk.VERBOSE)
 
 
 def _elsewhere() -> None:
@@ -139,11 +181,14 @@ def _root(
             help="First import this module, which registers architectures or layers.",
         ),
     ] = None,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Prove that no adversarial patch changes what an image classifier says, and try to break it."""
     if version:
         typer.echo(f"patchcert {__version__}")
         raise typer.Exit
+    _choose_talk(quiet, verbose)
     for module in modules or []:
         import_own(module, f"{IMPORT} {module}")
     if context.invoked_subcommand is None:

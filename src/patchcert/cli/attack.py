@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, final
 
 import typer
 
+from patchcert.cli.certify import what_is_kept
 from patchcert.cli.options import (
     USUAL_STEPS,
     DataFolderOption,
@@ -28,7 +29,7 @@ from patchcert.cli.options import (
     parse_settings,
     parse_threat,
 )
-from patchcert.cli.output import print_error, print_json, progress_bar, say
+from patchcert.cli.output import detail, print_error, print_json, progress_bar, say
 from patchcert.cli.target import (
     IMAGENET,
     Target,
@@ -38,6 +39,7 @@ from patchcert.cli.target import (
     open_target,
     select_images,
 )
+from patchcert.cli.threads import ThreadsOption, describe_threads, using_threads
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -124,13 +126,15 @@ def attack(
     ] = False,
     batch_size: Annotated[int | None, number_option("Images and restarts at once.")] = None,
     device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
     out: EvidenceOption = None,
 ) -> None:
     """Look for members of a threat that change a model's predictions.
 
     Accuracy under attack is an upper bound of the truth; `patchcert certify` gives lower ones. The summary is
     JSON on stdout; of several targets, a list of them with the totals. With --certified-only a broken image
-    refutes its proof, and the exit code is 1.
+    refutes its proof, and the exit code is 1. Interrupted, the same command resumes where it stopped, if evidence is
+    kept.
     """
     check_evidence_file(out)
     if out is not None and len(targets) > 1:
@@ -173,7 +177,8 @@ def attack(
         dataset = open_data(opened, data, data_dir)
         selection = select_images(opened, dataset, split, limit, drawn, seed)
         subjects.append(AttackedTarget(target, opened, dataset, selection, threat))
-    summaries = [_attack_one(subject, asked, targets) for subject in subjects]
+    with using_threads(threads):
+        summaries = [_attack_one(subject, asked, targets) for subject in subjects]
     print_json(summaries[0] if len(summaries) == 1 else totals(summaries))
     if certified_only and any(summary["broken"] for summary in summaries):
         raise typer.Exit(FALSE_PROOF)
@@ -312,7 +317,7 @@ class AttackOptions:
 def _attack_one(attacked: AttackedTarget, asked: AttackOptions, targets: list[str]) -> dict[str, Any]:
     """What is printed of one target; its evidence names the command without the other targets."""
     from patchcert.evidence import Attacking, EvidenceFolder
-    from patchcert.report.statistics import summarise
+    from patchcert.report.statistics import in_words, summarise
 
     words = [word for word in sys.argv[1:] if word == attacked.name or word not in targets]
     subject, tuning = _subject(attacked, asked)
@@ -335,14 +340,18 @@ def _attack_one(attacked: AttackedTarget, asked: AttackOptions, targets: list[st
     say(
         f"attacking {count} {selection.split} images of {selection.data} with {attacked.threat} on {asked.device}"
     )
+    detail(f"weights {subject.weights} of {attacked.target.weights}, {describe_threads()}")
+    if attacking.kept:
+        say(f"resuming after {attacking.kept} images that were attacked before")
     try:
-        with progress_bar("attacking", "rounds") as report:
+        with progress_bar("attacking", "images") as report:
             evidence = attacking.run(report)
     except KeyboardInterrupt:
-        say("the attack was not finished, and nothing of it is kept")
+        say(what_is_kept(attacking, count))
         raise
     if asked.certified_only:
         _say_of_proofs(attacked.name, evidence)
+    say(in_words(evidence))
     return {**summarise(evidence), "target": attacked.name}
 
 

@@ -67,9 +67,14 @@ def audit(
     cards of the zoo. Exits with 1 if anything is wrong, and names the file; with --reprove also the image.
     """
     from patchcert.evidence.audit import audit_results
+    from patchcert.evidence.manifest import MANIFEST
 
     if not results.is_dir():
         raise InvalidInput(f"there is no folder {results}", hint="name the folder that holds the results")
+    if not any(results.rglob("*.npz")) and not (results / MANIFEST).is_file():
+        raise InvalidInput(
+            f"{results} holds neither evidence nor a manifest", hint="name the folder that holds the results"
+        )
     checkout = Checkout(results.resolve())
     if write:
         checkout.write()

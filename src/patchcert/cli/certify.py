@@ -27,14 +27,15 @@ from patchcert.cli.options import (
     parse_dtype,
     parse_threat,
 )
-from patchcert.cli.output import print_error, print_json, progress_bar, say
+from patchcert.cli.output import detail, print_error, print_json, progress_bar, say
 from patchcert.cli.target import Target, choose_classifier, open_data, open_target, select_images
+from patchcert.cli.threads import ThreadsOption, describe_threads, using_threads
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
     from patchcert.certificates import AnyThreat
     from patchcert.certificates.explaining import Width
-    from patchcert.evidence import Certification, Evidence, Subject
+    from patchcert.evidence import Attacking, Certification, Evidence, Subject
 
 DIFFERS = 1
 LEAST_BUDGET = 100_000
@@ -87,6 +88,7 @@ def certify(
             "(split, with --setting budget=2000 parts for each image)."
         ),
     ] = None,
+    threads: ThreadsOption = None,
     out: EvidenceOption = None,
 ) -> None:
     """Prove for each image that no member of the threat changes the prediction.
@@ -98,7 +100,7 @@ def certify(
     """
     from patchcert.certificates import IntervalBounds
     from patchcert.evidence import Certification, EvidenceFolder, Subject
-    from patchcert.report.statistics import summarise
+    from patchcert.report.statistics import in_words, summarise
     from patchcert.train.distributed import joined_world, local_device
 
     opened = open_target(target, data_dir, weights, normalise)
@@ -117,7 +119,7 @@ def certify(
     selection = select_images(opened, dataset, split, limit)
     subject = Subject(classifier, opened.weights_sha256, dataset, selection, place)
     command = shlex.join(["patchcert", *sys.argv[1:]])
-    with joined_world(place) as world:
+    with using_threads(threads), joined_world(place) as world:
         certification = Certification(subject, threat, out, command, world)
         if out is None and opened.run is not None:
             certification = certification.into(EvidenceFolder(opened.run.evidence_folder))
@@ -126,12 +128,14 @@ def certify(
             return
         count = len(subject.positions())
         say(f"certifying {count} {split} images of {dataset.name} against {threat} on {place}")
+        detail(f"weights {opened.weights_sha256} of {opened.weights}, {describe_threads()}")
         limits = _limits(subject, refine)
         evidence = _prove(certification, count)
     if isinstance(classifier, IntervalBounds):
         _say_why(subject, threat, evidence, command)
     card = _compare(opened, evidence)
     print_json({**summarise(evidence), **limits, **card})
+    say(in_words(evidence))
     if card.get("card", {}).get("differences"):
         raise typer.Exit(DIFFERS)
 
@@ -144,11 +148,17 @@ def _prove(certification: "Certification", count: int) -> "Evidence":
         with progress_bar("certifying", "images") as report:
             return certification.run(report)
     except KeyboardInterrupt:
-        if not certification.can_resume:
-            say("nothing is kept: that needs --out or a run folder, and a model without layers of your own")
-        elif certification.kept:
-            say(f"{certification.kept} of {count} images are kept: the same command resumes from there")
+        say(what_is_kept(certification, count))
         raise
+
+
+def what_is_kept(work: "Certification | Attacking", count: int) -> str:
+    """What an interruption leaves of work on so many images."""
+    if not work.can_resume:
+        return "nothing is kept: that needs --out or a run folder, and a model without layers of your own"
+    if not work.kept:
+        return "nothing is kept: the first block of images was not done"
+    return f"{work.kept} of {count} images are kept: the same command resumes from there"
 
 
 def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
@@ -190,6 +200,7 @@ def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", comm
             say(
                 f"  bounds stay wide from here on: {wide.name}; models not trained on bounds are seldom proven"
             )
+        say("  `patchcert explain TARGET IMAGE` draws this of one image")
     say(
         "next: train on bounds, see `patchcert train --help`, or patchcert.worst_case_margins for a loop of your own"
     )

@@ -2,8 +2,6 @@
 
 import shlex
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, final
@@ -16,6 +14,7 @@ from patchcert.cli.options import (
     parse_device,
 )
 from patchcert.cli.output import print_error, print_json, progress_bar, say, stderr_console
+from patchcert.cli.threads import using_threads
 
 if TYPE_CHECKING:
     import torch
@@ -137,19 +136,6 @@ def _spec(hidden: int, epochs: int, ramp_epochs: int, limit: int | None) -> "Spe
         optimiser=OptimiserSettings(batch_size=100),
         run=RunSettings(checkpoint_seconds=5.0, check_every=1, check_images=200),
     )
-
-
-@contextmanager
-def using_threads(count: int) -> Iterator[None]:
-    """`count` threads for torch while this lasts; sums, and so trained weights, depend on their number."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def measure(plan: DemoPlan, run: "Run", device: "torch.device") -> None:

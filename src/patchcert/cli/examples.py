@@ -23,6 +23,10 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "patchcert predict runs/masked --limit 10",
         "patchcert predict zoo:mnist-2x2-cnn2 digit.png --method masking --setting masks=6",
     ),
+    "explain": (
+        "patchcert explain zoo:mnist-5x5-cnn2 7 --data mnist-mini",
+        "patchcert explain zoo:mnist-2x2-cnn2 digit.png --method masking --masks 6 --out why.html",
+    ),
     "attack": (
         "patchcert attack zoo:mnist-5x5-cnn2 --images 100 --search sweep",
         "patchcert attack runs/mlp --certified-only",
@@ -69,7 +73,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Model": ("weights", "normalise"),
     "Threat": ("patch", "shape", "sparse", "bound", "placements", "patches"),
-    "Images": ("data", "data_dir", "split", "images", "limit"),
+    "Images": ("data", "data_dir", "split", "images", "limit", "label"),
     "Proof": ("method", "setting", "masks", "dtype", "memory_budget", "refine"),
     "Attack": (
         "seed",

@@ -59,7 +59,7 @@ NormaliseOption = Annotated[
     str | None,
     typer.Option(
         metavar="MEAN/STD",
-        help="With MODULE:FACTORY or an .onnx file: normalise images first, like 0.49,0.48,0.45/0.25,0.24,0.26.",
+        help="For MODULE:FACTORY or an .onnx file, normalise images first, like 0.49,0.48,0.45/0.25,0.24,0.26.",
     ),
 ]
 PatchOption = Annotated[str | None, typer.Option(help="A rectangle, HEIGHTxWIDTH or SIDE: 5x5, 2x8, 5.")]
@@ -85,6 +85,11 @@ DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto
 EvidenceOption = Annotated[
     Path | None,
     typer.Option("--out", help="Where to write one row of evidence per image; a run folder keeps its own."),
+]
+
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors on stderr.")]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Say more on stderr: threads, versions, files.")
 ]
 
 USUAL_STEPS = 150

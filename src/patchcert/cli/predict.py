@@ -67,7 +67,10 @@ def predict(
     say(f"predicting {len(images)} images by {type(classifier).__name__} on {place}")
     with progress_bar("predicting", "images") as report:
         found = classifier.predict(images.to(place), report).cpu()
-    print_json(_answer(found, labels, names) | {"classifier": classifier.describe()})
+    answer = _answer(found, labels, names)
+    print_json(answer | {"classifier": classifier.describe()})
+    right = "" if labels is None else f", {answer['correct']} of them right"
+    say(f"{len(found) - answer['abstained']} of {len(found)} images have a prediction{right}")
 
 
 def _images(
@@ -80,7 +83,7 @@ def _images(
 ) -> "tuple[Images, Labels | None, list[str]]":
     """The images, their labels where they are known, and what to call them."""
     if pictures:
-        return _read_pictures(target, pictures), None, [str(picture) for picture in pictures]
+        return read_pictures(target, pictures), None, [str(picture) for picture in pictures]
     dataset = open_data(target, data, data_dir)
     selection = select_images(target, dataset, split, limit)
     whole = dataset.split(selection.split)
@@ -89,7 +92,7 @@ def _images(
     return chosen.floats(), chosen.labels, [str(position) for position in positions.tolist()]
 
 
-def _read_pictures(target: Target, pictures: list[Path]) -> "Images":
+def read_pictures(target: Target, pictures: list[Path]) -> "Images":
     """Pictures as they are: none is resized, since threats are about the pixels that the user has."""
     import numpy as np
     import torch

@@ -78,7 +78,7 @@ def reproduce(
     _check_options(output, write, page)
     if source is not None:
         _refuse({"--jobs": jobs > 1, "--tf32": tf32, "--bfloat16": bfloat16})
-        _require_folder(source, "name a folder of evidence, such as the `results` of a checkout")
+        _require_results(source)
     folder = source or results or runs / "results"
     if table == "collect":
         _collect(runs, folder)
@@ -140,6 +140,15 @@ def _check_options(output: str, write: Path | None, page: Path | None) -> None:
 def _require_folder(path: Path, hint: str) -> None:
     if not path.is_dir():
         raise InvalidInput(f"there is no folder {path}", hint=hint)
+
+
+def _require_results(folder: Path) -> None:
+    from patchcert.evidence.results import SUMMARY
+
+    hint = "name a folder of evidence, such as the `results` of a checkout"
+    _require_folder(folder, hint)
+    if not any(folder.glob(f"*/{SUMMARY}")):
+        raise InvalidInput(f"{folder} holds no results: no folder in it has a {SUMMARY}", hint=hint)
 
 
 def _choose(name: str, texts: list[str], everything: bool) -> "list[tuple[PaperTable, tuple[Entry, ...]]]":

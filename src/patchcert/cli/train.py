@@ -7,15 +7,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from patchcert.cli.options import (
     DataSearchOption,
     DeviceOption,
-    number_option,
     parse_device,
 )
-from patchcert.cli.output import print_json, say, stderr_console
+from patchcert.cli.output import (
+    NEXT_LINE,
+    detail,
+    duration,
+    is_quiet,
+    print_json,
+    regular_lines,
+    say,
+    stderr_console,
+)
+from patchcert.cli.threads import ThreadsOption, describe_threads, using_threads
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -23,10 +32,13 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from patchcert.train.loop import Position
+    from patchcert.train.pace import TrainingPace
     from patchcert.train.spec import Spec
 
 INTERRUPTED = 130
 REDRAW_SECONDS = 0.1
+WORTH_SAYING = 5.0
+"""Seconds from which on it is said beforehand how long training takes."""
 
 
 def train(
@@ -44,14 +56,12 @@ def train(
     device: DeviceOption = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Resume an unfinished run.")] = False,
     data_dir: DataSearchOption = None,
-    threads: Annotated[int | None, number_option("CPU threads.")] = None,
+    threads: ThreadsOption = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")
     ] = False,
 ) -> None:
     """Train a model that can be certified. --resume continues a killed or interrupted run."""
-    import torch
-
     from patchcert.train.distributed import local_device
     from patchcert.train.training import Interrupted
 
@@ -59,17 +69,29 @@ def train(
     _warn_of_half_a_threat(wanted)
     if resume and not folder.exists():
         say(f"there is no {folder} to resume; starting a new run")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    place = local_device(parse_device(device))
     try:
-        summary = _carry_out(
-            wanted, folder, local_device(parse_device(device)), data_dir, resume, tensorboard
-        )
+        with using_threads(threads):
+            detail(f"training on {place} into {folder}, {describe_threads()}")
+            summary = _carry_out(wanted, folder, place, data_dir, resume, tensorboard)
     except Interrupted as interruption:
         say(str(interruption))
         raise typer.Exit(INTERRUPTED) from interruption
     if summary:
         print_json(summary)
+        say(_in_words(summary))
+
+
+def _in_words(summary: Mapping[str, Any]) -> str:
+    """The result for people, and what to do with it."""
+    checked = ""
+    if "certified_accuracy" in summary:
+        checked = (
+            f"; of {summary['checked_images']} {summary['checked_on']} images "
+            f"{summary['clean_accuracy']:.1%} are right and {summary['certified_accuracy']:.1%} proven"
+        )
+    spent = f"trained for {summary['epochs']} epochs in {duration(summary['seconds'])}"
+    return f"{spent}{checked}; next: patchcert certify {summary['run']}"
 
 
 def _carry_out(
@@ -114,25 +136,54 @@ def _request(source: str, changes: list[str], scale: float, out: Path | None) ->
 
 
 class TrainingView:
-    """A bar over all batches of all epochs, or else a line per check; with a writer, TensorBoard's curves too."""
+    """A bar over all batches of all epochs, or else a line now and then; with a writer, TensorBoard's curves too."""
 
     def __init__(
         self, epochs: int, progress: Progress | None = None, writer: "SummaryWriter | None" = None
     ) -> None:
         self.epochs, self.progress, self.writer = epochs, progress, writer
-        self.task = TaskID(0) if progress is None else progress.add_task("preparing", total=None)
+        self.task = TaskID(0) if progress is None else progress.add_task("preparing", total=None, left="")
+        self.pace: TrainingPace | None = None
         self.latest: dict[str, Any] = {}
         self.drawn_at = 0.0
 
+    def on_start(self, pace: "TrainingPace") -> None:
+        """Say how long it is expected to take, where a trial tells that."""
+        self.pace = pace
+        if pace.remaining is not None and pace.remaining > WORTH_SAYING:
+            say(f"training is expected to take about {duration(pace.remaining)}")
+
+    def on_stop(self) -> None:
+        """Answer Ctrl-C at once."""
+        say("stopping after this batch, whose state is kept; Ctrl-C again stops at once")
+
+    def line(self) -> str:
+        """Where the training stands, for a log."""
+        if self.pace is None:
+            return "preparing"
+        epoch = min(self.pace.position.epoch + 1, self.epochs)
+        return (
+            f"epoch {epoch}/{self.epochs}, {self.pace.share:.1%} after {duration(self.pace.elapsed)}"
+            f"{self.figures}  {self.left}"
+        )
+
+    @property
+    def left(self) -> str:
+        """How long it still takes, in words; nothing where that is not known."""
+        seconds = None if self.pace is None else self.pace.remaining
+        return "" if seconds is None else f"about {duration(seconds)} to go"
+
     def on_batch(self, position: "Position", batches: int) -> None:
         """Move the bar, a few times a second at most."""
+        if self.pace is not None:
+            self.pace.note(position)
         now = time.monotonic()
         if self.progress is None or (now - self.drawn_at < REDRAW_SECONDS and position.batch):
             return
         self.drawn_at = now
         done, total = position.epoch * batches + position.batch, self.epochs * batches
         text = f"epoch {min(position.epoch + 1, self.epochs)}/{self.epochs}{self.figures}"
-        self.progress.update(self.task, completed=done, total=total, description=text)
+        self.progress.update(self.task, completed=done, total=total, description=text, left=self.left)
 
     def on_epoch(self, row: Mapping[str, Any]) -> None:
         """Remember the epoch's figures; without a bar, say them if the epoch ended with a check."""
@@ -161,14 +212,17 @@ def training_view(epochs: int, curves: Path | None = None) -> "Iterator[Training
         BarColumn(bar_width=24),
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
     )
     with ExitStack() as stack:
         writer = None if curves is None else stack.enter_context(_scalar_writer(curves))
         progress = None
-        if console.is_terminal:
+        if console.is_terminal and not is_quiet():
             progress = stack.enter_context(Progress(*columns, console=console))
-        yield TrainingView(epochs, progress, writer)
+        view = TrainingView(epochs, progress, writer)
+        if progress is None:
+            stack.enter_context(regular_lines(view.line, first=NEXT_LINE))
+        yield view
 
 
 def _scalar_writer(folder: Path) -> "SummaryWriter":

@@ -29,6 +29,7 @@ def list_models(
 ) -> None:
     """List the trained models and what is proven of them."""
     opened = _open(zoo)
+    opened.require_models()
     rows = [_row(opened.card(name)) for name in opened.names()]
     if as_json:
         print_json({"folder": str(opened.folder), "bytes": opened.size(), "models": rows})

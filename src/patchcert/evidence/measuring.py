@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from patchcert.attacks import Attack, AttackResult
 from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
 from patchcert.certificates import AnyThreat, Certificates, Classifier
 from patchcert.certificates.checks import weight_dtype
+from patchcert.certificates.classifier import Promise
 from patchcert.data import Dataset, Split
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
@@ -31,6 +32,8 @@ from patchcert.train.distributed import ALONE, World
 from patchcert.train.environment import describe_machine, source_sha256
 
 FIRST_BLOCK, LARGEST_BLOCK = 64, 4096
+ATTACKED_ON_CPU, ATTACKED_ELSEWHERE = 16, 512
+"""Images that are attacked at a time: with their restarts they fill a batch of the device."""
 BLOCK_SECONDS = 10.0
 PREDICTED_SECONDS = 0.2
 """How long predictions are measured at least, where there are images enough."""
@@ -116,8 +119,7 @@ class Certification:
         """The evidence, with the seconds of earlier, interrupted calls counted in."""
         positions = self.subject.positions()
         images = self._own_images()
-        kept = self._partial.read(images.labels)
-        found, seconds = self._prove(images, kept, progress)
+        found, seconds = self._prove(images, self._kept(images), progress)
         found = _gathered(found, self._rows(len(positions)), len(positions), self.world)
         guarantee = asdict(found.guarantee)
         facts = {"guarantee": guarantee, "command": self.command, "seconds": round(seconds, 3)}
@@ -151,20 +153,35 @@ class Certification:
     @property
     def kept(self) -> int:
         """How many images an interrupted certification has left proven or refuted."""
-        kept = self._partial.read(self._own_images().labels)
-        return 0 if kept is None else len(kept.certificates)
+        kept = self._kept(self._own_images())
+        return 0 if kept is None else len(kept[0])
 
     @property
     def can_resume(self) -> bool:
         """Whether an interruption leaves anything to resume from."""
         return self._partial.file is not None
 
+    def _kept(self, images: Split) -> tuple[Certificates, float] | None:
+        """What an interrupted certification of these images has left, and how long it took."""
+        stored, labels = self._partial.read(), images.labels
+        if stored is None:
+            return None
+        tensors = {name: value.to(labels.device) for name, value in stored.tensors.items()}
+        notes = stored.notes
+        found = Certificates.from_tensors(
+            tensors, float(notes["confidence"]), cast("Promise", notes["promise"])
+        )
+        is_theirs = len(found) <= len(labels) and found.labels.equal(labels[: len(found)])
+        return (found, stored.seconds) if is_theirs else None
+
     def _prove(
-        self, images: Split, kept: "_Kept | None", progress: Progress | None
+        self, images: Split, kept: tuple[Certificates, float] | None, progress: Progress | None
     ) -> tuple[Certificates, float]:
         total, pixels = len(images), images.floats()
-        found, seconds = (kept.certificates, kept.seconds) if kept else (None, 0.0)
+        found, seconds = kept or (None, 0.0)
         done = 0 if found is None else len(found)
+        if progress is not None:
+            progress(done, total)
         fixed = self.classifier.images_per_block(images.labels.device)
         size = fixed or FIRST_BLOCK
         while found is None or done < total:
@@ -175,21 +192,15 @@ class Certification:
             found = block if found is None else Certificates.concatenated([found, block])
             took = time.perf_counter() - began
             seconds, done = seconds + took, len(found)
-            self._partial.write(found, seconds)
+            promise = {"confidence": repr(found.guarantee.confidence), "promise": found.guarantee.promise}
+            self._partial.write(found.to_tensors(), seconds, promise)
             size = fixed or _next_size(size, took)
         return found, seconds
 
     @cached_property
     def _partial(self) -> "_Partial":
-        model = self.classifier.model
-        if self.file is None or has_foreign_code(self.classifier):
-            return _Partial(None, "")
-        claim = self.subject.evidence(self.question, {}, {}).meta
-        identity = {**claim, "architecture": architecture(model), "code": source_sha256()}
         part = "" if self.world.size == 1 else f"-{self.world.rank}-of-{self.world.size}"
-        return _Partial(
-            self.file.with_name(f"{self.file.name}.partial{part}"), json.dumps(identity, sort_keys=True)
-        )
+        return _Partial.of(self.subject, self.question, self.file, part)
 
 
 def prediction_time(classifier: Classifier, images: Images) -> dict[str, float]:
@@ -262,7 +273,10 @@ def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDA
 @final
 @dataclass(frozen=True)
 class Attacking:
-    """Attacks the images of a subject and writes evidence to a file, if one is named.
+    """Attacks the images of a subject, block by block, and writes evidence to a file, if one is named.
+
+    Finished blocks wait in a file beside it, as those of a `Certification` do, with the state of the random numbers, so
+    that an interrupted attack ends with the rows of one that was not.
 
     `among` are the positions of images that are certified, where only those are attacked. With `save_images` the images
     that were right before the attack and are wrong after it are kept.
@@ -296,29 +310,96 @@ class Attacking:
         )
 
     def run(self, progress: Progress | None = None) -> Evidence:
-        """The evidence, whose file appears whole once all images are attacked; an interruption leaves nothing."""
-        began = time.perf_counter()
-        positions = self.subject.positions() if self.among is None else self.among
-        images = self.subject.images(positions)
+        """The evidence, with the seconds of earlier, interrupted calls counted in. Its file appears whole."""
+        columns, seconds = self._attack(progress)
+        facts = {**self.extra, "command": self.command, "seconds": round(seconds, 3)}
+        evidence = self.subject.evidence(self.question, columns, facts)
+        evidence = evidence if self.file is None else evidence.write(self.file)
+        self._partial.discard()
+        return evidence
+
+    @property
+    def positions(self) -> Tensor:
+        """Where the attacked images stand in their split."""
+        return self.subject.positions() if self.among is None else self.among
+
+    @property
+    def kept(self) -> int:
+        """How many images an interrupted attack has left attacked."""
+        stored = self._partial.read()
+        return 0 if stored is None else len(stored.tensors["index"])
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether an interruption leaves anything to resume from."""
+        return self._partial.file is not None
+
+    def _attack(self, progress: Progress | None) -> tuple[dict[str, NDArray[Any]], float]:
+        """The rows of all images, and the seconds that they took."""
+        positions, generator = self.positions, Generator().manual_seed(self.seed)
+        columns, seconds, total = {}, 0.0, len(positions)
+        stored = self._partial.read()
+        if stored is not None:
+            generator.set_state(stored.tensors.pop("generator"))
+            columns, seconds = {name: value.numpy() for name, value in stored.tensors.items()}, stored.seconds
+        size = ATTACKED_ON_CPU if self.subject.device.type == "cpu" else ATTACKED_ELSEWHERE
+        size = max(total, 1) if self.attack.needs_all_images else size
+        while not columns or len(columns["index"]) < total:
+            began, done = time.perf_counter(), len(columns.get("index", ()))
+            if progress is not None:
+                progress(done, total)
+            block = self._attack_block(positions[done : done + size], generator, progress, done)
+            columns = _appended(columns, block)
+            seconds += time.perf_counter() - began
+            tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+            self._partial.write({**tensors, "generator": generator.get_state()}, seconds)
+        if progress is not None:
+            progress(total, total)
+        return columns, seconds
+
+    def _attack_block(
+        self, positions: Tensor, generator: Generator, progress: Progress | None, done: int
+    ) -> dict[str, NDArray[Any]]:
+        images, total = self.subject.images(positions), len(self.positions)
+
+        def report(part: int, parts: int) -> None:
+            if progress is not None:
+                progress(done + len(positions) * part // max(parts, 1), total)
+
         result = self.attack.run(
             self.subject.classifier,
             images.floats().to(_dtype_of(self.subject.classifier)),
             images.labels,
             self.threat,
-            Generator().manual_seed(self.seed),
-            progress,
+            generator,
+            report,
         )
-        seconds = round(time.perf_counter() - began, 3)
-        facts = {**self.extra, "command": self.command, "seconds": seconds}
-        columns = result.columns(positions) | (_broken_images(result) if self.save_images else {})
-        evidence = self.subject.evidence(self.question, columns, facts)
-        return evidence if self.file is None else evidence.write(self.file)
+        return result.columns(positions) | (_broken_images(result) if self.save_images else {})
+
+    @cached_property
+    def _partial(self) -> "_Partial":
+        details = {"positions": self.positions.tolist(), "save_images": self.save_images}
+        return _Partial.of(self.subject, self.question, self.file, details=details)
+
+
+def _appended(rows: dict[str, NDArray[Any]], block: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The rows with those of a further block below them."""
+    if not rows:
+        return block
+    if "adversarial_row" in block:
+        block = {**block, "adversarial_row": block["adversarial_row"] + len(rows["index"])}
+    return {name: np.concatenate([column, block[name]]) for name, column in rows.items()}
 
 
 def _dtype_of(attacked: Classifier | nn.Module) -> torch.dtype:
     """Float64 for models of that type, which take no other images; else float32."""
-    model = attacked.model if isinstance(attacked, Classifier) else attacked
-    return torch.float64 if weight_dtype(model, torch.float32) == torch.float64 else torch.float32
+    return (
+        torch.float64 if weight_dtype(_model_of(attacked), torch.float32) == torch.float64 else torch.float32
+    )
+
+
+def _model_of(attacked: Classifier | nn.Module) -> nn.Module:
+    return attacked.model if isinstance(attacked, Classifier) else attacked
 
 
 def _broken_images(result: AttackResult) -> dict[str, NDArray[Any]]:
@@ -331,51 +412,65 @@ def _broken_images(result: AttackResult) -> dict[str, NDArray[Any]]:
 
 @final
 @dataclass(frozen=True)
-class _Kept:
-    certificates: Certificates
-    seconds: float
+class _Stored:
+    tensors: dict[str, Tensor]
+    notes: Mapping[str, str]
+
+    @property
+    def seconds(self) -> float:
+        return float(self.notes["seconds"])
 
 
 @final
 @dataclass(frozen=True)
 class _Partial:
-    """Blocks of a certification that has not ended, in a file that holds only what answers the very same claim."""
+    """Blocks of work that has not ended, in a file that holds only what answers the very same claim."""
 
     file: Path | None
     claim: str
 
-    def read(self, labels: Tensor) -> _Kept | None:
-        """What was kept of certificates of these images, if anything."""
+    @staticmethod
+    def of(
+        subject: Subject,
+        question: Question,
+        file: Path | None,
+        part: str = "",
+        details: Mapping[str, Any] | None = None,
+    ) -> "_Partial":
+        """Beside the evidence; nowhere where that has no file, or where code is involved that no sum tells of."""
+        if file is None or has_foreign_code(subject.classifier):
+            return _Partial(None, "")
+        model = _model_of(subject.classifier)
+        claim = {**subject.evidence(question, {}, {}).meta, **(details or {})}
+        identity = {**claim, "architecture": architecture(model), "code": source_sha256()}
+        return _Partial(file.with_name(f"{file.name}.partial{part}"), json.dumps(identity, sort_keys=True))
+
+    def read(self) -> _Stored | None:
+        """What was kept, if anything."""
         if self.file is None or not self.file.is_file() or not source_sha256():
             return None
         try:
             with safe_open(self.file, framework="pt") as stored:
-                noted = stored.metadata() or {}
-                if noted.get("claim") != self.claim:
+                notes = stored.metadata() or {}
+                if notes.get("claim") != self.claim:
                     return None
-                tensors = {name: stored.get_tensor(name).to(labels.device) for name in stored.keys()}  # noqa: SIM118
+                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         except (SafetensorError, OSError):
             return None
-        found = Certificates.from_tensors(tensors, float(noted["confidence"]), noted["promise"])
-        is_theirs = len(found) <= len(labels) and found.labels.equal(labels[: len(found)])
-        return _Kept(found, float(noted["seconds"])) if is_theirs else None
+        return _Stored(tensors, notes)
 
-    def write(self, found: Certificates, seconds: float) -> None:
+    def write(
+        self, tensors: Mapping[str, Tensor], seconds: float, notes: Mapping[str, str] | None = None
+    ) -> None:
         """Keep what is done so far."""
         if self.file is None:
             return
-        notes = {
-            "claim": self.claim,
-            "seconds": repr(seconds),
-            "confidence": repr(found.guarantee.confidence),
-            "promise": found.guarantee.promise,
-        }
-        tensors = {name: value.contiguous().cpu() for name, value in found.to_tensors().items()}
+        noted = {"claim": self.claim, "seconds": repr(seconds), **(notes or {})}
         with atomic_write(self.file) as stream:
-            stream.write(save(tensors, notes))
+            stream.write(save({name: value.contiguous().cpu() for name, value in tensors.items()}, noted))
 
     def discard(self) -> None:
-        """Remove the blocks, once what they prove is written down elsewhere."""
+        """Remove the blocks, once what they say is written down elsewhere."""
         if self.file is not None:
             self.file.unlink(missing_ok=True)
 
@@ -403,8 +498,8 @@ def architecture(model: nn.Module) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def has_foreign_code(classifier: Classifier) -> bool:
+def has_foreign_code(classifier: Classifier | nn.Module) -> bool:
     """Whether the classifier, its layers, or rules that they may use, are of neither PyTorch nor this package."""
-    types = {type(classifier), *(type(layer) for layer in classifier.model.modules())}
+    types = {type(classifier), *(type(layer) for layer in _model_of(classifier).modules())}
     rules = [*FUNCTION_RULES.values(), *(LAYER_RULES[kind] for kind in types & LAYER_RULES.keys())]
     return any(each.__module__.partition(".")[0] not in ("torch", "patchcert") for each in (*types, *rules))

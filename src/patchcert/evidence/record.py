@@ -31,6 +31,11 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 """What every file of a kind has. Certificates may add margin, worst_top and worst_left, or radius, selected and votes,
 or lead, first_mask and second_mask, and broken; attacks a margin. Both may add images that are classified wrongly:
 `adversarial`, whose rows are named by `adversarial_row`."""
+KINDS = {
+    **dict.fromkeys(("index", "label", "prediction", "prediction_after", "steps", "top", "left"), "iu"),
+    **dict.fromkeys(("certified", "succeeded", "broken"), "b"),
+}
+"""The kinds of numbers, in numpy's letters, that columns hold where not any will do."""
 MODEL: Mapping[str, Any] = {"name": "Model"}
 """How a model is described that is asked as it is."""
 _NOT_ASKED = ("batch_size", "verdicts_only")
@@ -133,6 +138,17 @@ class Question:
         return hash(self.key)
 
 
+def _damage(path: Path) -> str:
+    """What is wrong with a file that cannot be read as evidence."""
+    if not path.is_file():
+        return "there is no such file"
+    if not path.stat().st_size:
+        return "it is empty"
+    if not zipfile.is_zipfile(path):
+        return "it is no .npz archive, or it is cut short"
+    return "what it holds is damaged"
+
+
 def _asked(value: Any) -> Any:  # noqa: ANN401 - plain JSON of any shape
     """The same without what is not part of the question."""
     if isinstance(value, Mapping):
@@ -163,8 +179,8 @@ class Evidence:
             meta = json.loads(str(columns.pop("meta", "null")))
         except (EOFError, OSError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
             raise RunError(
-                f"{path} is not a readable evidence file: {error}",
-                hint="it may be cut short; delete it and gather the evidence again",
+                f"{path} is not a readable evidence file: {_damage(path)}",
+                hint="delete it and gather the evidence again",
             ) from error
         found = cls(columns, meta, path)
         found.check()
@@ -344,6 +360,12 @@ class Evidence:
                 raise RunError(
                     f"{self.where}: the column {name!r} must hold one number for each image, got {column.dtype} "
                     f"{column.shape}"
+                )
+            if column.dtype.kind not in KINDS.get(name, "biuf"):
+                expected = "yes or no" if KINDS[name] == "b" else "a whole number"
+                raise RunError(
+                    f"{self.where}: the column {name!r} must hold {expected} for each image, got {column.dtype}",
+                    hint="gather the evidence again",
                 )
         lengths = {len(column) for column in rows.values()}
         if len(lengths) != 1 or (self.kind == "certify" and lengths == {0}):

@@ -61,7 +61,7 @@ def write_report(runs: Sequence[RunSummary], path: Path) -> Path:
             differing=differing(views),
             has_contradictions=any(run.contradictions for run in runs),
             contradictions_shown=CONTRADICTIONS_SHOWN,
-            ramp=_gradient(),
+            ramp=colour_stops(),
         )
     )
     write_text(path, text)
@@ -283,7 +283,7 @@ class RunView:
         if masks is None or rows is None or not self.run.masked or len(masks) > MASKS_DRAWN:
             return ()
         image = self.run.masked[0].image
-        return tuple(behind(hidden, image, rows) for hidden in masks.hidden)
+        return tuple(behind(hidden, image, rows.meta["classifier"]["fill"]) for hidden in masks.hidden)
 
     @property
     def mask_columns(self) -> int:
@@ -497,7 +497,7 @@ def _pixels(count: int) -> str:
     return f"{count} pixel{'s' if count != 1 else ''}"
 
 
-def _gradient() -> str:
+def colour_stops() -> str:
     """The stops of a colour scale over both ramps, with a jump where they meet, at a margin of zero."""
     stops = []
     for ramp, start in ((UNPROVEN, 0.0), (PROVEN, 50.0)):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from patchcert.certificates import Classifier, IntervalBounds, method_named
+from patchcert.certificates import Certificates, Classifier, IntervalBounds, method_named
 from patchcert.certificates.masking import DoubleMasking
 from patchcert.data import Split
 from patchcert.errors import InvalidInput
@@ -218,6 +218,22 @@ def _placement_margins(classifier: Classifier, split: Split, threat: Patch) -> A
     return torch.where(proven, 1.0, -1.0).cpu()
 
 
+def certificate_map(
+    classifier: Classifier, image: Split, found: Certificates, threat: Patch
+) -> CertificateMap | None:
+    """The map of one image and its certificate; None where the kind of proof has none."""
+    if not isinstance(classifier, IntervalBounds | DoubleMasking) and found.placements is None:
+        return None
+    grids = _grids(_placement_margins(classifier, image, threat), threat, image.image_size)
+    row = (
+        image.images[0].cpu().numpy(),
+        int(found.labels[0]),
+        int(found.predictions[0]),
+        bool(found.certified[0]),
+    )
+    return CertificateMap(0, *row, threat, grids[0])
+
+
 def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage]:
     """`count` telling rows of a proof by masks, each with its weakest copy; none of other kinds of proof."""
     masks = masks_of(rows, images)
@@ -232,7 +248,7 @@ def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage
             MaskedImage(
                 index=values["index"],
                 image=image,
-                copy=behind(masks.hidden[list(pair)].any(dim=0), image, rows),
+                copy=behind(masks.hidden[list(pair)].any(dim=0), image, rows.meta["classifier"]["fill"]),
                 label=values["label"],
                 prediction=values["prediction"],
                 certified=values["certified"],
@@ -254,10 +270,10 @@ def masks_of(rows: Evidence, images: Split) -> MaskSet | None:
     return masks_covering(threat, height, width, masks)
 
 
-def behind(hidden: Annotated[Tensor, "h w"], image: Pixels, rows: Evidence) -> Pixels:
+def behind(hidden: Annotated[Tensor, "h w"], image: Pixels, fill: float | Sequence[float]) -> Pixels:
     """The image as the model is shown it, hidden pixels at the fill of the proof."""
-    fill = np.rint(255 * np.clip(np.atleast_1d(rows.meta["classifier"]["fill"]), 0, 1)).astype(np.uint8)
-    return np.where(hidden.numpy(), fill[:, None, None], image)
+    shown = np.rint(255 * np.clip(np.atleast_1d(fill), 0, 1)).astype(np.uint8)
+    return np.where(hidden.cpu().numpy(), shown[:, None, None], image)
 
 
 def telling_rows(rows: Evidence, count: int) -> NDArray[np.intp]:

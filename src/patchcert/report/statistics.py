@@ -111,6 +111,31 @@ def count(evidence: Evidence) -> dict[str, Any]:
     }
 
 
+def in_words(evidence: Evidence) -> str:
+    """The result of evidence for people, in a line."""
+    total, right = evidence.total, evidence.correct
+    if not total:
+        return "no images, so there is no result"
+    if evidence.kind == "attack":
+        held = Proportion(evidence.withstood, total)
+        return (
+            f"of {total} images {right} are right and {evidence.withstood} withstood the attack, "
+            f"{_percent(held)}: the truth is at most that"
+        )
+    proven = Proportion(evidence.certified, total)
+    refuted = "" if evidence.broken is None else f", {evidence.broken} broken"
+    alert = "" if evidence.guarantee.promise == "recovery" else " or an alert"
+    return (
+        f"of {total} images {right} are right and {evidence.certified} proven{alert}{refuted}, "
+        f"{_percent(proven)}, against {evidence.threat}"
+    )
+
+
+def _percent(share: Proportion) -> str:
+    low, high = share.interval
+    return f"{share.percent:.1f} % (95 % interval {100 * low:.1f} to {100 * high:.1f})"
+
+
 def mean_interval(shares: Sequence[Proportion], confidence: float = 0.95) -> tuple[float, float]:
     """Covers the mean of the true proportions with at least this confidence, however they depend on each other.
 

@@ -1,9 +1,10 @@
 """Carries out a specification: from its TOML to a finished run folder, alone or with other processes."""
 
+import copy
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,14 +23,19 @@ from patchcert.train.checkpoint import Best, load_state, save_state
 from patchcert.train.distributed import ALONE, World, shared_accuracies
 from patchcert.train.environment import describe_environment, describe_session
 from patchcert.train.loop import EpochSummary, Position, train
+from patchcert.train.pace import TrainingPace
 from patchcert.train.recipe import initialise_for_intervals
 from patchcert.train.run_folder import Run, exclusive, prepare_run
 from patchcert.train.spec import Spec
-from patchcert.train.step import Plan, Trainee
-from patchcert.train.strategy import Subject, derived_seed
+from patchcert.train.step import Plan, Rows, Trainee, TrainingStep
+from patchcert.train.strategy import Subject, derived_seed, natural_objective
 
 SAVE_SHARE = 0.02
 """At most this share of the time is spent on saving the state."""
+
+
+QUICK_STEP = 0.5
+"""Seconds of a step that is tried twice before it is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,14 @@ class Workplace:
 
 class Listener(Protocol):
     """Hears how training proceeds, to show it."""
+
+    def on_start(self, pace: TrainingPace) -> None:
+        """Before the first batch, with what tells how long it takes; the listener notes batches in it."""
+        ...
+
+    def on_stop(self) -> None:
+        """When a stop is asked for; the batch under way is finished before."""
+        ...
 
     def on_batch(self, position: Position, batches: int) -> None:
         """Between two batches; `position` is what comes next."""
@@ -68,8 +82,8 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_interrupt() -> Iterator[StopRequest]:
-    """While this lasts the first Ctrl-C only asks to stop, so that no step is cut in half."""
+def stop_on_interrupt(answer: Callable[[], None] | None = None) -> Iterator[StopRequest]:
+    """While this lasts the first Ctrl-C only asks to stop, so that no step is cut in half; `answer` says so at once."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
@@ -78,6 +92,8 @@ def stop_on_interrupt() -> Iterator[StopRequest]:
     def ask(number: int, frame: FrameType | None) -> None:
         request.is_made = True
         signal.signal(signal.SIGINT, before)
+        if answer is not None:
+            answer()
 
     before = signal.signal(signal.SIGINT, ask)
     try:
@@ -113,7 +129,7 @@ def _train(run: Run, spec: Spec, dataset: Dataset, place: Workplace, listener: L
     if run.is_finished:
         return run
     training = _Training(run, spec, dataset, place, listener)
-    with stop_on_interrupt() as stop:
+    with stop_on_interrupt(None if listener is None else listener.on_stop) as stop:
         try:
             training.carry_out(stop)
         except RunError as error:
@@ -164,8 +180,26 @@ class _Training:
             self.run.truncate_metrics(start.epoch)
             self._record_session(start)
         self._saved_at = time.monotonic()
+        if self.listener is not None:
+            tried = self._try_batches(start)
+            self.listener.on_start(TrainingPace(self.spec.schedule, self.plan.batches, start, tried))
         train(self.trainee, self.plan, self, start)
         self._save(Position(self.spec.schedule.epochs))
+
+    def _try_batches(self, start: Position) -> dict[bool, float]:
+        """The seconds of a batch, natural and not, on a CPU; tried on a copy, so that nothing of the run changes.
+
+        A GPU, on which natural epochs take seconds, will soon tell by itself.
+        """
+        if self.place.device.type != "cpu" or self.place.world.size > 1:
+            return {}
+        schedule, model = self.spec.schedule, copy.deepcopy(self.model)
+        subject = Subject(model, self.model_spec, self.spec.threat, self.spec.seed)
+        trainee = Trainee(model, self.spec.strategy.bind(subject), self.spec.optimiser)
+        trainee.epsilon.fill_(schedule.epsilon.end(schedule.epochs - 1))
+        rows = torch.arange(min(self.spec.optimiser.batch_size, len(self.plan.data)))
+        kinds = {schedule.epsilon.phase(epoch) == "natural" for epoch in range(start.epoch, schedule.epochs)}
+        return {is_natural: _seconds_of(trainee, self.plan, is_natural, rows) for is_natural in kinds}
 
     def finish(self) -> None:
         """Write the weights that the run is for: the last, or the best on the validation images."""
@@ -231,6 +265,19 @@ class _Training:
     def _is_due(self, epoch: int) -> bool:
         every = self.spec.run.check_every if self.spec.strategy.has_bounds else 0
         return bool(every) and ((epoch + 1) % every == 0 or epoch + 1 == self.spec.schedule.epochs)
+
+
+def _seconds_of(trainee: Trainee, plan: Plan, is_natural: bool, rows: Rows) -> float:
+    """What a step on these rows takes; what a quick one does for the first time is not counted."""
+    objective = natural_objective(trainee.objective.network) if is_natural else trainee.objective
+    step, seconds = TrainingStep(trainee, plan, objective), 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        step(rows)
+        seconds = time.perf_counter() - began
+        if seconds > QUICK_STEP:
+            break
+    return seconds
 
 
 def summarise(run: Run) -> dict[str, Any]:

@@ -28,6 +28,16 @@ class Zoo:
         """All models with a card, sorted."""
         return tuple(sorted(file.stem for file in self.folder.glob("*.json")))
 
+    def require_models(self) -> None:
+        """Refuse a folder that is not there, or holds no models."""
+        if not self.folder.is_dir():
+            raise ModelError(f"there is no folder {self.folder}", hint="name a folder of models with cards")
+        if not self.names():
+            raise ModelError(
+                f"{self.folder} holds no models with cards",
+                hint=f"add one: patchcert zoo add RUN --zoo {self.folder}",
+            )
+
     def weights(self, name: str) -> Path:
         """The file of a model's weights."""
         return self._known(name).with_suffix(".safetensors")
@@ -82,10 +92,11 @@ class Zoo:
         known = self.names()
         if name in known:
             return self.folder / f"{name}.json"
+        self.require_models()
         close = difflib.get_close_matches(name, known, n=1)
         advice = f"did you mean {close[0]!r}? " if close else ""
         raise ModelError(
-            f"there is no model named {name!r} in the zoo; known: {', '.join(known) or 'none yet'}",
+            f"there is no model named {name!r} in the zoo; known: {', '.join(known)}",
             hint=f"{advice}A file of your own is loaded with patchcert.models.load(path).",
         )
 

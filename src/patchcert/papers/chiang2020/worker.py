@@ -71,6 +71,12 @@ def carry_out(folder: Path, device_name: str, data_dir: Path | None) -> None:
 class _EpochLog:
     """One line of the log for each epoch."""
 
+    def on_start(self, pace: object) -> None:
+        """The log has the time of every epoch."""
+
+    def on_stop(self) -> None:
+        """The log ends."""
+
     def on_batch(self, position: object, batches: int) -> None:
         """Batches are not logged."""
 
