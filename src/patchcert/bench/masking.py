@@ -61,7 +61,7 @@ def run_masked_case(case: MaskedCase, machine: Machine) -> dict[str, Any]:
     shape, generator = (IMAGES, 3, case.size, case.size), Generator().manual_seed(1)
     images = torch.rand(shape, generator=generator).to(machine.device)
     # No verdict is asked for, so that rounding of random weights in half precision does not matter.
-    masking = DoubleMasking(model, Patch(case.patch), masks=case.masks, precision=precision, slack=1.0)
+    masking = DoubleMasking(model, Patch(case.patch), masks=case.masks, precision=precision, slack=0.99)
     copies = MaskedCopies(masking, images)
     bare = copies.size / seconds(_bare(copies.base, images), machine.device, machine.spend)
     masked = _rate(copies, machine)
