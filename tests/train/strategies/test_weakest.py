@@ -202,9 +202,24 @@ def test_what_is_drawn_does_not_depend_on_who_shares_the_batch(make_model, make_
     torch.testing.assert_close(whole[2:5], part)
 
 
+def test_intervals_of_all_placements_are_trained_on_until_linear_bounds_start(make_model, make_batch):
+    model, batch = make_model("mlp"), make_batch(6)
+    subject = Subject(model, ModelSpec("m", 1, 8, 8, CLASSES), PATCH)
+    early, always = (Weakest(starts_at=share).bind(subject) for share in (0.6, 0.0))
+    intervals = AllPlacements().bind(subject)
+
+    def margins(objective):
+        return objective.worst_case(batch, 1.0, Generator()).margins
+
+    assert torch.equal(margins(early.at(0.59)), margins(intervals))
+    assert torch.equal(margins(early.at(0.6)), margins(always))
+    assert not torch.equal(margins(always), margins(intervals))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (["starts_at=1.5"], "starts_at is 1.5; expected a share of the epochs, from 0 to 1"),
         (["mixture=1.5"], "mixture is 1.5; expected a share of the bound, from 0 to 1"),
         (["candidates=0"], "candidates"),
         (["attack_steps=0"], "attack_steps"),

@@ -4,7 +4,7 @@ All placements are ranked without a gradient, as in training on all of them; lin
 look only at the weakest.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, final
 
 import torch
@@ -24,7 +24,13 @@ from patchcert.bounds.linear import (
 )
 from patchcert.errors import SpecError
 from patchcert.tensors import Images, Labels, Margins, PlacementMargins
-from patchcert.train.strategies.placements import Chosen, PlacedPatch, in_class_order, other_classes
+from patchcert.train.strategies.placements import (
+    AllPlacements,
+    Chosen,
+    PlacedPatch,
+    in_class_order,
+    other_classes,
+)
 from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase, logit_margins
 from patchcert.train.toml import at_least
 from patchcert.windows.linear_sweep import LinearSweep, hidden_layer
@@ -56,6 +62,8 @@ class Weakest(Strategy):
     Margins to learn from are `mixture` times the bound's and, for the rest, those of an attack: `attack_steps` steps by
     the sign of the gradient, from a random patch at the weakest placement. A network that is trained on less of the
     bound keeps more accuracy and needs a tighter certificate: `IntervalBounds(model, refine="linear" or "split")`.
+
+    Until the share `starts_at` of the epochs is done, margins are those of `all`, which cost a fraction of the time.
     """
 
     kind: Literal["weakest"] = "weakest"
@@ -66,12 +74,15 @@ class Weakest(Strategy):
     candidates: int = 1
     mixture: float = 1.0
     attack_steps: int = 8
+    starts_at: float = 0.0
 
     def __post_init__(self) -> None:
         at_least(1, "candidates", self.candidates)
         at_least(1, "attack_steps", self.attack_steps)
         if not 0 <= self.mixture <= 1:
             raise SpecError(f"mixture is {self.mixture}; expected a share of the bound, from 0 to 1")
+        if not 0 <= self.starts_at <= 1:
+            raise SpecError(f"starts_at is {self.starts_at}; expected a share of the epochs, from 0 to 1")
         if self.bound == "interval" and (self.candidates > 1 or self.search == "linear"):
             raise SpecError(
                 f"candidates is {self.candidates} and search {self.search!r}, but intervals are trained on, which "
@@ -84,7 +95,10 @@ class Weakest(Strategy):
         training = WeakestTraining(self, PlacedPatch.of(subject), subject.model_spec.classes)
         if self.search == "linear":
             hidden_layer(training.patch.network)
-        return Objective(training.patch.network, training.worst_case)
+        weakest = Objective(training.patch.network, training.worst_case)
+        if self.starts_at == 0:
+            return weakest
+        return replace(AllPlacements().bind(subject), later=weakest, later_from=self.starts_at)
 
 
 class WeakestTraining:
