@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.bounds import Network, trace
-from patchcert.errors import ModelError
+from patchcert.errors import InvalidThreat, ModelError, PatchcertError, SpecError
 from patchcert.models import ModelSpec
 from patchcert.tensors import Images, Labels, Margins
 from patchcert.threats import Patch, SparsePixels
-from patchcert.train.batch_norms import batch_norms, trainable_network
+from patchcert.train.batch_norms import batch_norms
 
 Threat = Patch | SparsePixels
 
@@ -76,6 +76,13 @@ class Subject:
     def device(self) -> torch.device:
         """The device of the model's weights."""
         return next(self.model.parameters()).device
+
+    @property
+    def patch(self) -> Patch:
+        """The threat, which must be a patch."""
+        if not isinstance(self.threat, Patch):
+            raise InvalidThreat(f"placements of a patch are trained against, but the threat is {self.threat}")
+        return self.threat
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +171,28 @@ def whole_model(model: nn.Module) -> WholeModel:
     return WholeModel((), model.train())
 
 
-def bounded_model(subject: Subject) -> Network:
-    """The traced model, for training on its bounds; its batch norms normalise by what is observed of a batch."""
-    return trainable_network(subject.model, subject.model_spec)
+def lay_out(subject: Subject) -> torch.memory_format:
+    """Channels last on a GPU, where convolutions are fastest with them: that of the weights from now on."""
+    layout = torch.channels_last if subject.device.type == "cuda" else torch.contiguous_format
+    subject.model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
+    return layout
+
+
+def rounded_logits(run: Callable[[Images], Tensor], images: Images, bfloat16: bool) -> Tensor:
+    """What a network gives, in float32, whatever its products are rounded to."""
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False):
+        return run(images).float()
+
+
+def check_takes(subject: Subject, channels: int, what: str, hint: str) -> None:
+    """Refuse a model that does not take images as they are encoded in this many channels; it is left in eval mode."""
+    spec = subject.model_spec
+    try:
+        with torch.no_grad():
+            subject.model.eval()(torch.zeros(1, channels, spec.height, spec.width, device=subject.device))
+    except (RuntimeError, PatchcertError) as error:
+        message = f"the model {spec.name!r} does not take {what}, encoded in {channels} channels"
+        raise SpecError(message, hint) from error
 
 
 def natural_objective(network: Network) -> Objective:

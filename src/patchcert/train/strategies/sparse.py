@@ -3,16 +3,15 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, final
 
-import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from patchcert.bounds.sparse import sparse_margins
 from patchcert.certificates.ablation import draw_retained, encode_ablated
-from patchcert.errors import InvalidThreat, SpecError
-from patchcert.models import ModelSpec
+from patchcert.errors import InvalidThreat, SpecError, at_least
 from patchcert.tensors import Images
 from patchcert.threats import SparsePixels
 from patchcert.threats.sparse import SparseBound
+from patchcert.train.batch_norms import trainable_network
 from patchcert.train.strategy import (
     Batch,
     Objective,
@@ -20,11 +19,11 @@ from patchcert.train.strategy import (
     Subject,
     Threat,
     WorstCase,
-    bounded_model,
+    check_takes,
     logit_margins,
+    rounded_logits,
     whole_model,
 )
-from patchcert.train.toml import at_least
 
 
 @final
@@ -38,7 +37,7 @@ class SparseChanges(Strategy):
 
     def bind(self, subject: Subject) -> Objective:
         """The margins that are left whichever pixels change."""
-        threat, network = subject.threat, bounded_model(subject)
+        threat, network = subject.threat, trainable_network(subject.model, subject.model_spec)
         if not isinstance(threat, SparsePixels):
             raise InvalidThreat(f"changes of single pixels are trained against, but the threat is {threat}")
         pixels, bound = threat.pixels, self.bound or threat.bound
@@ -79,15 +78,13 @@ class Ablated(Strategy):
                 f"{self.retained} pixels cannot be retained in images of {spec.height}x{spec.width}",
                 hint="set strategy.retained to fewer",
             )
-        _check_takes_ablated(subject.model, spec)
+        hint = "set model.name to cnn2_ablation or resnet18_ablation"
+        check_takes(subject, 2 * spec.channels, "ablated images", hint)
         network = whole_model(subject.model)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
-            encoded = self.ablate(batch, generator)
-            device = encoded.device.type
-            with torch.autocast(device, torch.bfloat16, enabled=self.bfloat16, cache_enabled=False):
-                logits = network.values(encoded)[-1]
-            return WorstCase(logit_margins(logits.float(), batch.own_labels))
+            logits = rounded_logits(network.model, self.ablate(batch, generator), self.bfloat16)
+            return WorstCase(logit_margins(logits, batch.own_labels))
 
         return Objective(network, worst_case)
 
@@ -102,16 +99,3 @@ class Ablated(Strategy):
             return encode_ablated(batch.own_images, mask)
         masks = draw_retained(len(batch), height, width, self.retained, generator)
         return encode_ablated(batch.own_images, masks[batch.rows])
-
-
-def _check_takes_ablated(model: nn.Module, spec: ModelSpec) -> None:
-    """Refuse a model that does not take images in their encoding of twice the channels."""
-    blank = torch.zeros(1, 2 * spec.channels, spec.height, spec.width)
-    try:
-        with torch.no_grad():
-            model(blank.to(next(model.parameters()).device))
-    except RuntimeError as error:
-        raise SpecError(
-            f"the model {spec.name!r} does not take ablated images, encoded in {2 * spec.channels} channels",
-            hint="set model.name to cnn2_ablation or resnet18_ablation",
-        ) from error

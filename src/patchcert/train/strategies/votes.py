@@ -17,7 +17,7 @@ from patchcert.certificates.local_votes import (
     trace_local,
 )
 from patchcert.certificates.votes import LARGEST, Windows, masked_totals, maximal, sum_totals
-from patchcert.errors import InvalidInput, InvalidThreat, PatchcertError, SpecError
+from patchcert.errors import InvalidInput, PatchcertError, SpecError, at_least
 from patchcert.tensors import Images, Labels, Margins
 from patchcert.threats import Patch
 from patchcert.train.strategy import (
@@ -28,10 +28,12 @@ from patchcert.train.strategy import (
     Threat,
     WholeModel,
     WorstCase,
+    check_takes,
+    lay_out,
     logit_margins,
+    rounded_logits,
     whole_model,
 )
-from patchcert.train.toml import at_least
 
 Draw = Literal["image", "batch"]
 """Whether every image shows a part of its own, or all images of a batch show the same."""
@@ -41,6 +43,8 @@ class _Parts(Strategy):
     """Plain cross entropy on one random part of each image, whatever epsilon is."""
 
     __slots__ = ()
+    has_bounds: ClassVar = False
+    has_epsilon: ClassVar = False
     draw: Draw
     bfloat16: bool
 
@@ -55,16 +59,17 @@ class _Parts(Strategy):
             views = self.views(spec.height, spec.width).to(subject.device)
         except InvalidInput as error:
             raise SpecError(error.message, error.hint) from error
-        layout = _lay_out(subject)
-        network = whole_model(subject.model)
-        _check_takes_parts(subject)
+        hint = 'set model.name = "resnet18_parts" and model.normalise = false'
+        check_takes(subject, spec.channels + 1, "parts of images", hint)
+        layout, network = lay_out(subject), whole_model(subject.model)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
             count = len(batch) if self.draw == "image" else 1
             drawn = torch.randint(len(views), (count,), generator=generator, device=generator.device)
             chosen = drawn[batch.rows] if self.draw == "image" else drawn
             encoded = encode_visible(batch.own_images, views[chosen])
-            logits = _rounded(network, encoded.contiguous(memory_format=layout), self.bfloat16)
+            laid_out = encoded.contiguous(memory_format=layout)
+            logits = rounded_logits(network.model, laid_out, self.bfloat16)
             return WorstCase(logit_margins(logits, batch.own_labels))
 
         return Objective(network, worst_case)
@@ -79,9 +84,6 @@ class Bands(_Parts):
     are rounded to it, those of the loss are not.
     """
 
-    threats: ClassVar = (Patch,)
-    has_bounds: ClassVar = False
-    has_epsilon: ClassVar = False
     kind: Literal["bands"] = "bands"
     width: int = 4
     orientation: Orientation = "column"
@@ -104,9 +106,6 @@ class Bands(_Parts):
 class Blocks(_Parts):
     """Plain cross entropy on a random block of `size` x `size` pixels, for `patchcert.BlockVotes`; else as `bands`."""
 
-    threats: ClassVar = (Patch,)
-    has_bounds: ClassVar = False
-    has_epsilon: ClassVar = False
     kind: Literal["blocks"] = "blocks"
     size: int = 12
     wrap: bool = True
@@ -135,9 +134,7 @@ class LocalMargins(Strategy):
     rounded to it, those of the scores are not.
     """
 
-    threats: ClassVar = (Patch,)
     has_bounds: ClassVar = False
-    has_epsilon: ClassVar = True
     kind: Literal["local-votes"] = "local-votes"
     aggregation: Aggregation = "sum"
     scores: LocalScores = "one-hot"
@@ -155,16 +152,12 @@ class LocalMargins(Strategy):
 
     def bind(self, subject: Subject) -> Objective:
         """The margins at the weakest placement, by the model in training mode."""
-        if not isinstance(subject.threat, Patch):
-            raise InvalidThreat(
-                f"placements of a patch are trained against, but the threat is {subject.threat}"
-            )
-        windows = self.windows(subject, subject.threat)
-        layout = _lay_out(subject)
-        network = whole_model(subject.model)
+        windows = self.windows(subject, subject.patch)
+        layout, network = lay_out(subject), whole_model(subject.model)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
-            logits = _rounded(network, batch.own_images.contiguous(memory_format=layout), self.bfloat16)
+            laid_out = batch.own_images.contiguous(memory_format=layout)
+            logits = rounded_logits(network.model, laid_out, self.bfloat16)
             margins = weakest_margins(self, self.local_scores(logits), batch.own_labels, windows, epsilon)
             return WorstCase(margins * (self.scale / windows.shape[1]))
 
@@ -241,37 +234,8 @@ class _Totals(nn.Module):
         self.strategy, self.model, self.windows = strategy, model, windows
 
     def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
-        logits = _rounded(WholeModel((), self.model), images, self.strategy.bfloat16)
+        logits = rounded_logits(self.model, images, self.strategy.bfloat16)
         scores = self.strategy.local_scores(logits)
         is_sum = self.strategy.aggregation == "sum"
         totals = sum_totals(scores) if is_sum else masked_totals(scores, self.windows)
         return totals * (self.strategy.scale / scores.shape[2])
-
-
-def _lay_out(subject: Subject) -> torch.memory_format:
-    """Channels last on a GPU, where convolutions are fastest with them: that of the weights from now on."""
-    layout = torch.channels_last if subject.device.type == "cuda" else torch.contiguous_format
-    subject.model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
-    return layout
-
-
-def _rounded(network: WholeModel, images: Images, bfloat16: bool) -> Tensor:
-    """What the network gives, in float32, whatever its products are rounded to."""
-    with torch.autocast(images.device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False):
-        return network.values(images)[-1].float()
-
-
-def _check_takes_parts(subject: Subject) -> None:
-    """Refuse a model that does not take parts of images with a channel that says what is seen."""
-    spec, model = subject.model_spec, subject.model
-    blank = torch.zeros(2, spec.channels + 1, spec.height, spec.width, device=subject.device)
-    try:
-        with torch.no_grad():
-            model.eval()(blank)
-    except (RuntimeError, PatchcertError) as error:
-        raise SpecError(
-            f"the model {spec.name!r} does not take parts of images, encoded in {spec.channels + 1} channels",
-            hint='set model.name = "resnet18_parts" and model.normalise = false',
-        ) from error
-    finally:
-        model.train()

@@ -22,7 +22,7 @@ from patchcert.bounds.linear import (
     margin_forms,
     parallel,
 )
-from patchcert.errors import SpecError
+from patchcert.errors import SpecError, at_least
 from patchcert.tensors import Images, Labels, Margins, PlacementMargins
 from patchcert.train.strategies.placements import (
     AllPlacements,
@@ -32,7 +32,6 @@ from patchcert.train.strategies.placements import (
     other_classes,
 )
 from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase, logit_margins
-from patchcert.train.toml import at_least
 from patchcert.windows.linear_sweep import LinearSweep, hidden_layer
 from patchcert.windows.passes import Clean
 from patchcert.windows.training import WeakestPlacements, search_budget
@@ -120,7 +119,7 @@ class WeakestTraining:
             return WorstCase(bounded)
         noise = torch.rand(batch.images.shape, generator=generator, device=generator.device)[batch.rows]
         placement = chosen if chosen.shape[1] == 1 else hardest(ranked, 1)
-        box = self._boxes(images, placement, epsilon)
+        box = self.patch.boxes(images, placement, epsilon)
         attacked = attacked_margins(self.patch.network, box, noise, labels, self.strategy.attack_steps)
         return WorstCase(torch.lerp(attacked, bounded, mixture), bounded=bounded)
 
@@ -186,16 +185,11 @@ class WeakestTraining:
     ) -> Targets:
         """Margins against the targets at each placement: linear bounds, or the interval's where that is better."""
         network, repeated = self.patch.network, labels.unsqueeze(1).expand_as(chosen).flatten()
-        intervals = network.intervals(self._boxes(images, chosen, epsilon))
+        intervals = network.intervals(self.patch.boxes(images, chosen, epsilon))
         forms = margin_forms(repeated, targets.flatten(0, 1), self.classes, images.dtype)
         found = best_bound(network, intervals, forms, slopes=_CHOICES[self.strategy.slopes])
         found = torch.maximum(found, interval_bound(network, intervals, forms))
         return found.unflatten(0, tuple(chosen.shape))
-
-    def _boxes(self, images: Images, chosen: Chosen, epsilon: float | Tensor) -> Interval:
-        """One after the other, those of an image together."""
-        corners = self.patch.corners(images)[chosen]
-        return self.patch.threat.boxes(images, corners, epsilon).flatten(0, 1)
 
 
 def hardest(ranked: PlacementMargins, count: int) -> Chosen:
