@@ -171,17 +171,32 @@ def whole_model(model: nn.Module) -> WholeModel:
     return WholeModel((), model.train())
 
 
-def lay_out(subject: Subject) -> torch.memory_format:
-    """Channels last on a GPU, where convolutions are fastest with them: that of the weights from now on."""
-    layout = torch.channels_last if subject.device.type == "cuda" else torch.contiguous_format
-    subject.model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
-    return layout
+@final
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """How a strategy without bounds carries its model out: on a GPU with channels last and, where that is asked for, as
+    torch.compile fuses its layers; with products rounded to bfloat16, where that is."""
 
+    network: WholeModel
+    run: Callable[[Images], Tensor]
+    layout: torch.memory_format
+    bfloat16: bool
 
-def rounded_logits(run: Callable[[Images], Tensor], images: Images, bfloat16: bool) -> Tensor:
-    """What a network gives, in float32, whatever its products are rounded to."""
-    with torch.autocast(images.device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False):
-        return run(images).float()
+    @staticmethod
+    def of(subject: Subject, bfloat16: bool, compiled: bool) -> "Forward":
+        """The model in training mode, its weights laid out so from now on."""
+        on_gpu = subject.device.type == "cuda"
+        layout = torch.channels_last if on_gpu else torch.contiguous_format
+        subject.model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
+        network = whole_model(subject.model)
+        run = torch.compile(network.model, dynamic=False) if compiled and on_gpu else network.model
+        return Forward(network, run, layout, bfloat16)
+
+    def logits(self, images: Images) -> Tensor:
+        """What the model gives, in float32 whatever its products are rounded to."""
+        laid_out = images.contiguous(memory_format=self.layout)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.bfloat16, cache_enabled=False):
+            return self.run(laid_out).float()
 
 
 def check_takes(subject: Subject, channels: int, what: str, hint: str) -> None:

@@ -24,7 +24,7 @@ from patchcert.train.strategies import (
     Natural,
 )
 from patchcert.train.strategies.masked import MaskedTraining
-from patchcert.train.strategy import Batch, Subject, WholeModel, derived_seed
+from patchcert.train.strategy import Batch, Forward, Subject, WholeModel, derived_seed
 from small_trainings import Watcher, check_resumes, watched
 
 SIDE, CLASSES, COUNT, BATCH, EPOCHS = 8, 3, 43, 8, 4
@@ -53,7 +53,7 @@ def make_data():
 def make_training(strategy=STRATEGY, layout=torch.contiguous_format):
     model = build(MODEL, seeded()).to(memory_format=layout).train()
     fill = torch.tensor(strategy.fill)[:, None, None]
-    return MaskedTraining(strategy, WholeModel((), model), fill, layout, model)
+    return MaskedTraining(strategy, Forward(WholeModel((), model), model, layout, strategy.bfloat16), fill)
 
 
 def make(strategy=STRATEGY, device="cpu", cuda_graph="auto", layout=torch.contiguous_format, **settings):
@@ -124,7 +124,7 @@ def test_the_stated_shares_have_no_mask_or_one(clean, single):
 
 def test_the_hardest_pair_is_the_one_with_the_largest_loss():
     training = make_training()
-    model = training.network.model
+    model = training.forward.network.model
     images, labels = make_data().floats()[:12], make_data().labels[:12]
     model(images)  # moves the statistics away from 0 and 1
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -144,10 +144,10 @@ def test_the_hardest_pair_is_the_one_with_the_largest_loss():
 def test_the_greedy_search_takes_the_worst_mask_and_then_the_worst_beside_it():
     training = make_training(replace(STRATEGY, search="greedy"))
     images, labels = make_data().floats()[:12], make_data().labels[:12]
-    training.network.model(images)
+    training.forward.network.model(images)
     masks, wanted = training.draw(12, 7, SIDE, SIDE, seeded(1))
     chosen = training.hardest_greedily(images, labels, masks, wanted)
-    deployed = training.network.model.eval()
+    deployed = training.forward.network.model.eval()
 
     def loss(number, pair, flags):
         one = slice(number, number + 1)
@@ -173,7 +173,7 @@ def test_worst_pairs_are_trained_on_from_the_stated_epoch():
 def plain_loop(strategy):
     """The same training as a plain loop: the model, and a list of its states after every step."""
     training, data, states = make_training(strategy), make_data(), []
-    model = training.network.model
+    model = training.forward.network.model
     matrices = [each for each in model.parameters() if each.dim() > 1]
     vectors = [each for each in model.parameters() if each.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors}]
@@ -272,7 +272,7 @@ def test_channels_that_are_laid_out_last_are_trained_alike():
 def test_bfloat16_rounds_the_network_and_not_the_logits():
     images = make_data().floats()[:5]
     exact, rounded = (
-        make_training(replace(STRATEGY, bfloat16=flag)).logits(images) for flag in (False, True)
+        make_training(replace(STRATEGY, bfloat16=flag)).forward.logits(images) for flag in (False, True)
     )
     assert exact.dtype == rounded.dtype == torch.float32
     assert not torch.equal(exact, rounded)

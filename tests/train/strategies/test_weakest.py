@@ -199,7 +199,7 @@ def test_what_is_drawn_does_not_depend_on_who_shares_the_batch():
     torch.testing.assert_close(whole[2:5], part)
 
 
-def test_intervals_of_all_placements_are_trained_on_until_linear_bounds_start(make_model, make_batch):
+def test_intervals_of_all_placements_are_trained_on_until_linear_bounds_start():
     model, batch = make_model("mlp"), make_batch(6)
     subject = Subject(model, ModelSpec("m", 1, 8, 8, CLASSES), PATCH)
     early, always = (Weakest(starts_at=share).bind(subject) for share in (0.6, 0.0))

@@ -1,7 +1,6 @@
 """Training a classifier to be right when two rectangles of an image are hidden, as double masking asks of it."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, final
 
@@ -10,19 +9,16 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from patchcert.errors import SpecError, at_least
-from patchcert.tensors import Images, Labels, Logits
+from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch, Threat
 from patchcert.train.strategy import (
     Batch,
+    Forward,
     Objective,
     Strategy,
     Subject,
-    WholeModel,
     WorstCase,
-    lay_out,
     logit_margins,
-    rounded_logits,
-    whole_model,
 )
 from patchcert.train.toml import parse_size
 
@@ -93,12 +89,9 @@ class Masked(Strategy):
     def bind(self, subject: Subject) -> Objective:
         """The margins of one masked copy of each image by the model in training mode."""
         self._check_fit(subject)
-        layout, network = lay_out(subject), whole_model(subject.model)
-        fill = torch.tensor(self.fill, device=subject.device)[:, None, None]
-        run: Callable[[Images], Logits] = network.model
-        if self.compiled and subject.device.type == "cuda":
-            run = torch.compile(network.model, dynamic=False)
-        trainer = MaskedTraining(self, network, fill, layout, run)
+        forward = Forward.of(subject, self.bfloat16, self.compiled)
+        network, fill = forward.network, torch.tensor(self.fill, device=subject.device)[:, None, None]
+        trainer = MaskedTraining(self, forward, fill)
         if self.worst_of == 1:
             return Objective(network, trainer.random_case)
         hardest = Objective(network, trainer.hardest_case)
@@ -128,11 +121,8 @@ class MaskedTraining:
     """The strategy at work on a model, whose colour of masks lies on its device."""
 
     strategy: Masked
-    network: WholeModel
+    forward: Forward
     fill: Annotated[Tensor, "_ 1 1"]
-    layout: torch.memory_format
-    run: Callable[[Images], Logits]
-    """How the network is carried out."""
 
     def random_case(self, batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
         """The margins with one random pair of masks on each image."""
@@ -188,20 +178,18 @@ class MaskedTraining:
         self, images: Images, labels: Labels, masks: Pairs, wanted: Wanted
     ) -> Annotated[Tensor, "n p"]:
         """The cross entropy with each pair, by the model in eval mode."""
-        model = self.network.model
+        model = self.forward.network.model
         model.eval()
         try:
             losses = [
-                F.cross_entropy(self.logits(self.hide(images, pair, wanted)), labels, reduction="none")
+                F.cross_entropy(
+                    self.forward.logits(self.hide(images, pair, wanted)), labels, reduction="none"
+                )
                 for pair in masks.unbind(dim=1)
             ]
         finally:
             model.train()
         return torch.stack(losses, dim=1)
-
-    def logits(self, images: Images) -> Logits:
-        """The logits in float32, whatever the network is rounded to."""
-        return rounded_logits(self.run, images.contiguous(memory_format=self.layout), self.strategy.bfloat16)
 
     def _draw(self, batch: Batch, pairs: int, generator: Generator) -> tuple[Pairs, Wanted]:
         """What is drawn for the images of this process, among draws for the whole batch."""
@@ -210,5 +198,5 @@ class MaskedTraining:
         return masks[batch.rows], wanted[batch.rows]
 
     def _margins(self, batch: Batch, masks: Masks, wanted: Wanted) -> WorstCase:
-        logits = self.logits(self.hide(batch.own_images, masks, wanted))
+        logits = self.forward.logits(self.hide(batch.own_images, masks, wanted))
         return WorstCase(logit_margins(logits, batch.own_labels))

@@ -14,6 +14,7 @@ from patchcert.threats.sparse import SparseBound
 from patchcert.train.batch_norms import trainable_network
 from patchcert.train.strategy import (
     Batch,
+    Forward,
     Objective,
     Strategy,
     Subject,
@@ -21,8 +22,6 @@ from patchcert.train.strategy import (
     WorstCase,
     check_takes,
     logit_margins,
-    rounded_logits,
-    whole_model,
 )
 
 
@@ -80,13 +79,13 @@ class Ablated(Strategy):
             )
         hint = "set model.name to cnn2_ablation or resnet18_ablation"
         check_takes(subject, 2 * spec.channels, "ablated images", hint)
-        network = whole_model(subject.model)
+        forward = Forward.of(subject, self.bfloat16, compiled=False)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
-            logits = rounded_logits(network.model, self.ablate(batch, generator), self.bfloat16)
+            logits = forward.logits(self.ablate(batch, generator))
             return WorstCase(logit_margins(logits, batch.own_labels))
 
-        return Objective(network, worst_case)
+        return Objective(forward.network, worst_case)
 
     def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
         return "ablation", {"retained": self.retained}

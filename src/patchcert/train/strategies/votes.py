@@ -22,6 +22,7 @@ from patchcert.tensors import Images, Labels, Margins
 from patchcert.threats import Patch
 from patchcert.train.strategy import (
     Batch,
+    Forward,
     Objective,
     Strategy,
     Subject,
@@ -29,10 +30,7 @@ from patchcert.train.strategy import (
     WholeModel,
     WorstCase,
     check_takes,
-    lay_out,
     logit_margins,
-    rounded_logits,
-    whole_model,
 )
 
 Draw = Literal["image", "batch"]
@@ -47,6 +45,7 @@ class _Parts(Strategy):
     has_epsilon: ClassVar = False
     draw: Draw
     bfloat16: bool
+    compiled: bool
 
     @abstractmethod
     def views(self, height: int, width: int) -> Views:
@@ -61,18 +60,16 @@ class _Parts(Strategy):
             raise SpecError(error.message, error.hint) from error
         hint = 'set model.name = "resnet18_parts" and model.normalise = false'
         check_takes(subject, spec.channels + 1, "parts of images", hint)
-        layout, network = lay_out(subject), whole_model(subject.model)
+        forward = Forward.of(subject, self.bfloat16, self.compiled)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
             count = len(batch) if self.draw == "image" else 1
             drawn = torch.randint(len(views), (count,), generator=generator, device=generator.device)
             chosen = drawn[batch.rows] if self.draw == "image" else drawn
-            encoded = encode_visible(batch.own_images, views[chosen])
-            laid_out = encoded.contiguous(memory_format=layout)
-            logits = rounded_logits(network.model, laid_out, self.bfloat16)
+            logits = forward.logits(encode_visible(batch.own_images, views[chosen]))
             return WorstCase(logit_margins(logits, batch.own_labels))
 
-        return Objective(network, worst_case)
+        return Objective(forward.network, worst_case)
 
 
 @final
@@ -80,8 +77,7 @@ class _Parts(Strategy):
 class Bands(_Parts):
     """Plain cross entropy on a random band of `width` columns, rows, or either, for `patchcert.BandVotes`.
 
-    Every image shows a band of its own, or a batch shares one (`draw`). With `bfloat16` the products of the network
-    are rounded to it, those of the loss are not.
+    Every image shows a band of its own, or a batch shares one (`draw`). `bfloat16` and `compiled` are as for `masked`.
     """
 
     kind: Literal["bands"] = "bands"
@@ -90,6 +86,7 @@ class Bands(_Parts):
     wrap: bool = True
     draw: Draw = "image"
     bfloat16: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         at_least(1, "width", self.width)
@@ -111,6 +108,7 @@ class Blocks(_Parts):
     wrap: bool = True
     draw: Draw = "image"
     bfloat16: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         at_least(1, "size", self.size)
@@ -130,8 +128,7 @@ class LocalMargins(Strategy):
 
     Margins are those of the mean local score, times `scale`. Scores have the gradients of smooth ones (`soften`). A
     masked sum is trained on a bound that is cheaper than its certificate and never above it: the label loses the
-    weightiest window as it is, also where it overlaps the patch. With `bfloat16` the products of the network are
-    rounded to it, those of the scores are not.
+    weightiest window as it is, also where it overlaps the patch. `bfloat16` and `compiled` are as for `masked`.
     """
 
     has_bounds: ClassVar = False
@@ -140,6 +137,7 @@ class LocalMargins(Strategy):
     scores: LocalScores = "one-hot"
     scale: float = 10.0
     bfloat16: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         if not self.scale > 0:
@@ -153,15 +151,14 @@ class LocalMargins(Strategy):
     def bind(self, subject: Subject) -> Objective:
         """The margins at the weakest placement, by the model in training mode."""
         windows = self.windows(subject, subject.patch)
-        layout, network = lay_out(subject), whole_model(subject.model)
+        forward = Forward.of(subject, self.bfloat16, self.compiled)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
-            laid_out = batch.own_images.contiguous(memory_format=layout)
-            logits = rounded_logits(network.model, laid_out, self.bfloat16)
-            margins = weakest_margins(self, self.local_scores(logits), batch.own_labels, windows, epsilon)
+            scores = self.local_scores(forward.logits(batch.own_images))
+            margins = weakest_margins(self, scores, batch.own_labels, windows, epsilon)
             return WorstCase(margins * (self.scale / windows.shape[1]))
 
-        clean = WholeModel((), _Totals(self, subject.model, windows))
+        clean = WholeModel((), _Totals(self, forward, windows))
         return Objective(clean, worst_case)
 
     def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
@@ -229,13 +226,13 @@ def weakest_margins(
 class _Totals(nn.Module):
     """The logits of clean images that a loss may look at: their mean local scores, times the strategy's scale."""
 
-    def __init__(self, strategy: LocalMargins, model: nn.Module, windows: Windows) -> None:
+    def __init__(self, strategy: LocalMargins, forward: Forward, windows: Windows) -> None:
         super().__init__()
-        self.strategy, self.model, self.windows = strategy, model, windows
+        self.strategy, self.run, self.windows = strategy, forward, windows
+        self.model = forward.network.model
 
     def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
-        logits = rounded_logits(self.model, images, self.strategy.bfloat16)
-        scores = self.strategy.local_scores(logits)
+        scores = self.strategy.local_scores(self.run.logits(images))
         is_sum = self.strategy.aggregation == "sum"
         totals = sum_totals(scores) if is_sum else masked_totals(scores, self.windows)
         return totals * (self.strategy.scale / scores.shape[2])
