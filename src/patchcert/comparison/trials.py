@@ -1,0 +1,64 @@
+"""What trials on held-out training images have found, as a table: each setting beside what it proves."""
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, final
+
+from patchcert.errors import InvalidInput
+from patchcert.evidence import Evidence, EvidenceFolder
+from patchcert.report.tables import Column, Table
+from patchcert.train.run_folder import EVIDENCE
+
+_COLUMNS = (
+    Column("trial", numeric=False),
+    Column("settings", numeric=False),
+    Column("seeds"),
+    Column("right, %"),
+    Column("certified, %"),
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """The proofs of one trial, one for each of its seeds."""
+
+    name: str
+    settings: tuple[str, ...]
+    proofs: tuple[Evidence, ...]
+
+    @property
+    def certified(self) -> float:
+        """Per cent of the held-out images, the mean over seeds."""
+        return fmean(_per_cent(each.certified, each) for each in self.proofs)
+
+    def cells(self) -> tuple[Any, ...]:
+        """Its row: of several seeds the mean, and for what is certified the deviation of a sample."""
+        shares = [_per_cent(each.certified, each) for each in self.proofs]
+        right = fmean(_per_cent(each.correct, each) for each in self.proofs)
+        settings = ", ".join(f"`{each}`" for each in self.settings) or "as given"
+        spread = f" ± {stdev(shares):.1f}" if len(shares) > 1 else ""
+        return self.name, settings, len(shares), right, f"{self.certified:.1f}{spread}"
+
+
+def trials_table(trials: Path, folder: Path) -> Table:
+    """The trials of a TRIALS.toml whose evidence the folder holds, the one that proves most first."""
+    found = sorted(_results(trials, folder), key=lambda each: -each.certified)
+    if not found:
+        raise InvalidInput(f"{folder} has no evidence of the trials in {trials}")
+    return Table("", _COLUMNS, tuple(each.cells() for each in found))
+
+
+def _results(trials: Path, folder: Path) -> Iterator[TrialResult]:
+    for trial in tomllib.loads(trials.read_text(encoding="utf-8"))["trials"]:
+        runs = sorted(path.parent for path in (folder / trial["name"]).rglob(EVIDENCE))
+        proofs = tuple(proof for run in runs for proof in EvidenceFolder(run / EVIDENCE).all())
+        if proofs:
+            yield TrialResult(trial["name"], tuple(trial.get("set", ())), proofs)
+
+
+def _per_cent(count: int, proof: Evidence) -> float:
+    return 100 * count / proof.total
