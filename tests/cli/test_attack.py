@@ -253,7 +253,7 @@ def test_several_targets_are_opened_before_any_is_attacked(capsys, run_folder, t
     assert attack(run_folder.path, tmp_path / "missing", *QUICK) == 2
     assert evidence(run_folder) == ()
     assert attack(run_folder.path, run_folder.path, *QUICK, "--out", tmp_path / "rows.npz") == 2
-    assert "names one file for 2 targets" in " ".join(capsys.readouterr().err.split())
+    assert "is for one target, not for 2" in " ".join(capsys.readouterr().err.split())
 
 
 def test_nothing_certified_is_said(capsys, run_folder):
@@ -280,7 +280,7 @@ def test_nothing_certified_is_said(capsys, run_folder):
         (["--steps", "-1"], "0 steps or more, got steps=-1"),
         (["--loss", "hinge"], "unknown loss 'hinge'"),
         (["--search", "grid"], "unknown search 'grid'"),
-        (["--out", "rows.txt"], "--out rows.txt is not the name of an evidence file"),
+        (["--out", "rows.txt"], "--out rows.txt is no name of an evidence file"),
         (["--limit", "3"], "--images draws at random, --limit takes the first"),
     ],
 )
@@ -365,7 +365,7 @@ def test_an_interrupted_attack_says_what_it_keeps_and_resumes(capsys, trained_fi
     whole = tmp_path / "whole.npz"
     assert attack(*command, "--out", whole) == 0
     with monkeypatch.context() as interrupted:
-        interrupted.setattr("patchcert.cli.attack.progress_bar", interrupting)
+        interrupted.setattr("patchcert.cli.measuring.progress_bar", interrupting)
         assert attack(*command) == 130
         assert "nothing is kept: that needs --out or a run folder" in capsys.readouterr().err
         assert attack(*command, "--out", tmp_path / "part.npz") == 130
@@ -373,7 +373,7 @@ def test_an_interrupted_attack_says_what_it_keeps_and_resumes(capsys, trained_fi
         assert "20 of 25 images are kept: the same command resumes from there" in shown
     assert attack(*command, "--out", tmp_path / "part.npz") == 0
     shown = capsys.readouterr()
-    assert "resuming after 20 images that were attacked before" in shown.err
+    assert "resuming after 20 images that were done before" in shown.err
     assert "withstood the attack" in shown.err.splitlines()[-1]
     rows, expected = np.load(tmp_path / "part.npz"), np.load(whole)
     assert all(np.array_equal(rows[name], expected[name]) for name in expected.files if name != "meta")

@@ -160,7 +160,7 @@ def test_the_other_settings_are_passed_on(capsys, model_file):
         (["--patch", "5x5", "--data", "mnist-mini", "--dtype", "half"], "--dtype half is unknown"),
         (
             ["--patch", "5x5", "--data", "mnist-mini", "--out", "evidence.csv"],
-            "is not the name of an evidence file",
+            "is no name of an evidence file",
         ),
         (["--patch", "5x5", "--data", "mnist-mini", "--memory-budget", "lots"], "is not a size in bytes"),
         (

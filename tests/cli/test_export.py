@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 
 import patchcert as pc
 from patchcert.cli.app import run
@@ -133,3 +134,16 @@ def test_mistakes_are_told(capsys, file, name, monkeypatch):
     arguments, message = MISTAKES[name]
     assert run(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_pictures_and_folders_come_at_the_size_of_an_onnx_file(capsys, file, tmp_path):
+    digits = pc.load_dataset("mnist-mini").test
+    place = tmp_path / "photos" / "seven"
+    place.mkdir(parents=True)
+    Image.fromarray(digits.images[0, 0].numpy()).save(place / "digit.png")
+    expected = int(pc.load("mnist-2x2-cnn2")(digits.take(1).floats()).argmax())
+    of_picture = answer(capsys, "predict", file, place / "digit.png", "--patch", "2", "--device", "cpu")
+    of_folder = answer(
+        capsys, "predict", file, "--data", f"folder:{tmp_path / 'photos'}", "--patch", "2", "--device", "cpu"
+    )
+    assert [list(found["predictions"].values()) for found in (of_picture, of_folder)] == [[expected]] * 2

@@ -178,4 +178,4 @@ def test_mistakes_are_told(capsys, own, name):
 
 def test_weights_are_those_of_one_model(capsys, own):
     assert run(["attack", "own_models:small", "zoo:mnist-2x2-mlp", "--weights", "own.pt", *ARGUMENTS]) == 2
-    assert "--weights own.pt are those of one model, not of 2 targets" in capsys.readouterr().err
+    assert "--weights own.pt is for one target, not for 2" in capsys.readouterr().err

@@ -126,7 +126,7 @@ def test_several_patches_are_a_threat_of_their_own():
     assert parse_threat("2", None, None, None, None, None, 3) == Patches(Patch(2), 3)
     assert parse_threat(None, None, None, None, "corners", Patch(4), 2) == Patches(Patch(4, "corners"))
     assert parse_threat(None, None, None, None, None, Patch(4), 2) == Patches(Patch(4))
-    with pytest.raises(InvalidThreat, match="--patches 2 needs a patch, not --sparse"):
+    with pytest.raises(InvalidThreat, match="--patches 2 needs a patch, not SparsePixels"):
         parse_threat(None, None, 4, None, None, None, 2)
     with pytest.raises(InvalidThreat, match="--patches 2 needs a patch, not SparsePixels"):
         parse_threat(None, None, None, None, None, SparsePixels(4), 2)

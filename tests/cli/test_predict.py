@@ -45,6 +45,15 @@ def test_pictures_of_the_models_size_are_read_as_they_are(capsys, model_file, tm
     assert "correct" not in answer
 
 
+def test_pictures_of_a_model_without_a_size_are_all_of_one(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "anywhere.py").write_text("import torch\ndef net(): return torch.nn.Identity()\n")
+    for name, size in (("a.png", (4, 4)), ("b.png", (4, 5))):
+        Image.fromarray(np.zeros((*size, 3), np.uint8)).save(name)
+    assert predict("./anywhere.py:net", "a.png", "b.png", "--patch", 2) == 2
+    assert "b.png is 4x5 pixels; expected 4x4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "message"), [("size", "expected 28x28"), ("text", "cannot be read as a picture")]
 )

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from patchcert.cli.options import DataSearchOption
+from patchcert.cli import options
 from patchcert.cli.output import Report, print_json, progress_bar, say
 from patchcert.errors import DataError
 
@@ -16,7 +16,7 @@ Name = Annotated[str, typer.Argument(help="Name of the data set; `patchcert data
 
 
 @app.command("list")
-def list_data(data_dir: DataSearchOption = None) -> None:
+def list_data(data_dir: options.DataFolder = None) -> None:
     """Say which data sets there are and which of them are on this machine."""
     from patchcert.data import SOURCES
     from patchcert.data.files import MNIST_MINI, data_folders, locate
@@ -36,7 +36,7 @@ def list_data(data_dir: DataSearchOption = None) -> None:
 @app.command()
 def fetch(
     name: Name,
-    data_dir: DataSearchOption = None,
+    data_dir: options.DataFolder = None,
     mirror: Annotated[
         str | None,
         typer.Option(help="URL or path of a folder that holds the published files, instead of the official."),
@@ -54,7 +54,7 @@ def fetch(
 
 
 @app.command()
-def verify(name: Name, data_dir: DataSearchOption = None) -> None:
+def verify(name: Name, data_dir: options.DataFolder = None) -> None:
     """Compare every file of a data set with its known SHA-256 sum, and read all of it."""
     from patchcert.data.files import assemble, locate, read
     from patchcert.data.sources import find_source
@@ -87,7 +87,7 @@ def labels(
         bool,
         typer.Option("--held-out", help="Of the last 10,000 training images instead of the test images."),
     ] = False,
-    data_dir: DataSearchOption = None,
+    data_dir: options.DataFolder = None,
 ) -> None:
     """Write labels, one or two bytes each, in the form in which the package ships them for audits."""
     from patchcert.data import load_dataset

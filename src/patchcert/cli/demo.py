@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, final
 
 import typer
 
-from patchcert.cli.options import (
-    DeviceOption,
-    number_option,
-    parse_device,
-)
-from patchcert.cli.output import print_error, print_json, progress_bar, say, stderr_console
+from patchcert.cli import options
+from patchcert.cli.measuring import measure_once
+from patchcert.cli.output import print_error, print_json, say, stderr_console
 from patchcert.cli.threads import using_threads
 
 if TYPE_CHECKING:
     import torch
 
     from patchcert.attacks import PatchAttack
-    from patchcert.evidence import Attacking, Certification, EvidenceFolder, Subject
+    from patchcert.evidence import Subject
     from patchcert.report.summary import RunSummary
     from patchcert.report.tables import Table
     from patchcert.train.run_folder import Run
@@ -38,9 +35,9 @@ def demo(
         Path, typer.Option(help="Run folder; the page is written into it.", file_okay=False)
     ] = Path("patchcert-demo"),
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds and a worse model.")] = False,
-    device: DeviceOption = "cpu",
+    device: options.Device = "cpu",
     threads: Annotated[
-        int, number_option("CPU threads; more are faster on idle cores, with other weights.")
+        int, options.number_option("CPU threads; more are faster on idle cores, with other weights.")
     ] = 1,
 ) -> None:
     """Train a small model, prove it against 2x2 patches, attack it, and write a page about it.
@@ -76,7 +73,7 @@ def _carry_out(out: Path, quick: bool, device: str, threads: int) -> "RunSummary
     from patchcert.report.summary import summarise_run
     from patchcert.train.training import Workplace, train_run
 
-    plan, place = quick_plan() if quick else full_plan(), parse_device(device)
+    plan, place = quick_plan() if quick else full_plan(), options.parse_device(device)
     _greet(out)
     with using_threads(threads):
         with training_view(plan.spec.schedule.epochs) as view:
@@ -142,12 +139,12 @@ def measure(plan: DemoPlan, run: "Run", device: "torch.device") -> None:
     """Everything that the plan measures, as evidence in the run's folder; what is there already is not repeated."""
     from patchcert.certificates import IntervalBounds
     from patchcert.data import load_dataset
-    from patchcert.evidence import Attacking, Certification, EvidenceFolder, Selection, Subject
+    from patchcert.evidence import Attacking, Certification, Selection, Subject
     from patchcert.files import sha256
     from patchcert.threats import Patch
 
     dataset, weights = load_dataset(run.spec.data.name), sha256(run.weights)
-    model, folder = run.model(device), EvidenceFolder(run.evidence_folder)
+    model = run.model(device)
 
     def subject(count: int, classifier: Any) -> "Subject":  # noqa: ANN401 - a model or a classifier
         limit = None if count >= len(dataset.test) else count
@@ -156,7 +153,7 @@ def measure(plan: DemoPlan, run: "Run", device: "torch.device") -> None:
     for side, count in ((SIDE, plan.images), *((side, plan.side_images) for side in plan.sides)):
         asked = subject(count, IntervalBounds(model))
         command = _command("certify", run, asked, ["--patch", f"{side}x{side}"])
-        _once(Certification(asked, Patch(side), command=command), folder, f"certify {side}x{side}", "images")
+        measure_once(Certification(asked, Patch(side), command=command), run, f"certify {side}x{side}")
     attack, asked = plan.attack, subject(plan.attacked, model)
     options = [f"--{name}={getattr(attack, name)}" for name in ("loss", "search", "restarts", "steps")]
     options += [f"--step-size={attack.step_size}", "--save-images"]
@@ -167,14 +164,7 @@ def measure(plan: DemoPlan, run: "Run", device: "torch.device") -> None:
         command=_command("attack", run, asked, options),
         save_images=True,
     )
-    _once(attacking, folder, f"attack {SIDE}x{SIDE}", "restarts")
-
-
-def _once(measurement: "Certification | Attacking", folder: "EvidenceFolder", label: str, unit: str) -> None:
-    """Measure and keep, unless the same was measured with the same weights before."""
-    if folder.find(measurement.question, measurement.subject.weights) is None:
-        with progress_bar(label, unit) as report:
-            measurement.into(folder).run(report)
+    measure_once(attacking, run, f"attack {SIDE}x{SIDE}")
 
 
 def _command(name: str, run: "Run", subject: "Subject", options: list[str]) -> str:

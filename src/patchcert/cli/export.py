@@ -6,19 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchcert.cli.options import (
-    DataFolderOption,
-    DataOption,
-    NormaliseOption,
-    PatchOption,
-    PlacementsOption,
-    ShapeOption,
-    SplitOption,
-    TargetArgument,
-    WeightsOption,
-    number_option,
-    parse_threat,
-)
+from patchcert.cli import options
 from patchcert.cli.output import print_json, say
 from patchcert.cli.target import Target, open_data, open_target, select_images
 from patchcert.errors import InvalidInput, InvalidThreat
@@ -33,9 +21,9 @@ KINDS = ("open", "proven")
 
 
 def export(
-    target: TargetArgument,
-    weights: WeightsOption = None,
-    normalise: NormaliseOption = None,
+    target: options.Target,
+    weights: options.Weights = None,
+    normalise: options.Normalise = None,
     onnx: Annotated[
         Path | None, typer.Option(help="The ONNX file to write.", dir_okay=False, metavar="FILE")
     ] = None,
@@ -48,13 +36,13 @@ def export(
         ),
     ] = None,
     only: Annotated[str | None, typer.Option(help="Only claims that are open, or proven.")] = None,
-    patch: PatchOption = None,
-    shape: ShapeOption = None,
-    placements: PlacementsOption = None,
-    data: DataOption = None,
-    data_dir: DataFolderOption = None,
-    split: SplitOption = "test",
-    limit: Annotated[int, number_option("Properties of the first N images.")] = 1,
+    patch: options.Patch = None,
+    shape: options.Shape = None,
+    placements: options.Placements = None,
+    data: options.Data = None,
+    data_dir: options.DataFolder = None,
+    split: options.Split = "test",
+    limit: Annotated[int, options.number_option("Properties of the first N images.")] = 1,
 ) -> None:
     """Write a model as an ONNX file, and what interval bounds claim of it as VNN-LIB properties.
 
@@ -66,10 +54,11 @@ def export(
 
     if onnx is None and vnnlib is None:
         raise InvalidInput("nothing is asked for", hint="give --onnx FILE, --vnnlib FOLDER, or both.")
-    if only is not None and only not in KINDS:
-        raise InvalidInput(f"--only {only} is unknown", hint=f"choose one of {', '.join(KINDS)}.")
-    opened = open_target(target, weights=weights, normalise=normalise)
-    threat = None if vnnlib is None else parse_threat(patch, shape, None, None, placements, opened.threat)
+    options.check_choice("--only", only, KINDS)
+    opened = open_target(target, data_dir, weights, normalise)
+    threat = (
+        None if vnnlib is None else options.parse_threat(patch, shape, None, None, placements, opened.threat)
+    )
     dataset = None
     if vnnlib is not None or opened.image_shape is None:
         dataset = open_data(opened, data, data_dir)

@@ -5,10 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.options import (
-    DataSearchOption,
-    number_option,
-)
+from patchcert.cli import options
 from patchcert.cli.output import print_error, print_json, say
 from patchcert.errors import InvalidInput
 
@@ -24,8 +21,8 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The page; by default report.html in the folder of a single run.")
     ] = None,
-    data_dir: DataSearchOption = None,
-    maps: Annotated[int, number_option("Certificate maps per run.", least=0)] = 8,
+    data_dir: options.DataFolder = None,
+    maps: Annotated[int, options.number_option("Certificate maps per run.", least=0)] = 8,
 ) -> None:
     """Put runs and their evidence into one self-contained HTML page.
 

@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.options import (
-    DataFolderOption,
-    DeviceOption,
-    number_option,
-    parse_device,
-)
+from patchcert.cli import options
 from patchcert.cli.output import print_json, print_table, say
 from patchcert.errors import DataError, InvalidInput
 
@@ -44,9 +39,9 @@ def reproduce(
     rows: Annotated[
         list[str] | None, typer.Option(help="Only rows with all these words: 'MNIST all mlp'. Repeatable.")
     ] = None,
-    device: DeviceOption = "auto",
-    jobs: Annotated[int, number_option("How many runs at once on the device.")] = 1,
-    seeds: Annotated[int | None, number_option("How many seeds for each run.")] = None,
+    device: options.Device = "auto",
+    jobs: Annotated[int, options.number_option("How many runs at once on the device.")] = 1,
+    seeds: Annotated[int | None, options.number_option("How many seeds for each run.")] = None,
     tf32: Annotated[
         bool, typer.Option("--tf32", help="Train with products rounded to TF32; certificates never are.")
     ] = False,
@@ -56,7 +51,7 @@ def reproduce(
             "--bfloat16", help="As --tf32, and windows kept in bfloat16 on a GPU: for large networks."
         ),
     ] = False,
-    data_dir: DataFolderOption = None,
+    data_dir: options.DataFolder = None,
     runs: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/reproduce"),
     results: Annotated[
         Path | None, typer.Option(help="Folder for evidence; by default RUNS/results.")
@@ -75,7 +70,9 @@ def reproduce(
     Finished runs are skipped and interrupted ones resume, so that the same command can be given again and
     again. Exits with 1 if a run failed.
     """
-    _check_options(output, write, page)
+    options.check_choice("--format", output, FORMATS)
+    options.check_suffix("--write", write, "a Markdown file", ".md")
+    options.check_suffix("--page", page, "an HTML file", ".html")
     if source is not None:
         _refuse({"--jobs": jobs > 1, "--tf32": tf32, "--bfloat16": bfloat16})
         _require_results(source)
@@ -95,7 +92,7 @@ def reproduce(
     if source is None:
         from patchcert.papers.chiang2020.runner import Effort, Workshop
 
-        shop = Workshop(runs, folder, str(parse_device(device)), data_dir, jobs)
+        shop = Workshop(runs, folder, str(options.parse_device(device)), data_dir, jobs)
         effort = Effort(asked, seeds or 1, tf32, bfloat16)
         code = carry_out([entry for _, entries in chosen for entry in entries], effort, shop)
     from patchcert.evidence.results import Results
@@ -125,16 +122,6 @@ def _refuse_quick_imagenet(quick: bool, chosen: "Sequence[tuple[PaperTable, tupl
             "attacks on ImageNet train nothing and have no quick look",
             hint="leave out --scale, and name the folder of the images and the network with --data-dir.",
         )
-
-
-def _check_options(output: str, write: Path | None, page: Path | None) -> None:
-    """Found out before the work, not after it."""
-    if output not in FORMATS:
-        raise InvalidInput(f"--format {output} is unknown", hint=f"choose one of {', '.join(FORMATS)}")
-    if write is not None and write.suffix != ".md":
-        raise InvalidInput(f"--write {write} is no name of a Markdown file", hint="end it with .md")
-    if page is not None and page.suffix != ".html":
-        raise InvalidInput(f"--page {page} is no name of an HTML file", hint="end it with .html")
 
 
 def _require_folder(path: Path, hint: str) -> None:

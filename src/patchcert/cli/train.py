@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from patchcert.cli.options import (
-    DataSearchOption,
-    DeviceOption,
-    parse_device,
-)
+from patchcert.cli import options
 from patchcert.cli.output import (
     NEXT_LINE,
     detail,
@@ -24,7 +20,7 @@ from patchcert.cli.output import (
     say,
     stderr_console,
 )
-from patchcert.cli.threads import ThreadsOption, describe_threads, using_threads
+from patchcert.cli.threads import describe_threads, using_threads
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -53,10 +49,10 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="Run folder; by default runs/NAME-FINGERPRINT.", file_okay=False)
     ] = None,
-    device: DeviceOption = "auto",
+    device: options.Device = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Resume an unfinished run.")] = False,
-    data_dir: DataSearchOption = None,
-    threads: ThreadsOption = None,
+    data_dir: options.DataFolder = None,
+    threads: options.Threads = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")
     ] = False,
@@ -69,7 +65,7 @@ def train(
     _warn_of_half_a_threat(wanted)
     if resume and not folder.exists():
         say(f"there is no {folder} to resume; starting a new run")
-    place = local_device(parse_device(device))
+    place = local_device(options.parse_device(device))
     try:
         with using_threads(threads):
             detail(f"training on {place} into {folder}, {describe_threads()}")
@@ -116,7 +112,7 @@ def _warn_of_half_a_threat(spec: "Spec") -> None:
     """Fewer epochs than epsilon needs to grow are allowed, but hardly meant."""
     epochs = spec.schedule.epochs
     reached = spec.schedule.epsilon.end(epochs - 1)
-    if reached < 1 and spec.strategy.kind not in ("natural", "ablated"):
+    if reached < 1 and spec.strategy.kind != "natural":
         say(
             f"epsilon grows to {reached:.2f} of 1 in {epochs} epochs; --scale shortens the ramp with the rest"
         )

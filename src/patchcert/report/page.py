@@ -99,11 +99,10 @@ def describe_threat(threat: AnyThreat) -> str:
     return f"any {_pixels(threat.pixels)}"
 
 
-def describe_classifier(rows: Evidence) -> str:
-    """The kind of classifier that was certified, and its settings."""
-    settings = dict(rows.meta["classifier"])
-    name = settings.pop("name", NOT_STATED)
-    return ", ".join([name, *(_setting(key.replace("_", " "), value) for key, value in settings.items())])
+def describe_classifier(description: Mapping[str, object]) -> str:
+    """The kind of classifier, and its settings."""
+    settings = [_setting(key.replace("_", " "), value) for key, value in description.items() if key != "name"]
+    return ", ".join([str(description.get("name", NOT_STATED)), *settings])
 
 
 def _setting(name: str, value: object) -> str:
@@ -217,7 +216,7 @@ class RunView:
             "Threat": describe_threat(self.threat) if self.threat else "",
             "Model": run.model,
             "Data": self.data,
-            "Classifier": describe_classifier(rows) if rows else "",
+            "Classifier": describe_classifier(rows.meta["classifier"]) if rows else "",
             "Guarantee": str(run.guarantee) if rows else "",
         }
         return tuple((name, value or NOT_STATED) for name, value in facts.items())
