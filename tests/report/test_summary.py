@@ -20,7 +20,6 @@ from patchcert.report.statistics import Proportion
 from patchcert.report.summary import (
     BROKEN_CERTIFICATE,
     BROKEN_CLEAN,
-    Pictures,
     RunSummary,
     summarise_run,
 )
@@ -174,7 +173,7 @@ def copied(folder, tmp_path) -> Run:
 
 @pytest.fixture(scope="module")
 def summary(folder) -> RunSummary:
-    return summarise_run(Run.open(folder), Pictures(maps=4))
+    return summarise_run(Run.open(folder), maps=4)
 
 
 def test_rows_are_those_of_the_evidence_on_test_images(summary, folder):

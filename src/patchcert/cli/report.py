@@ -30,12 +30,11 @@ def report(
     """
     from patchcert.cli.target import open_run
     from patchcert.report.page import write_report
-    from patchcert.report.summary import Pictures, summarise_run
+    from patchcert.report.summary import summarise_run
 
     path = _page(runs, out)
     opened = [open_run(folder) for folder in runs]
-    pictures = Pictures(maps=maps, data_dir=data_dir)
-    summaries = [summarise_run(run, pictures) for run in opened]
+    summaries = [summarise_run(run, maps, data_dir) for run in opened]
     _tell_of_missing_images(opened, summaries)
     write_report(summaries, path)
     consistent = not any(summary.contradictions for summary in summaries)
