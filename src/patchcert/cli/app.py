@@ -18,14 +18,13 @@ from patchcert import __version__
 from patchcert.cli.examples import GroupedCommand, epilog
 from patchcert.cli.factory import import_own
 from patchcert.cli.options import Quiet, Verbose
-from patchcert.cli.output import Talk, print_error, say, talk, talking
+from patchcert.cli.output import INTERRUPTED, Talk, print_error, say, talk, talking
 from patchcert.cli.threads import wait_gently
 from patchcert.errors import PatchcertError
 from patchcert.files import STORAGE_ERRORS
 
 PROGRAM, IMPORT = "patchcert", "--import"
 USAGE_ERROR = 2
-INTERRUPTED = 130
 
 
 COMMANDS = {

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, final
 
 import typer
 
+import patchcert as pc
 from patchcert.cli import options
 from patchcert.cli.measuring import command_line, kept_with, measure
 from patchcert.cli.output import print_error, print_json, progress_bar, say
@@ -251,9 +252,8 @@ class AttackOptions:
     def _printed(self, threat: "AnyThreat", examples: "Split | None", is_imagenet: bool) -> "Attack":
         """One patch for all images, or one for each that works under a transform."""
         from patchcert.attacks import Transform, TransformedAttack, UniversalAttack
-        from patchcert.threats import Patch
 
-        if not isinstance(threat, Patch):
+        if not isinstance(threat, pc.Patch):
             raise InvalidInput(
                 f"--universal and --transform are about one patch, not {threat}", hint="give --patch."
             )
@@ -265,18 +265,17 @@ class AttackOptions:
 
     def build_unaware(self, threat: "AnyThreat", is_imagenet: bool) -> "Attack":
         """The attack as it would be on an undefended model."""
-        from patchcert.attacks import PatchAttack, PatchesInTurn, SparseAttack
-        from patchcert.threats import Patches, SparsePixels
+        from patchcert.attacks import PatchesInTurn
 
         given = self._given(is_imagenet)
-        if isinstance(threat, SparsePixels):
+        if isinstance(threat, pc.SparsePixels):
             if self.search is not None:
                 raise InvalidInput("--search is about patches, not --sparse", hint="leave it out.")
-            return SparseAttack(**given)
+            return pc.SparseAttack(**given)
         if is_imagenet:
             given = {"restarts": 4, **given}
-        attack = PatchAttack(search=cast("Search", self.search or "random"), **given)
-        return PatchesInTurn(attack) if isinstance(threat, Patches) else attack
+        attack = pc.PatchAttack(search=cast("Search", self.search or "random"), **given)
+        return PatchesInTurn(attack) if isinstance(threat, pc.Patches) else attack
 
     def _given(self, is_imagenet: bool) -> dict[str, Any]:
         """The settings that every attack has; those that were not given are left to the attack."""
@@ -376,7 +375,6 @@ def _subject(attacked: AttackedTarget, asked: AttackOptions) -> "tuple[Subject, 
 
 def _certified_positions(attacked: AttackedTarget, subject: "Subject", asked: AttackOptions) -> "Tensor":
     """Positions of the selected images that are certified, by the run's evidence or else by certifying them now."""
-    from patchcert.certificates import Classifier
     from patchcert.evidence import EvidenceFolder
 
     positions, run = subject.positions(), attacked.target.run
@@ -388,7 +386,7 @@ def _certified_positions(attacked: AttackedTarget, subject: "Subject", asked: At
         if known is not None:
             return positions[known]
     classifier = subject.classifier
-    if not isinstance(classifier, Classifier):
+    if not isinstance(classifier, pc.Classifier):
         classifier = choose_classifier(attacked.target, attacked.threat, "interval")
     images = subject.images(positions)
     with progress_bar("certifying", "images") as report:
@@ -401,10 +399,9 @@ def _defended(
 ) -> "tuple[nn.Module, dict[str, Any]]":
     """The model behind the defense, and what its settings reached on the images they were chosen on."""
     from patchcert.defenses import Defended
-    from patchcert.threats import Patch
 
     threat = attacked.threat
-    if not isinstance(threat, Patch):
+    if not isinstance(threat, pc.Patch):
         raise InvalidInput(f"--defense {asked.defense} is for patches, not {threat}", hint="give --patch.")
     side = max(threat.height, threat.width)
     if asked.tune is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import patchcert as pc
 from patchcert.cli import options
 from patchcert.cli.output import print_json, say
 from patchcert.errors import DataError, InvalidInput
@@ -138,13 +139,12 @@ class Checkout:
         from patchcert.evidence.manifest import Manifest
         from patchcert.files import write_text
         from patchcert.papers.chiang2020.quoting import PLOT, updated
-        from patchcert.zoo import Zoo
         from patchcert.zoo.audit import recount
 
         Manifest.read(self.results).updated(self.results, self.measurements).write(self.results)
         say(f"wrote the manifest of {self.results}")
         if (self.root / ENTRIES).is_dir():
-            recount(Zoo(self.root / ENTRIES), self.results)
+            recount(pc.zoo.Zoo(self.root / ENTRIES), self.results)
         if not self.has_documents:
             return
         sources = self.sources
@@ -160,10 +160,9 @@ class Checkout:
         from patchcert.cli.target import open_run
         from patchcert.evidence.reproving import AtHand
         from patchcert.files import sha256
-        from patchcert.zoo import Zoo, shipped
 
         entries = self.root / ENTRIES
-        zoo = Zoo(entries) if entries.is_dir() else shipped()
+        zoo = pc.zoo.Zoo(entries) if entries.is_dir() else pc.zoo.shipped()
         for name in zoo.names():
             yield AtHand(f"zoo:{name}", zoo.card(name).weights_sha256, partial(zoo.load, name))
         for run in map(open_run, runs):
@@ -175,7 +174,6 @@ class Checkout:
         from patchcert.evidence.audit import Finding
         from patchcert.papers.chiang2020.audit import audit_paper
         from patchcert.papers.chiang2020.quoting import audit_documents
-        from patchcert.zoo import Zoo
         from patchcert.zoo.audit import audit_zoo
 
         for file in self.root.glob(MEASUREMENTS[0]):
@@ -184,7 +182,7 @@ class Checkout:
         if (self.root / PAPER).is_dir():
             yield from audit_paper(self.root / PAPER)
         if (self.root / ENTRIES).is_dir():
-            yield from audit_zoo(Zoo(self.root / ENTRIES), self.results)
+            yield from audit_zoo(pc.zoo.Zoo(self.root / ENTRIES), self.results)
         if self.has_documents:
             yield from audit_documents(self.sources)
 
@@ -215,10 +213,8 @@ def _reproved(
 
 
 def _dataset(name: str, data_dir: Path | None) -> "Dataset | None":
-    from patchcert.data import load_dataset
-
     try:
-        return load_dataset(name, data_dir)
+        return pc.load_dataset(name, data_dir)
     except DataError as error:
         say(f"nothing on {name} is proven again: {error.message}")
         return None

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import patchcert as pc
 from patchcert.cli import options
 from patchcert.cli.measuring import command_line, kept_with, measure
 from patchcert.cli.output import print_error, print_json, say
@@ -61,7 +62,6 @@ def certify(
     command resumes where it stopped, if evidence is kept. `torchrun -m patchcert certify ...` shares the images among
     processes.
     """
-    from patchcert.certificates import IntervalBounds
     from patchcert.evidence import Certification, Subject
     from patchcert.report.statistics import in_words, summarise
     from patchcert.train.distributed import joined_world, local_device
@@ -88,7 +88,7 @@ def certify(
             return
         limits = _limits(subject, refine)
         evidence = measure(certification, opened)
-    if isinstance(classifier, IntervalBounds):
+    if isinstance(classifier, pc.IntervalBounds):
         _say_why(subject, threat, evidence, command)
     card = _compare(opened, evidence)
     print_json({**summarise(evidence), **limits, **card})
@@ -99,9 +99,7 @@ def certify(
 
 def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
     """Say which layers stop the refinement."""
-    from patchcert.certificates import IntervalBounds
-
-    if refine is None or not isinstance(subject.classifier, IntervalBounds):
+    if refine is None or not isinstance(subject.classifier, pc.IntervalBounds):
         return {}
     limits = subject.classifier.limits(subject.images(subject.positions()[:1]).floats())
     if limits.by_interval:
@@ -113,15 +111,13 @@ def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
 
 def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", command: str) -> None:
     """Where little is proven: where the bounds of a few images grow wide, and what to try instead."""
-    from patchcert.certificates import Classifier
     from patchcert.certificates.explaining import blown_up, widths
-    from patchcert.threats import Patch, SparsePixels
 
     if not evidence.correct or evidence.certified > LITTLE * evidence.correct:
         return
     say(f"little is proven: {evidence.certified} of {evidence.correct} right images, by interval bounds")
-    if isinstance(threat, Patch):
-        assert isinstance(subject.classifier, Classifier)
+    if isinstance(threat, pc.Patch):
+        assert isinstance(subject.classifier, pc.Classifier)
         right = evidence.columns["prediction"] == evidence.columns["label"]
         few = subject.images(subject.positions()[right.nonzero()[0][:EXPLAINED]])
         found = widths(subject.classifier.model, few.floats(), threat)
@@ -140,7 +136,7 @@ def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", comm
     say(
         "next: train on bounds, see `patchcert train --help`, or patchcert.worst_case_margins for a loop of your own"
     )
-    if not isinstance(threat, SparsePixels):
+    if not isinstance(threat, pc.SparsePixels):
         say(f"  or prove the model by masks: {command} --method masking")
         say(f"  or by votes, if it is trained for them: {command} --method bands")
     else:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+import patchcert as pc
 from patchcert.cli import options
 from patchcert.cli.output import Report, print_json, progress_bar, say
 from patchcert.errors import DataError
@@ -90,11 +91,10 @@ def labels(
     data_dir: options.DataFolder = None,
 ) -> None:
     """Write labels, one or two bytes each, in the form in which the package ships them for audits."""
-    from patchcert.data import load_dataset
     from patchcert.data.labels import HELD_OUT_IMAGES, packed_labels
     from patchcert.files import atomic_write, sha256
 
-    dataset = load_dataset(name, data_dir)
+    dataset = pc.load_dataset(name, data_dir)
     with atomic_write(out) as stream:
         stream.write(packed_labels(dataset, held_out))
     count = min(HELD_OUT_IMAGES, len(dataset.train)) if held_out else len(dataset.test)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import patchcert as pc
 from patchcert.cli import options
 from patchcert.cli.output import print_json, say
 from patchcert.cli.predict import read_pictures
@@ -16,7 +17,6 @@ from patchcert.cli.target import Target, choose_classifier, open_data, open_targ
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from patchcert.certificates import Classifier
     from patchcert.data import Split
     from patchcert.report.explaining import Explanation
 
@@ -131,7 +131,7 @@ def _of_picture(target: Target, path: Path, data: str | None) -> "tuple[Split, t
     return read_pictures(target, [path]), tuple(class_names(known) or ()) if known else ()
 
 
-def _label(classifier: "Classifier", picture: "Split", given: int | None) -> int:
+def _label(classifier: "pc.Classifier", picture: "Split", given: int | None) -> int:
     """The class of a picture; where none is given, what the classifier predicts is what can be proven."""
     label = int(classifier.predict(picture.floats())[0]) if given is None else given
     if label < 0:
@@ -141,8 +141,6 @@ def _label(classifier: "Classifier", picture: "Split", given: int | None) -> int
 
 def next_commands(found: "Explanation", image: str, shared: Sequence[str]) -> list[tuple[str, str]]:
     """What to try next, each with the reason; `shared` are the words of the command that others take too."""
-    from patchcert.certificates import IntervalBounds
-    from patchcert.threats import Patch
 
     def command(name: str, *options: str) -> str:
         target, *rest = shared
@@ -154,7 +152,7 @@ def next_commands(found: "Explanation", image: str, shared: Sequence[str]) -> li
         return [("try to break what is proven", command("attack", "--certified-only", "--images", "100"))]
     if found.verdict != "not certified":
         return []
-    if not isinstance(found.threat, Patch):
+    if not isinstance(found.threat, pc.Patch):
         return [("look for pixels that change predictions", command("attack"))]
     steps = [("look for patches that change predictions", command("attack", "--search", "sweep"))]
     if found.hidden is not None:
@@ -162,7 +160,7 @@ def next_commands(found: "Explanation", image: str, shared: Sequence[str]) -> li
         return [("more masks hide less each", more), *steps]
     steps = [("prove it behind masks", command("explain", "--method", "masking", "--masks", "6")), *steps]
     is_close = (
-        isinstance(found.classifier, IntervalBounds)
+        isinstance(found.classifier, pc.IntervalBounds)
         and found.classifier.refine is None
         and found.wide is None
     )

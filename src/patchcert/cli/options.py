@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin
 
 import typer
 
+import patchcert as pc
 from patchcert.errors import InvalidInput, InvalidThreat
 
 if TYPE_CHECKING:
     import torch
 
-    from patchcert import threats
     from patchcert.certificates import AnyThreat
     from patchcert.threats.sparse import SparseBound
 
@@ -119,12 +119,10 @@ def parse_threat(
     sparse: int | None,
     bound: str | None,
     placements: str | None,
-    trained: "threats.Patch | threats.SparsePixels | None",
+    trained: "pc.Patch | pc.SparsePixels | None",
     patches: int | None = None,
 ) -> "AnyThreat":
     """The threat that the options name; without any the one a run was trained on."""
-    from patchcert import threats
-
     given = [f"--{name}" for name, value in (("patch", patch), ("shape", shape), ("sparse", sparse)) if value]
     if len(given) > 1:
         raise InvalidThreat(f"{' and '.join(given)} name two threats", hint="give one of them.")
@@ -132,16 +130,16 @@ def parse_threat(
         raise InvalidThreat(f"--bound {bound} needs --sparse", hint="give --sparse K, for any K pixels.")
     threat = trained
     if stamp := patch or shape:
-        threat = threats.Patch(threats.shapes.parse(stamp))
+        threat = pc.Patch(pc.shapes.parse(stamp))
     elif sparse is not None:
-        threat = threats.SparsePixels(sparse, cast("SparseBound", bound or "tight"))
+        threat = pc.SparsePixels(sparse, cast("SparseBound", bound or "tight"))
     if threat is None:
         raise InvalidThreat(
             "no threat is given", hint="give --patch 5x5, --shape diamond:25 or --sparse 4, for example."
         )
-    if isinstance(threat, threats.Patch):
-        one = threat if placements is None else threats.Patch(threat.stamp, parse_placements(placements))
-        return one if patches is None else threats.Patches(one, patches)
+    if isinstance(threat, pc.Patch):
+        one = threat if placements is None else pc.Patch(threat.stamp, parse_placements(placements))
+        return one if patches is None else pc.Patches(one, patches)
     for option, value in (("--placements", placements), ("--patches", patches)):
         if value is not None:
             raise InvalidThreat(
@@ -163,9 +161,7 @@ def parse_placements(text: str) -> "str | list[tuple[int, int]] | torch.Tensor":
         raise InvalidThreat(f"cannot read placements from {path}: {error}") from error
     rows = content.split()
     if rows and set("".join(rows)) <= set("#."):
-        from patchcert.threats.shapes import from_rows
-
-        return from_rows(rows, "the placement map")
+        return pc.shapes.from_rows(rows, "the placement map")
     return _parse_corners(content, str(path))
 
 

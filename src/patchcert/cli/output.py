@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
 _WIDE = 220
 FIRST_LINE, NEXT_LINE, LAST_LINE = 2.0, 10.0, 60.0
 """Without a terminal a line of progress comes after so many seconds, then so often, in long work less often."""

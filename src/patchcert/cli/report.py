@@ -43,8 +43,13 @@ def report(
         {"run": str(folder), **summary.shares()} for folder, summary in zip(runs, summaries, strict=True)
     ]
     print_json({"page": str(path), "consistent": consistent, "runs": results})
-    if not consistent:
-        print_error("the evidence contradicts itself", f"see the red box at the top of {path}")
+    exit_if_contradictory(summaries, path)
+
+
+def exit_if_contradictory(summaries: "list[RunSummary]", page: Path) -> None:
+    """Exit with 1 where evidence contradicts itself; the page shows where."""
+    if any(summary.contradictions for summary in summaries):
+        print_error("the evidence contradicts itself", f"see the red box at the top of {page}")
         raise typer.Exit(INCONSISTENT)
 
 

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from patchcert.cli import options
-from patchcert.cli.output import print_json, print_table, say
+from patchcert.cli.output import INTERRUPTED, print_json, print_table, say
 from patchcert.errors import DataError, InvalidInput
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from patchcert.papers.chiang2020.view import TableView
 
 FORMATS = ("table", "markdown", "csv", "latex", "json")
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
 TALK_EVERY = 30.0
 STDERR = 2
 
@@ -74,7 +74,11 @@ def reproduce(
     options.check_suffix("--write", write, "a Markdown file", ".md")
     options.check_suffix("--page", page, "an HTML file", ".html")
     if source is not None:
-        _refuse({"--jobs": jobs > 1, "--tf32": tf32, "--bfloat16": bfloat16})
+        for option, is_given in (("--jobs", jobs > 1), ("--tf32", tf32), ("--bfloat16", bfloat16)):
+            if is_given:
+                raise InvalidInput(
+                    f"{option} is about training, and --from trains nothing", hint="leave it out"
+                )
         _require_results(source)
     folder = source or results or runs / "results"
     if table == "collect":
@@ -107,13 +111,6 @@ def reproduce(
     _show(views, output, write, page, folder)
     if code:
         raise typer.Exit(code)
-
-
-def _refuse(options: Mapping[str, object]) -> None:
-    """An option that would do nothing is a mistake."""
-    for option, value in options.items():
-        if value:
-            raise InvalidInput(f"{option} is about training, and --from trains nothing", hint="leave it out")
 
 
 def _refuse_quick_imagenet(quick: bool, chosen: "Sequence[tuple[PaperTable, tuple[Entry, ...]]]") -> None:

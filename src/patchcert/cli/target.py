@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import patchcert as pc
 from patchcert.cli.factory import make_model, names_a_factory
 from patchcert.cli.options import check_choice, parse_normalisation, parse_settings
 from patchcert.cli.output import say
@@ -15,13 +16,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from patchcert.certificates import AnyThreat, Classifier
+    from patchcert.certificates import AnyThreat
     from patchcert.data import Dataset, Split
     from patchcert.evidence import Selection
     from patchcert.models import ModelSpec, OnnxNetwork
-    from patchcert.threats import Patch, SparsePixels
     from patchcert.train.run_folder import Run
-    from patchcert.zoo import Card
 
 ZOO, IMAGENET, ONNX = "zoo:", "imagenet:", ".onnx"
 
@@ -39,8 +38,8 @@ class Target:
     spec: "ModelSpec | None"
     weights: Path | str
     run: "Run | None" = None
-    card: "Card | None" = None
-    threat: "Patch | SparsePixels | None" = None
+    card: "pc.zoo.Card | None" = None
+    threat: "pc.Patch | pc.SparsePixels | None" = None
     data: str | None = None
     onnx: "OnnxNetwork | None" = None
 
@@ -137,11 +136,9 @@ def _open_onnx(path: Path, normalise: str | None) -> Target:
 def _normalised(model: "nn.Module", normalise: str | None) -> "nn.Module":
     from torch import nn
 
-    from patchcert.models import Normalize
-
     if normalise is None:
         return model
-    layer = Normalize(*parse_normalisation(normalise))
+    layer = pc.Normalize(*parse_normalisation(normalise))
     kept = next((value.dtype for value in model.parameters()), None)
     return nn.Sequential(layer if kept is None else layer.to(kept), model).eval()
 
@@ -160,9 +157,7 @@ def open_run(folder: Path) -> "Run":
 
 
 def _instead_of(target: str) -> str:
-    from patchcert.zoo import shipped
-
-    if target in shipped().names():
+    if target in pc.zoo.shipped().names():
         return f"the model of the zoo is zoo:{target}."
     return (
         "give a run folder of `patchcert train`, a .safetensors or .onnx model file, zoo:NAME, or the function that "
@@ -172,10 +167,8 @@ def _instead_of(target: str) -> str:
 
 def _open_zoo(name: str) -> Target:
     """Of the package's models, or with a path before the name of those in a folder of one's own."""
-    from patchcert.zoo import Zoo, shipped
-
     folder, slash, name = name.rpartition("/")
-    zoo = Zoo(Path(folder or slash).expanduser()) if slash else shipped()
+    zoo = pc.zoo.Zoo(Path(folder or slash).expanduser()) if slash else pc.zoo.shipped()
     card = zoo.card(name)
     known = card.threat, card.data
     return Target(zoo.load(name), card.model, zoo.weights(name), None, card, *known)
@@ -191,7 +184,7 @@ def _open_imagenet(name: str, data_dir: Path | None) -> Target:
 
 def open_data(target: Target, name: str | None, data_dir: Path | None) -> "Dataset":
     """The named data set; without a name the one the model was trained on."""
-    from patchcert.data import ImageShape, load_dataset
+    from patchcert.data import ImageShape
 
     chosen = name or target.data
     if chosen is None:
@@ -200,7 +193,7 @@ def open_data(target: Target, name: str | None, data_dir: Path | None) -> "Datas
             hint="name them with --data, like --data mnist; `patchcert data list` shows what there is.",
         )
     shape = target.image_shape
-    return load_dataset(chosen, data_dir, None if shape is None else ImageShape(*shape))
+    return pc.load_dataset(chosen, data_dir, None if shape is None else ImageShape(*shape))
 
 
 def select_images(
@@ -278,12 +271,12 @@ def choose_classifier(
     method: str | None = None,
     settings: "Sequence[str]" = (),
     of_intervals: "Mapping[str, Any] | None" = None,
-) -> "Classifier":
+) -> "pc.Classifier":
     """The target's model with the kind of proof asked for; by default the kind that it was trained for.
 
     Masks are made for the threat.
     """
-    from patchcert.certificates import IntervalBounds, method_named
+    from patchcert.certificates import method_named
 
     learned, learned_settings = learned_method(target)
     chosen = method or learned
@@ -292,13 +285,13 @@ def choose_classifier(
     assert kind is not None
     of_intervals = of_intervals or {}
     given = {name: value for name, value in of_intervals.items() if value is not None}
-    if kind is not IntervalBounds and given:
+    if kind is not pc.IntervalBounds and given:
         option = next(iter(given)).replace("_", "-")
         raise InvalidInput(
             f"--{option} is a setting of interval bounds, not of {chosen}", hint="leave it out."
         )
     words = parse_settings(chosen, kind, settings, without=(*_OTHERWISE_GIVEN, *of_intervals))
-    made = cast("Callable[..., Classifier]", kind)
+    made = cast("Callable[..., pc.Classifier]", kind)
     masked = {"threat": threat} if chosen in ("masking", "detection") else {}
     trained = learned_settings if chosen == learned else {}
     return made(target.model, **masked, **{**trained, **given, **words})

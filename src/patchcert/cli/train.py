@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from patchcert.cli import options
 from patchcert.cli.output import (
+    INTERRUPTED,
     NEXT_LINE,
     detail,
     duration,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from patchcert.train.pace import TrainingPace
     from patchcert.train.spec import Spec
 
-INTERRUPTED = 130
 REDRAW_SECONDS = 0.1
 WORTH_SAYING = 5.0
 """Seconds from which on it is said beforehand how long training takes."""
