@@ -1,7 +1,10 @@
 import pytest
 import torch
 
-from patchcert.models import ModelSpec, build, save
+from patchcert.models import ModelSpec, build, load, save
+from patchcert.train.run_folder import Run
+from patchcert.train.spec import DataSettings, ModelSettings, Spec
+from patchcert.train.strategies import AllPlacements
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +21,17 @@ def model_file(tmp_path):
     path = tmp_path / "model.safetensors"
     save(build(spec, torch.Generator().manual_seed(0)), spec, path)
     return path
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    """Makes a finished run, as training would leave it, of an mlp in a file."""
+
+    def make(file, threat):
+        hidden = load(file)[1].hidden
+        spec = Spec(DataSettings("mnist-mini"), ModelSettings("mlp", hidden=hidden), threat, AllPlacements())
+        made = Run.create(tmp_path / "run", spec)
+        made.weights.write_bytes(file.read_bytes())
+        return made
+
+    return make

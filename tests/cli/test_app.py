@@ -57,13 +57,8 @@ def test_a_module_of_ones_own_is_imported_first(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_builders", dict(registry._builders))
     changes = ("data.name=mnist-mini", "data.limit=32", "model.name=own", "schedule.epochs=1")
-    train = [
-        "train",
-        "paper-mnist",
-        *(word for change in changes for word in ("--set", change)),
-        "--out",
-        "run",
-    ]
+    settings = [word for change in changes for word in ("--set", change)]
+    train = ["train", "paper-mnist", *settings, "--out", "run"]
     assert run(train) == 2
     assert "on the command line in a module that --import names" in capsys.readouterr().err
     assert run(["--import", "own_models", *train]) == 0

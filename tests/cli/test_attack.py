@@ -20,9 +20,6 @@ from patchcert.evidence import Certification, Evidence, EvidenceFolder, Selectio
 from patchcert.evidence.measuring import certificate_columns
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
-from patchcert.train.run_folder import Run
-from patchcert.train.spec import DataSettings, ModelSettings, Spec
-from patchcert.train.strategies import AllPlacements
 
 QUICK = ["--steps", "4", "--restarts", "2", "--images", "25"]
 
@@ -58,16 +55,8 @@ def trained_file(tmp_path_factory):
 
 
 @pytest.fixture
-def run_folder(tmp_path, trained_file):
-    spec = Spec(
-        data=DataSettings("mnist-mini"),
-        model=ModelSettings("mlp", hidden=16),
-        threat=pc.Patch(2),
-        strategy=AllPlacements(),
-    )
-    created = Run.create(tmp_path / "run", spec)
-    created.weights.write_bytes(trained_file.read_bytes())
-    return created
+def run_folder(trained_file, run_of):
+    return run_of(trained_file, pc.Patch(2))
 
 
 def evidence(folder):

@@ -66,11 +66,6 @@ def test_a_missing_run_is_refused_when_the_manifest_is_written(checkout, capsys)
     assert "is listed, but missing; 4 such entries would be lost" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path, capsys):
-    assert run(["audit", str(tmp_path / "nothing")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_the_checkout_is_what_it_says(capsys):
     assert run(["audit", str(ROOT / "results")]) == 0

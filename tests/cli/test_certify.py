@@ -15,9 +15,6 @@ from patchcert.errors import RunError
 from patchcert.evidence import Evidence, EvidenceFolder, measuring
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
-from patchcert.train.run_folder import Run
-from patchcert.train.spec import DataSettings, ModelSettings, Spec
-from patchcert.train.strategies import AllPlacements
 
 
 def answer(capsys):
@@ -127,17 +124,9 @@ def test_an_easy_model_is_certified(capsys, tmp_path):
 
 
 def test_the_other_settings_are_passed_on(capsys, model_file):
-    settings = [
-        "--dtype",
-        "float64",
-        "--memory-budget",
-        "50MB",
-        "--split",
-        "train",
-        "--placements",
-        "0,0;3,4",
-    ]
-    assert certify(model_file, "--data", "mnist-mini", "--patch", "2", "--limit", 5, *settings) == 0
+    common = (model_file, "--data", "mnist-mini", "--patch", "2", "--limit", 5, "--split", "train")
+    settings = ("--dtype", "float64", "--memory-budget", "50MB", "--placements", "0,0;3,4")
+    assert certify(*common, *settings) == 0
     summary = answer(capsys)
     assert summary["classifier"] == {
         "name": "IntervalBounds",
@@ -200,18 +189,9 @@ def test_a_model_of_the_zoo_is_pointed_to(capsys, tmp_path, monkeypatch):
     assert "patchcert zoo copy mnist-5x5-cnn2 --out runs/mnist-5x5-cnn2" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_no_run_is_refused(capsys, tmp_path):
-    assert certify(tmp_path, "--patch", "2") == 2
-    assert f"{tmp_path} holds no run" in capsys.readouterr().err
-
-
 @pytest.fixture
-def run_folder(tmp_path, model_file):
-    """A finished run, as training would leave it."""
-    spec = Spec(DataSettings("mnist-mini"), ModelSettings("mlp", hidden=8), pc.Patch(3), AllPlacements())
-    finished = Run.create(tmp_path / "run", spec)
-    finished.weights.write_bytes(model_file.read_bytes())
-    return finished
+def run_folder(model_file, run_of):
+    return run_of(model_file, pc.Patch(3))
 
 
 def test_a_run_knows_its_data_and_threat_and_keeps_its_evidence(capsys, run_folder):
@@ -294,24 +274,8 @@ def test_a_proof_by_masks_goes_through_the_same_command(capsys, model_file, tmp_
 
 def test_evidence_by_masks_that_contradicts_itself_is_refused(capsys, model_file, tmp_path):
     out = tmp_path / "evidence.npz"
-    assert (
-        certify(
-            model_file,
-            "--data",
-            "mnist-mini",
-            "--patch",
-            2,
-            "--limit",
-            8,
-            "--method",
-            "masking",
-            "--masks",
-            3,
-            "--out",
-            out,
-        )
-        == 0
-    )
+    common = (model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 8, "--out", out)
+    assert certify(*common, "--method", "masking", "--masks", 3) == 0
     stored = Evidence.read(out)
     forged = {**stored.columns, "certified": stored.columns["label"] == stored.columns["prediction"]}
     forged["lead"] = np.full(8, -0.5, np.float32)
@@ -345,21 +309,8 @@ def test_mistakes_with_masks_are_one_message_and_leave_nothing(
 
 @pytest.mark.slow
 def test_processes_share_the_images_and_come_to_the_same_verdicts(model_file, tmp_path):
-    common = [
-        *(
-            "-m",
-            "patchcert",
-            "certify",
-            str(model_file),
-            "--data",
-            "mnist-mini",
-            "--patch",
-            "2",
-            "--limit",
-            "99",
-        ),
-        *("--method", "masking", "--masks", "4", "--device", "cpu", "--out"),
-    ]
+    asked = ["-m", "patchcert", "certify", str(model_file), "--data", "mnist-mini", "--patch", "2"]
+    common = [*asked, *["--limit", "99", "--method", "masking", "--masks", "4", "--device", "cpu", "--out"]]
     starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     shared = subprocess.run(
         [*starter, *common, str(tmp_path / "two.npz")], capture_output=True, text=True, check=False

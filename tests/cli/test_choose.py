@@ -81,8 +81,6 @@ def test_trials_of_several_seeds_are_ranked_by_their_mean(capsys, trials, tmp_pa
 def test_mistakes_are_named(capsys, trials, tmp_path):
     assert choose(trials, tmp_path / "runs", "--only", "bsae") == 2
     assert "--only bsae is no trial" in capsys.readouterr().err
-    assert choose(tmp_path / "nothing.toml", tmp_path / "runs") == 2
-    assert "there is no" in capsys.readouterr().err
     trials.write_text(TRIALS.replace('name = "clean"', 'name = "base"'))
     assert choose(trials, tmp_path / "runs") == 2
     assert "each of a name of its own" in capsys.readouterr().err

@@ -93,22 +93,8 @@ def test_a_softmax_is_left_out_and_that_is_said(capsys, tmp_path):
     model.graph.node.append(helper.make_node("Softmax", ["logits"], ["shares"], axis=1))
     model.graph.output[0].name = "shares"
     save(model, tmp_path / "model.onnx")
-    assert (
-        run(
-            [
-                "certify",
-                str(tmp_path / "model.onnx"),
-                *MINI,
-                "--limit",
-                "2",
-                "--patch",
-                "2",
-                "--device",
-                "cpu",
-            ]
-        )
-        == 0
-    )
+    certify = ["certify", str(tmp_path / "model.onnx"), *MINI, "--limit", "2", "--patch", "2"]
+    assert run([*certify, "--device", "cpu"]) == 0
     assert "the Softmax at the end of" in capsys.readouterr().err
 
 

@@ -204,7 +204,6 @@ def test_a_model_with_fewer_certified_images_is_kept_out(capsys, zoo, folder, tm
         (["zoo", "show", "mnist-9x9-mlp"], "there is no model named 'mnist-9x9-mlp' in the zoo; known: "),
         (["certify", "zoo:mnist-9x9-mlp"], "there is no model named 'mnist-9x9-mlp' in the zoo"),
         (["attack", "zoo:mnist-9x9-mlp"], "there is no model named 'mnist-9x9-mlp' in the zoo"),
-        (["zoo", "add", "nowhere"], "the run folder nowhere is not there"),
     ],
 )
 def test_mistakes_get_one_message_and_exit_code_2(capsys, arguments, message):
