@@ -306,6 +306,9 @@ def test_settings_are_read_as_the_defense_takes_them():
     )
     assert parsed == {"window": 7, "quantile": 0.9, "saliency_kind": "gradient", "fill": (0.1, 0.2, 0.3)}
     assert parse_settings("dw", DigitalWatermarking, ["fill=ring"]) == {"fill": "ring"}
+    assert parse_settings("interval", pc.IntervalBounds, ["dtype=float64"]) == {"dtype": torch.float64}
+    with pytest.raises(InvalidInput, match="--setting dtype half is unknown"):
+        parse_settings("interval", pc.IntervalBounds, ["dtype=half"])
     with pytest.raises(InvalidInput, match="dw has no setting 'model'"):
         parse_settings("dw", DigitalWatermarking, ["model=x"])
 

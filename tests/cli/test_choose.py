@@ -9,7 +9,7 @@ from patchcert.train.run_folder import Run
 TRIALS = """
 spec = "masked-mnist-5x5"
 method = "masking"
-settings = ["masks=3"]
+settings = ["masks=3,2"]
 held_out = 500
 images = 20
 set = ["data.name=mnist-mini", "data.limit=400", "schedule.epochs=1", "model.filters=2", "strategy.worst_of=1"]
@@ -45,7 +45,7 @@ def test_trials_are_ranked_by_proofs_of_images_that_they_were_not_trained_on(cap
     (evidence,) = EvidenceFolder(run_of_trial.evidence_folder).all()
     assert evidence.selection.split == "validation:500"
     assert evidence.total == 20
-    assert evidence.meta["classifier"]["masks"] == 3
+    assert evidence.meta["classifier"]["masks"] == [3, 2]
     assert evidence.question.threat == run_of_trial.spec.threat
 
 

@@ -1,5 +1,6 @@
 """`patchcert choose TRIALS.toml`: settings compared on held-out training images, never on test images."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -181,9 +182,14 @@ def _answers(asked: Trials, proof: "Evidence") -> bool:
     if kind is None or (asked.method is not None and METHODS[asked.method] != classifier["name"]):
         return False
     settings = options.parse_settings(asked.method or classifier["name"], kind, asked.settings)
-    is_same = all(classifier.get(name) == value for name, value in settings.items())
+    is_same = all(classifier.get(name) == _plain(value) for name, value in settings.items())
     chosen = proof.selection
     return is_same and (chosen.split, chosen.limit) == (f"validation:{asked.held_out}", asked.images)
+
+
+def _plain(setting: object) -> object:
+    """A setting as evidence has it, in JSON."""
+    return json.loads(json.dumps(setting, default=lambda dtype: str(dtype).removeprefix("torch.")))
 
 
 def _row(each: TrialRun, run: "Run", found: "Evidence") -> dict[str, Any]:

@@ -205,11 +205,11 @@ def parse_device(text: str) -> "torch.device":
     return device
 
 
-def parse_dtype(text: str) -> "torch.dtype":
+def parse_dtype(text: str, option: str = "--dtype") -> "torch.dtype":
     """`float32` or `float64`."""
     import torch
 
-    check_choice("--dtype", text, ("float32", "float64"))
+    check_choice(option, text, ("float32", "float64"))
     return getattr(torch, text)
 
 
@@ -274,9 +274,13 @@ def parse_settings(
 
 
 def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 - whatever the setting takes
+    import torch
+
     kinds = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if value == "none" and type(None) in kinds:
         return None
+    if torch.dtype in kinds:
+        return parse_dtype(value, setting.partition("=")[0])
     if kind is bool:
         if value not in ("true", "false"):
             raise InvalidInput(f"{setting} is neither true nor false", hint="write one of them.")

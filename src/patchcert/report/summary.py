@@ -127,12 +127,16 @@ class RunSummary:
 
     @cached_property
     def withstood(self) -> dict[int, bool]:
-        """By image: whether every attack of the headline failed; images not attacked are absent."""
+        """By image: whether every attack of the headline failed; images not attacked are absent.
+
+        Where patches are to be detected, an attack that raised an alert on an image that was right has failed.
+        """
         outcomes: dict[int, bool] = {}
         for rows in self.headline_attacks:
-            columns = rows.columns["index"].tolist(), rows.columns["succeeded"].tolist()
-            for index, succeeded in zip(*columns, strict=True):
-                outcomes[index] = outcomes.get(index, True) and not succeeded
+            right = rows.columns["prediction"] == rows.columns["label"]
+            failed = ~rows.columns["succeeded"] | (right & ~rows.broken_rows)
+            for index, has_failed in zip(rows.columns["index"].tolist(), failed.tolist(), strict=True):
+                outcomes[index] = outcomes.get(index, True) and has_failed
         return outcomes
 
     @cached_property
