@@ -201,7 +201,7 @@ def test_whatever_the_certificates_have_is_shown(read, run, voted_run):
 
 
 def test_a_proof_by_masks_shows_the_weakest_ones(read, masked_run):
-    copy = MaskedImage(29, masked_run.thumbnails[29], masked_run.thumbnails[0], 9, 9, False, -0.5, (0, 4))
+    copy = MaskedImage(29, masked_run.thumbnails[29], 9, 9, False, masked_run.thumbnails[0], -0.5, (0, 4))
     text = read(replace(masked_run, masked=(copy,))).text
     assert "it must exceed 6.1e-05" in text
     assert "not certified \N{MINUS SIGN}0.50 image 29, label class 9; behind masks 0 and 4" in text

@@ -95,18 +95,33 @@ class Box:
 
 
 @dataclass(frozen=True, eq=False)
-class CertificateMap:
-    """An image with its least margin at every placement of the patch; NaN where no placement is allowed.
-
-    For double masking it is the lead beyond the slack. Other kinds of proof have no margins (`has_margins`): it is
-    then 1 where a placement is proven, else -1.
-    """
+class CertifiedImage:
+    """An image of evidence, with what was found of it."""
 
     index: int
     image: Pixels
     label: int
     prediction: int
     certified: bool
+
+    @property
+    def verdict(self) -> str:
+        """One of: certified, not certified, wrong, abstained."""
+        if self.certified:
+            return "certified"
+        if self.prediction == self.label:
+            return "not certified"
+        return "abstained" if self.prediction < 0 else "wrong"
+
+
+@dataclass(frozen=True, eq=False)
+class CertificateMap(CertifiedImage):
+    """An image with its least margin at every placement of the patch; NaN where no placement is allowed.
+
+    For double masking it is the lead beyond the slack. Other kinds of proof have no margins (`has_margins`): it is
+    then 1 where a placement is proven, else -1.
+    """
+
     patch: Patch
     margins: NDArray[np.float64]
     has_margins: bool = True
@@ -124,15 +139,10 @@ class CertificateMap:
 
 
 @dataclass(frozen=True, eq=False)
-class MaskedImage:
+class MaskedImage(CertifiedImage):
     """An image, and its copy behind the masks where the label's lead was least of all copies that were looked at."""
 
-    index: int
-    image: Pixels
     copy: Pixels
-    label: int
-    prediction: int
-    certified: bool
     lead: float
     masks: tuple[int, ...]
 
@@ -195,17 +205,19 @@ def _maps(
     grids = _grids(_placement_margins(classifier, images, threat), threat, images.image_size)
     return [
         CertificateMap(
-            index=int(columns["index"][at]),
+            **_row(columns, at),
             image=images.images[at].cpu().numpy(),
-            label=int(columns["label"][at]),
-            prediction=int(columns["prediction"][at]),
-            certified=bool(columns["certified"][at]),
             patch=threat,
             margins=grids[at],
             has_margins=isinstance(classifier, WITH_MARGINS),
         )
         for at in range(len(images))
     ]
+
+
+def _row(columns: Mapping[str, NDArray[Any]], at: int) -> dict[str, Any]:
+    """What evidence says of an image."""
+    return {name: columns[name][at].item() for name in ("index", "label", "prediction", "certified")}
 
 
 def _classifier(model: nn.Module, rows: Evidence) -> Classifier | None:
@@ -243,21 +255,11 @@ def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage
         return []
     found = []
     for row in telling_rows(rows, count).tolist():
-        values = {name: column[row].item() for name, column in rows.columns.items() if column.ndim == 1}
-        image = images.images[values["index"]].numpy()
-        pair = values["first_mask"], values["second_mask"]
-        found.append(
-            MaskedImage(
-                index=values["index"],
-                image=image,
-                copy=behind(masks.hidden[list(pair)].any(dim=0), image, rows.meta["classifier"]["fill"]),
-                label=values["label"],
-                prediction=values["prediction"],
-                certified=values["certified"],
-                lead=values["lead"],
-                masks=tuple(sorted(set(pair))),
-            )
-        )
+        told = _row(rows.columns, row)
+        image = images.images[told["index"]].numpy()
+        lead, *pair = (rows.columns[name][row].item() for name in ("lead", "first_mask", "second_mask"))
+        copy = behind(masks.hidden[pair].any(dim=0), image, rows.meta["classifier"]["fill"])
+        found.append(MaskedImage(**told, image=image, copy=copy, lead=lead, masks=tuple(sorted(set(pair)))))
     return found
 
 
