@@ -26,6 +26,15 @@ def command(monkeypatch):
     return install
 
 
+def raising(error):
+    """A command that only raises the error."""
+
+    def probe():
+        raise error
+
+    return probe
+
+
 @pytest.mark.parametrize("option", ["--version", "-V"])
 def test_version(capsys, option):
     assert run([option]) == 0
@@ -83,24 +92,23 @@ def test_the_package_runs_as_a_module():
     assert (done.returncode, done.stdout) == (0, f"patchcert {__version__}\n")
 
 
-def test_a_user_s_mistake_is_two_lines_and_exit_code_2(capsys, command):
-    def probe():
-        raise InvalidInput("the image is [bold]upside down[/bold]", hint="turn it.")
-
-    command(probe)
-    assert run(["probe"]) == 2
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            InvalidInput("the image is [bold]upside down[/bold]", hint="turn it."),
+            2,
+            "error: the image is [bold]upside down[/bold]\nhint: turn it.\n",
+        ),
+        (InvalidInput("no"), 2, "error: no\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_what_ends_a_command_is_said_in_a_line_or_two(capsys, command, error, code, said):
+    command(raising(error))
+    assert run(["probe"]) == code
     shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err == "error: the image is [bold]upside down[/bold]\nhint: turn it.\n"
-
-
-def test_an_error_without_hint_is_one_line(capsys, command):
-    def probe():
-        raise InvalidInput("no")
-
-    command(probe)
-    assert run(["probe"]) == 2
-    assert capsys.readouterr().err == "error: no\n"
+    assert (shown.out, shown.err) == ("", said)
 
 
 @pytest.mark.parametrize(
@@ -112,15 +120,6 @@ def test_usage_errors_exit_with_2_and_point_to_help(capsys, command, arguments):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("error: ")
     assert lines[-1].startswith("hint: run `patchcert")
-
-
-def test_an_interrupt_is_one_line_and_exit_code_130(capsys, command):
-    def probe():
-        raise KeyboardInterrupt
-
-    command(probe)
-    assert run(["probe"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_a_path_that_cannot_be_used_is_named(capsys, command, tmp_path):
@@ -137,21 +136,10 @@ def test_a_path_that_cannot_be_used_is_named(capsys, command, tmp_path):
     ]
 
 
-def test_an_error_of_the_system_without_a_path_is_not_hidden(command):
-    def probe():
-        raise OSError("out of order")
-
-    command(probe)
-    with pytest.raises(OSError, match="out of order"):
-        run(["probe"])
-
-
-def test_a_bug_is_not_hidden(command):
-    def probe():
-        raise ZeroDivisionError
-
-    command(probe)
-    with pytest.raises(ZeroDivisionError):
+@pytest.mark.parametrize("error", [OSError("out of order"), ZeroDivisionError("by a bug")])
+def test_a_bug_and_an_error_of_the_system_without_a_path_are_not_hidden(command, error):
+    command(raising(error))
+    with pytest.raises(type(error), match=str(error)):
         run(["probe"])
 
 
@@ -163,10 +151,7 @@ def test_main_exits_with_the_code(command):
 
 
 def test_no_color_is_respected(monkeypatch, capsys, command):
-    def probe():
-        raise InvalidInput("no", hint="yes")
-
-    command(probe)
+    command(raising(InvalidInput("no", hint="yes")))
     monkeypatch.setenv("FORCE_COLOR", "1")
     run(["probe"])
     assert "\x1b[" in capsys.readouterr().err
@@ -209,10 +194,7 @@ def test_quiet_and_verbose_stand_before_or_behind_the_command(capsys, command, b
 
 
 def test_errors_are_said_to_those_who_want_quiet(capsys, command):
-    def probe():
-        raise InvalidInput("no")
-
-    command(probe)
+    command(raising(InvalidInput("no")))
     assert run(["probe", "-q"]) == 2
     assert capsys.readouterr().err == "error: no\n"
 
