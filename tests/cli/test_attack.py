@@ -315,10 +315,7 @@ def test_settings_are_read_as_the_defense_takes_them():
 
 def test_defaults_depend_on_threat_and_images():
     asked = AttackOptions(
-        steps=150,
-        step_size=None,
-        restarts=None,
-        loss=None,
+        given={"steps": 150},
         search=None,
         universal=None,
         transform=(),
@@ -329,7 +326,6 @@ def test_defaults_depend_on_threat_and_images():
         tune=None,
         largest_drop=0.02,
         certified_only=False,
-        batch_size=None,
         seed=0,
         save_images=False,
         device=torch.device("cpu"),

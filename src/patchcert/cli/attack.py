@@ -1,5 +1,6 @@
 """`patchcert attack`: patches and pixels that change what a model says."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, final
@@ -126,11 +127,15 @@ def attack(
             )
     if images is not None and limit is not None:
         raise InvalidInput("--images draws at random, --limit takes the first", hint="leave one of them out.")
+    given = {
+        "steps": steps,
+        "step_size": step_size,
+        "restarts": restarts,
+        "loss": loss,
+        "batch_size": batch_size,
+    }
     asked = AttackOptions(
-        steps=steps,
-        step_size=step_size,
-        restarts=restarts,
-        loss=loss,
+        given={name: value for name, value in given.items() if value is not None},
         search=search,
         universal=universal,
         transform=tuple(transform or ()),
@@ -141,7 +146,6 @@ def attack(
         tune=tune,
         largest_drop=largest_drop,
         certified_only=certified_only,
-        batch_size=batch_size,
         seed=seed,
         save_images=save_images,
         device=options.parse_device(device),
@@ -182,12 +186,9 @@ class AttackedTarget:
 @final
 @dataclass(frozen=True)
 class AttackOptions:
-    """What was asked of every target; None where the default depends on the threat and the images."""
+    """What was asked of every target; `given` are settings of attacks, whose defaults depend on threat and images."""
 
-    steps: int
-    step_size: float | None
-    restarts: int | None
-    loss: str | None
+    given: Mapping[str, Any]
     search: str | None
     universal: int | None
     transform: tuple[str, ...]
@@ -198,7 +199,6 @@ class AttackOptions:
     tune: int | None
     largest_drop: float
     certified_only: bool
-    batch_size: int | None
     seed: int
     save_images: bool
     device: "torch.device"
@@ -226,7 +226,11 @@ class AttackOptions:
             raise InvalidInput(
                 f"{option} goes to random placements, --search elsewhere", hint="leave it out."
             )
-        if self.certified_only and not is_printed and (self.loss or self.search or self.step_size):
+        if (
+            self.certified_only
+            and not is_printed
+            and (self.search or {"loss", "step_size"} & self.given.keys())
+        ):
             raise InvalidInput(
                 "--certified-only tries every placement with every loss",
                 hint="leave out --loss, --search and --step-size.",
@@ -238,8 +242,7 @@ class AttackOptions:
 
         is_printed = examples is not None or self.transform
         if self.certified_only and not is_printed:
-            restarts = 20 if self.restarts is None else self.restarts
-            return strongest_attack(threat, self.steps, restarts, self._batch_size(is_imagenet))
+            return strongest_attack(threat, **self._settings(is_imagenet))
         attack = (
             self._printed(threat, examples, is_imagenet)
             if is_printed
@@ -258,7 +261,7 @@ class AttackOptions:
                 f"--universal and --transform are about one patch, not {threat}", hint="give --patch."
             )
         asked = options.parse_settings("a transform", Transform, self.transform, option="--transform")
-        given = {**self._given(is_imagenet), "transform": Transform(**asked)}
+        given = {**self._settings(is_imagenet), "transform": Transform(**asked)}
         if examples is None:
             return TransformedAttack(**given)
         return UniversalAttack(examples.floats(), examples.labels, **given)
@@ -267,7 +270,7 @@ class AttackOptions:
         """The attack as it would be on an undefended model."""
         from patchcert.attacks import PatchesInTurn
 
-        given = self._given(is_imagenet)
+        given = self._settings(is_imagenet)
         if isinstance(threat, pc.SparsePixels):
             if self.search is not None:
                 raise InvalidInput("--search is about patches, not --sparse", hint="leave it out.")
@@ -277,16 +280,10 @@ class AttackOptions:
         attack = pc.PatchAttack(search=cast("Search", self.search or "random"), **given)
         return PatchesInTurn(attack) if isinstance(threat, pc.Patches) else attack
 
-    def _given(self, is_imagenet: bool) -> dict[str, Any]:
-        """The settings that every attack has; those that were not given are left to the attack."""
-        own = {"step_size": self.step_size, "restarts": self.restarts, "loss": self.loss}
-        given = {name: value for name, value in own.items() if value is not None}
-        return {"steps": self.steps, "batch_size": self._batch_size(is_imagenet), **given}
-
-    def _batch_size(self, is_imagenet: bool) -> int:
+    def _settings(self, is_imagenet: bool) -> dict[str, Any]:
         from patchcert.attacks import default_batch_size
 
-        return self.batch_size or default_batch_size(self.device, is_imagenet)
+        return {"batch_size": default_batch_size(self.device, is_imagenet), **self.given}
 
 
 def _attack_one(attacked: AttackedTarget, asked: AttackOptions, targets: list[str]) -> dict[str, Any]:
