@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -35,3 +37,25 @@ def run_of(tmp_path):
         return made
 
     return make
+
+
+@pytest.fixture
+def answered(capsys):
+    """The JSON that a command has printed, which must have ended with 0."""
+
+    def read(code):
+        assert code == 0
+        return json.loads(capsys.readouterr().out)
+
+    return read
+
+
+@pytest.fixture
+def refused(capsys):
+    """What a command has said, in one line, that must have ended with 2."""
+
+    def read(code):
+        assert code == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    return read

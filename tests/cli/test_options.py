@@ -117,9 +117,8 @@ def test_a_device_that_is_not_there_is_refused():
         (["attack", "x", "--largest-drop", "nan"], "'nan' is not a number from 0 to 1."),
     ],
 )
-def test_numbers_beyond_their_limits_are_refused_in_words(arguments, message, capsys):
-    assert run(arguments) == 2
-    assert message in capsys.readouterr().err
+def test_numbers_beyond_their_limits_are_refused_in_words(arguments, message, refused):
+    assert message in refused(run(arguments))
 
 
 def test_several_patches_are_a_threat_of_their_own():

@@ -117,6 +117,12 @@ class Checkout:
         return self.results.parent
 
     @property
+    def zoo(self) -> "pc.zoo.Zoo | None":
+        """The models of the checkout with their cards."""
+        entries = self.root / ENTRIES
+        return pc.zoo.Zoo(entries) if entries.is_dir() else None
+
+    @property
     def has_documents(self) -> bool:
         """Whether there are documents whose figures are to be checked."""
         return all((self.root / each).is_file() for each in (README, PAGE))
@@ -143,8 +149,8 @@ class Checkout:
 
         Manifest.read(self.results).updated(self.results, self.measurements).write(self.results)
         say(f"wrote the manifest of {self.results}")
-        if (self.root / ENTRIES).is_dir():
-            recount(pc.zoo.Zoo(self.root / ENTRIES), self.results)
+        if self.zoo is not None:
+            recount(self.zoo, self.results)
         if not self.has_documents:
             return
         sources = self.sources
@@ -161,8 +167,7 @@ class Checkout:
         from patchcert.evidence.reproving import AtHand
         from patchcert.files import sha256
 
-        entries = self.root / ENTRIES
-        zoo = pc.zoo.Zoo(entries) if entries.is_dir() else pc.zoo.shipped()
+        zoo = self.zoo or pc.zoo.shipped()
         for name in zoo.names():
             yield AtHand(f"zoo:{name}", zoo.card(name).weights_sha256, partial(zoo.load, name))
         for run in map(open_run, runs):
@@ -181,8 +186,8 @@ class Checkout:
             yield from (Finding(file, what) for what in contradictions(facts))
         if (self.root / PAPER).is_dir():
             yield from audit_paper(self.root / PAPER)
-        if (self.root / ENTRIES).is_dir():
-            yield from audit_zoo(pc.zoo.Zoo(self.root / ENTRIES), self.results)
+        if self.zoo is not None:
+            yield from audit_zoo(self.zoo, self.results)
         if self.has_documents:
             yield from audit_documents(self.sources)
 
