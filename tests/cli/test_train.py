@@ -140,16 +140,16 @@ def test_a_terminal_gets_a_bar(monkeypatch, capsys):
     assert "epoch 2/2  eps 0.50  loss 0.250  clean 90.0%" in capsys.readouterr().err
 
 
-def test_a_log_says_how_long_it_takes_and_where_training_stands(capsys):
+def test_a_log_says_how_long_it_takes_and_where_training_stands(capfd):
     view = TrainingView(10)
     assert view.line() == "preparing"
     view.on_start(TrainingPace(Schedule(10, EpsilonSchedule(1, 2)), 5, Position(), {True: 1.0, False: 20.0}))
-    assert capsys.readouterr().err == "training is expected to take about 15 min\n"
+    assert capfd.readouterr().err == "training is expected to take about 15 min\n"
     view.on_epoch({"epoch": 0, "loss": 0.25, "epsilon": 0.0})
     view.on_batch(Position(1, 0), 5)
     assert view.line() == "epoch 2/10, 10.0% after 1 s  eps 0.00  loss 0.250  about 15 min to go"
     view.on_stop()
-    assert "stopping after this batch" in capsys.readouterr().err
+    assert "stopping after this batch" in capfd.readouterr().err
 
 
 def test_figures_keep_the_last_check():

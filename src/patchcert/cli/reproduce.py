@@ -1,6 +1,5 @@
 """`patchcert reproduce TABLE`: the paper's tables, trained and certified here, or recounted from evidence."""
 
-import os
 import signal
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from patchcert.cli import options
-from patchcert.cli.output import INTERRUPTED, print_json, print_table, say
+from patchcert.cli.output import INTERRUPTED, print_json, print_table, say, say_at_once
 from patchcert.errors import DataError, InvalidInput
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 FORMATS = ("table", "markdown", "csv", "latex", "json")
 FAILED = 1
 TALK_EVERY = 30.0
-STDERR = 2
 
 
 def reproduce(
@@ -271,11 +269,7 @@ class Talk:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Event]:
-    """While this lasts Ctrl-C and a polite kill ask for a clean stop; a second one does not wait.
-
-    A signal may come while a line is being written, and the stream refuses another one then: so what is said
-    goes past the stream.
-    """
+    """While this lasts Ctrl-C and a polite kill ask for a clean stop; a second one does not wait."""
     order = Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -283,7 +277,7 @@ def stop_on_signals() -> Iterator[Event]:
         if order.is_set():
             raise KeyboardInterrupt
         order.set()
-        os.write(STDERR, b"stopping: every run saves its state\n")
+        say_at_once("stopping: every run saves its state")
 
     for number in before:
         signal.signal(number, ask)

@@ -19,6 +19,7 @@ from patchcert.cli.output import (
     print_json,
     regular_lines,
     say,
+    say_at_once,
     stderr_console,
 )
 from patchcert.cli.threads import describe_threads, using_threads
@@ -151,7 +152,7 @@ class TrainingView:
 
     def on_stop(self) -> None:
         """Answer Ctrl-C at once."""
-        say("stopping after this batch, whose state is kept; Ctrl-C again stops at once")
+        say_at_once("stopping after this batch, whose state is kept; Ctrl-C again stops at once")
 
     def line(self) -> str:
         """Where the training stands, for a log."""
