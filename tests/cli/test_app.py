@@ -26,6 +26,15 @@ def command(monkeypatch):
     return install
 
 
+def raising(error):
+    """A command that only raises the error."""
+
+    def probe():
+        raise error
+
+    return probe
+
+
 @pytest.mark.parametrize("option", ["--version", "-V"])
 def test_version(capsys, option):
     assert run([option]) == 0
@@ -45,7 +54,7 @@ def test_every_command_can_be_loaded(capsys):
         assert capsys.readouterr().out
 
 
-def test_a_module_of_ones_own_is_imported_first(capsys, tmp_path, monkeypatch):
+def test_a_module_of_ones_own_is_imported_first(capsys, tmp_path, monkeypatch, refused):
     (tmp_path / "own_models.py").write_text(
         "from torch import nn\n"
         "from patchcert.models import architecture\n"
@@ -57,15 +66,9 @@ def test_a_module_of_ones_own_is_imported_first(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_builders", dict(registry._builders))
     changes = ("data.name=mnist-mini", "data.limit=32", "model.name=own", "schedule.epochs=1")
-    train = [
-        "train",
-        "paper-mnist",
-        *(word for change in changes for word in ("--set", change)),
-        "--out",
-        "run",
-    ]
-    assert run(train) == 2
-    assert "on the command line in a module that --import names" in capsys.readouterr().err
+    settings = [word for change in changes for word in ("--set", change)]
+    train = ["train", "paper-mnist", *settings, "--out", "run"]
+    assert "on the command line in a module that --import names" in refused(run(train))
     assert run(["--import", "own_models", *train]) == 0
     assert run(["--import", "own_models", "certify", "run", "--limit", "3"]) == 0
     assert run(["--import", "absent_models", *train]) == 2
@@ -88,24 +91,23 @@ def test_the_package_runs_as_a_module():
     assert (done.returncode, done.stdout) == (0, f"patchcert {__version__}\n")
 
 
-def test_a_user_s_mistake_is_two_lines_and_exit_code_2(capsys, command):
-    def probe():
-        raise InvalidInput("the image is [bold]upside down[/bold]", hint="turn it.")
-
-    command(probe)
-    assert run(["probe"]) == 2
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            InvalidInput("the image is [bold]upside down[/bold]", hint="turn it."),
+            2,
+            "error: the image is [bold]upside down[/bold]\nhint: turn it.\n",
+        ),
+        (InvalidInput("no"), 2, "error: no\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_what_ends_a_command_is_said_in_a_line_or_two(capsys, command, error, code, said):
+    command(raising(error))
+    assert run(["probe"]) == code
     shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err == "error: the image is [bold]upside down[/bold]\nhint: turn it.\n"
-
-
-def test_an_error_without_hint_is_one_line(capsys, command):
-    def probe():
-        raise InvalidInput("no")
-
-    command(probe)
-    assert run(["probe"]) == 2
-    assert capsys.readouterr().err == "error: no\n"
+    assert (shown.out, shown.err) == ("", said)
 
 
 @pytest.mark.parametrize(
@@ -117,15 +119,6 @@ def test_usage_errors_exit_with_2_and_point_to_help(capsys, command, arguments):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("error: ")
     assert lines[-1].startswith("hint: run `patchcert")
-
-
-def test_an_interrupt_is_one_line_and_exit_code_130(capsys, command):
-    def probe():
-        raise KeyboardInterrupt
-
-    command(probe)
-    assert run(["probe"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_a_path_that_cannot_be_used_is_named(capsys, command, tmp_path):
@@ -142,21 +135,10 @@ def test_a_path_that_cannot_be_used_is_named(capsys, command, tmp_path):
     ]
 
 
-def test_an_error_of_the_system_without_a_path_is_not_hidden(command):
-    def probe():
-        raise OSError("out of order")
-
-    command(probe)
-    with pytest.raises(OSError, match="out of order"):
-        run(["probe"])
-
-
-def test_a_bug_is_not_hidden(command):
-    def probe():
-        raise ZeroDivisionError
-
-    command(probe)
-    with pytest.raises(ZeroDivisionError):
+@pytest.mark.parametrize("error", [OSError("out of order"), ZeroDivisionError("by a bug")])
+def test_a_bug_and_an_error_of_the_system_without_a_path_are_not_hidden(command, error):
+    command(raising(error))
+    with pytest.raises(type(error), match=str(error)):
         run(["probe"])
 
 
@@ -168,10 +150,7 @@ def test_main_exits_with_the_code(command):
 
 
 def test_no_color_is_respected(monkeypatch, capsys, command):
-    def probe():
-        raise InvalidInput("no", hint="yes")
-
-    command(probe)
+    command(raising(InvalidInput("no", hint="yes")))
     monkeypatch.setenv("FORCE_COLOR", "1")
     run(["probe"])
     assert "\x1b[" in capsys.readouterr().err
@@ -188,12 +167,11 @@ def test_no_color_is_respected(monkeypatch, capsys, command):
     ],
 )
 def test_a_module_that_cannot_be_imported_is_a_mistake_and_no_traceback(
-    capsys, tmp_path, monkeypatch, name, content, message
+    refused, tmp_path, monkeypatch, name, content, message
 ):
     (tmp_path / f"{name}.py").write_text(content)
     monkeypatch.chdir(tmp_path)
-    assert run(["--import", name, "zoo", "list"]) == 2
-    assert f"--import {name}: the module raised {message}" in " ".join(capsys.readouterr().err.split())
+    assert f"--import {name}: the module raised {message}" in refused(run(["--import", name, "zoo", "list"]))
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -214,10 +192,7 @@ def test_quiet_and_verbose_stand_before_or_behind_the_command(capsys, command, b
 
 
 def test_errors_are_said_to_those_who_want_quiet(capsys, command):
-    def probe():
-        raise InvalidInput("no")
-
-    command(probe)
+    command(raising(InvalidInput("no")))
     assert run(["probe", "-q"]) == 2
     assert capsys.readouterr().err == "error: no\n"
 

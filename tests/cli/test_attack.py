@@ -20,9 +20,6 @@ from patchcert.evidence import Certification, Evidence, EvidenceFolder, Selectio
 from patchcert.evidence.measuring import certificate_columns
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
-from patchcert.train.run_folder import Run
-from patchcert.train.spec import DataSettings, ModelSettings, Spec
-from patchcert.train.strategies import AllPlacements
 
 QUICK = ["--steps", "4", "--restarts", "2", "--images", "25"]
 
@@ -58,16 +55,8 @@ def trained_file(tmp_path_factory):
 
 
 @pytest.fixture
-def run_folder(tmp_path, trained_file):
-    spec = Spec(
-        data=DataSettings("mnist-mini"),
-        model=ModelSettings("mlp", hidden=16),
-        threat=pc.Patch(2),
-        strategy=AllPlacements(),
-    )
-    created = Run.create(tmp_path / "run", spec)
-    created.weights.write_bytes(trained_file.read_bytes())
-    return created
+def run_folder(trained_file, run_of):
+    return run_of(trained_file, pc.Patch(2))
 
 
 def evidence(folder):
@@ -125,9 +114,8 @@ def test_the_summary_and_the_rows_are_what_the_library_says(capsys, trained_file
     assert pc.Patch(3).contains(images.floats()[owners], broken).all()
 
 
-def test_a_run_knows_its_data_and_threat_and_keeps_its_evidence(capsys, run_folder):
-    assert attack(run_folder.path, *QUICK) == 0
-    summary = answer(capsys)
+def test_a_run_knows_its_data_and_threat_and_keeps_its_evidence(answered, run_folder):
+    summary = answered(attack(run_folder.path, *QUICK))
     assert summary["threat"] == pc.Patch(2).to_dict()
     (found,) = evidence(run_folder)
     assert summary["evidence"] == str(found.path)
@@ -170,11 +158,10 @@ def test_the_first_images_can_be_asked_for(capsys, trained_file, tmp_path):
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_defended_models_are_attacked_with_and_without_knowing_the_defense(capsys, trained_file, adaptive):
+def test_defended_models_are_attacked_with_and_without_knowing_the_defense(answered, trained_file, adaptive):
     options = ["--defense", "lgs", "--setting", "window=4", "--setting", "overlap=1"]
     options += ["--adaptive"] if adaptive else []
-    assert attack(trained_file, "--data", "mnist-mini", "--patch", 4, *QUICK, *options) == 0
-    summary = answer(capsys)
+    summary = answered(attack(trained_file, "--data", "mnist-mini", "--patch", 4, *QUICK, *options))
     assert (
         summary["classifier"]["defense"]
         == "LocalGradientSmoothing(window=4, overlap=1, threshold=0.1, smoothing=2.3)"
@@ -224,13 +211,12 @@ def test_a_false_proof_is_shouted_about(capsys, run_folder):
 
 
 def test_several_targets_are_summed_up_and_each_keeps_its_own_evidence(
-    capsys, run_folder, trained_file, monkeypatch
+    answered, run_folder, trained_file, monkeypatch
 ):
     options = ["--steps", "5", "--restarts", "1", "--images", "20", "--patch", "1", "--certified-only"]
     words = [str(run_folder.path), str(trained_file), "--data", "mnist-mini", *options]
     monkeypatch.setattr("sys.argv", ["patchcert", "attack", *words])
-    assert attack(*words) == 0
-    summary = answer(capsys)
+    summary = answered(attack(*words))
     first, second = summary["targets"]
     assert [first["target"], second["target"]] == [str(run_folder.path), str(trained_file)]
     assert summary["images"] == first["images"] + second["images"] == 2 * first["images"] > 0
@@ -253,7 +239,7 @@ def test_several_targets_are_opened_before_any_is_attacked(capsys, run_folder, t
     assert attack(run_folder.path, tmp_path / "missing", *QUICK) == 2
     assert evidence(run_folder) == ()
     assert attack(run_folder.path, run_folder.path, *QUICK, "--out", tmp_path / "rows.npz") == 2
-    assert "names one file for 2 targets" in " ".join(capsys.readouterr().err.split())
+    assert "is for one target, not for 2" in " ".join(capsys.readouterr().err.split())
 
 
 def test_nothing_certified_is_said(capsys, run_folder):
@@ -280,7 +266,7 @@ def test_nothing_certified_is_said(capsys, run_folder):
         (["--steps", "-1"], "steps is -1; expected at least 0"),
         (["--loss", "hinge"], "unknown loss 'hinge'"),
         (["--search", "grid"], "unknown search 'grid'"),
-        (["--out", "rows.txt"], "--out rows.txt is not the name of an evidence file"),
+        (["--out", "rows.txt"], "--out rows.txt is no name of an evidence file"),
         (["--limit", "3"], "--images draws at random, --limit takes the first"),
     ],
 )
@@ -291,12 +277,10 @@ def test_mistakes_are_named(capsys, trained_file, options, message):
     assert message in " ".join(printed.err.split())
 
 
-def test_sparse_attacks_have_no_search_and_no_defense(capsys, trained_file):
+def test_sparse_attacks_have_no_search_and_no_defense(refused, trained_file):
     common = [trained_file, "--data", "mnist-mini", "--sparse", 2, "--images", 2]
-    assert attack(*common, "--search", "sweep") == 2
-    assert "--search is about patches" in capsys.readouterr().err
-    assert attack(*common, "--defense", "lgs") == 2
-    assert "--defense lgs is for patches" in capsys.readouterr().err
+    assert "--search is about patches" in refused(attack(*common, "--search", "sweep"))
+    assert "--defense lgs is for patches" in refused(attack(*common, "--defense", "lgs"))
 
 
 def test_imagenet_targets_name_what_is_missing(capsys, tmp_path):
@@ -317,16 +301,16 @@ def test_settings_are_read_as_the_defense_takes_them():
     )
     assert parsed == {"window": 7, "quantile": 0.9, "saliency_kind": "gradient", "fill": (0.1, 0.2, 0.3)}
     assert parse_settings("dw", DigitalWatermarking, ["fill=ring"]) == {"fill": "ring"}
+    assert parse_settings("interval", pc.IntervalBounds, ["dtype=float64"]) == {"dtype": torch.float64}
+    with pytest.raises(InvalidInput, match="--setting dtype half is unknown"):
+        parse_settings("interval", pc.IntervalBounds, ["dtype=half"])
     with pytest.raises(InvalidInput, match="dw has no setting 'model'"):
         parse_settings("dw", DigitalWatermarking, ["model=x"])
 
 
 def test_defaults_depend_on_threat_and_images():
     asked = AttackOptions(
-        steps=150,
-        step_size=None,
-        restarts=None,
-        loss=None,
+        given={"steps": 150},
         search=None,
         universal=None,
         transform=(),
@@ -337,7 +321,6 @@ def test_defaults_depend_on_threat_and_images():
         tune=None,
         largest_drop=0.02,
         certified_only=False,
-        batch_size=None,
         seed=0,
         save_images=False,
         device=torch.device("cpu"),
@@ -365,7 +348,7 @@ def test_an_interrupted_attack_says_what_it_keeps_and_resumes(capsys, trained_fi
     whole = tmp_path / "whole.npz"
     assert attack(*command, "--out", whole) == 0
     with monkeypatch.context() as interrupted:
-        interrupted.setattr("patchcert.cli.attack.progress_bar", interrupting)
+        interrupted.setattr("patchcert.cli.measuring.progress_bar", interrupting)
         assert attack(*command) == 130
         assert "nothing is kept: that needs --out or a run folder" in capsys.readouterr().err
         assert attack(*command, "--out", tmp_path / "part.npz") == 130
@@ -373,31 +356,30 @@ def test_an_interrupted_attack_says_what_it_keeps_and_resumes(capsys, trained_fi
         assert "20 of 25 images are kept: the same command resumes from there" in shown
     assert attack(*command, "--out", tmp_path / "part.npz") == 0
     shown = capsys.readouterr()
-    assert "resuming after 20 images that were attacked before" in shown.err
+    assert "resuming after 20 images that were done before" in shown.err
     assert "withstood the attack" in shown.err.splitlines()[-1]
     rows, expected = np.load(tmp_path / "part.npz"), np.load(whole)
     assert all(np.array_equal(rows[name], expected[name]) for name in expected.files if name != "meta")
 
 
-def test_several_patches_are_certified_and_attacked_at_once(trained_file, capsys, tmp_path):
+def test_several_patches_are_certified_and_attacked_at_once(
+    trained_file, capsys, tmp_path, answered, refused
+):
     one = [trained_file, "--data", "mnist-mini", "--patch", "2", "--placements", "corners"]
     file = tmp_path / "rows.npz"
-    assert attack(*one, *QUICK, "--patches", "2", "--search", "sweep", "--out", file) == 0
-    two = answer(capsys)
+    two = answered(attack(*one, *QUICK, "--patches", "2", "--search", "sweep", "--out", file))
     assert two["threat"] == {"kind": "patches", "stamp": "2x2", "placements": "corners", "count": 2}
     assert two["attack"]["kind"] == "PatchesInTurn"
     assert two["attack"]["attack"]["search"] == "sweep"
     assert run(["certify", *map(str, one), "--patches", "2", "--limit", "25", "--device", "cpu"]) == 0
     assert answer(capsys)["threat"]["count"] == 2
-    assert attack(*one, *QUICK, "--patches", "1") == 2
-    assert "is not a whole number of at least 2" in capsys.readouterr().err
+    assert "is not a whole number of at least 2" in refused(attack(*one, *QUICK, "--patches", "1"))
 
 
-def test_one_patch_is_learned_on_training_images_and_tried_on_test_images(trained_file, capsys, tmp_path):
+def test_one_patch_is_learned_on_training_images_and_tried_on_test_images(trained_file, answered, tmp_path):
     one, file = [trained_file, "--data", "mnist-mini", "--patch", "6"], tmp_path / "rows.npz"
     options = ["--universal", "100", "--transform", "rotation=10", "--transform", "shift=1"]
-    assert attack(*one, *QUICK, *options, "--save-images", "--out", file) == 0
-    said = answer(capsys)
+    said = answered(attack(*one, *QUICK, *options, "--save-images", "--out", file))
     assert said["attack"]["kind"] == "UniversalAttack"
     assert said["attack"]["learned_on"] == 100
     assert said["attack"]["transform"] == "Transform(rotation=10.0, scale=0.0, brightness=0.0, shift=1)"
@@ -424,6 +406,5 @@ def test_patches_for_transforms_are_attacked_with_too(trained_file, capsys):
         (("--universal", 10**6), "--universal 1000000: mnist-mini has 6000 training images"),
     ],
 )
-def test_mistakes_about_printed_patches_are_said(trained_file, options, message, capsys):
-    assert attack(trained_file, "--data", "mnist-mini", "--patch", "2", *QUICK, *options) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+def test_mistakes_about_printed_patches_are_said(trained_file, options, message, refused):
+    assert message in refused(attack(trained_file, "--data", "mnist-mini", "--patch", "2", *QUICK, *options))

@@ -1,6 +1,5 @@
 """`patchcert attack` on deployed votes: what is attacked is what was proven, with a gradient, at every placement."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -51,12 +50,11 @@ def local_file(tmp_path):
         ("local-votes", ["scores=softmax"], "LocalVotes"),
     ],
 )
-def test_votes_are_attacked_as_they_are_deployed(method, settings, name, request, capsys):
+def test_votes_are_attacked_as_they_are_deployed(method, settings, name, request, answered):
     file = request.getfixturevalue("local_file" if method == "local-votes" else "parts_file")
     words = [word for setting in settings for word in ("--setting", setting)]
     common = (file, "--data", "mnist-mini", "--patch", 5, *QUICK, "--method", method, *words)
-    assert attack(*common, "--search", "sweep", "--placements", "0,0;10,10") == 0
-    summary = json.loads(capsys.readouterr().out)
+    summary = answered(attack(*common, "--search", "sweep", "--placements", "0,0;10,10"))
     assert summary["classifier"]["name"] == name
     assert summary["gradient_steps"] > 0
 
@@ -76,7 +74,7 @@ def test_a_run_that_was_trained_for_votes_is_attacked_as_such(kind, tmp_path, re
     assert found["attack"].total == found["certify"].certified > 0
 
 
-def test_certified_images_of_another_proof_are_not_taken_for_those_of_this_one(tmp_path, request, capsys):
+def test_certified_images_of_another_proof_are_not_taken_for_those_of_this_one(tmp_path, request):
     folder = _run("local", tmp_path, request)
     assert run(["certify", str(folder.path), "--limit", "3", "--device", "cpu"]) == 0
     proof = EvidenceFolder(folder.evidence_folder)

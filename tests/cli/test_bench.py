@@ -16,9 +16,8 @@ def tiny_cases(monkeypatch):
     monkeypatch.setattr("patchcert.bench.MASKED_CASES", (MaskedCase("resnet18", 8, 2, 3),))
 
 
-def test_measurements_are_json_that_can_be_shown_again(tiny_cases, tmp_path, capsys):
-    assert run(["bench", "--device", "cpu", "--batch", "2", "--spend", "0", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_measurements_are_json_that_can_be_shown_again(tiny_cases, tmp_path, capsys, answered):
+    facts = answered(run(["bench", "--device", "cpu", "--batch", "2", "--spend", "0", "--json"]))
     assert [case["case"] for case in facts["cases"]] == ["mlp tiny 2x2", "cnn2 tiny 3x3"]
     for case in facts["cases"]:
         assert case["step_ratio"] == pytest.approx(case["dense_step"] / case["training_step"])
@@ -37,9 +36,10 @@ def test_measurements_are_json_that_can_be_shown_again(tiny_cases, tmp_path, cap
     assert "cnn2 tiny 3x3" in capsys.readouterr().out
 
 
-def test_measurements_from_before_attacks_were_measured_are_shown_without_them(tiny_cases, tmp_path, capsys):
-    assert run(["bench", "--device", "cpu", "--batch", "2", "--spend", "0", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_measurements_from_before_attacks_were_measured_are_shown_without_them(
+    tiny_cases, tmp_path, capsys, answered
+):
+    facts = answered(run(["bench", "--device", "cpu", "--batch", "2", "--spend", "0", "--json"]))
     stored = tmp_path / "bench.json"
     del facts["cases"][0]["attack"]
     stored.write_text(json.dumps(facts))
@@ -51,28 +51,24 @@ def test_measurements_from_before_attacks_were_measured_are_shown_without_them(t
     assert "Attack" not in capsys.readouterr().out
 
 
-def test_the_patch_can_have_another_size(tiny_cases, capsys):
+def test_the_patch_can_have_another_size(tiny_cases, answered):
     options = ["--device", "cpu", "--batch", "2", "--spend", "0", "--json"]
-    assert run(["bench", "--patch", "4", "--only", "mlp", *options]) == 0
-    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    (case,) = answered(run(["bench", "--patch", "4", "--only", "mlp", *options]))["cases"]
     assert (case["case"], case["placements"]) == ("mlp tiny 4x4", 25)
 
 
-def test_a_case_that_does_not_exist_is_answered_with_those_that_do(tiny_cases, capsys):
-    assert run(["bench", "--only", "vgg"]) == 2
-    assert "no case holds 'vgg'" in capsys.readouterr().err
+def test_a_case_that_does_not_exist_is_answered_with_those_that_do(tiny_cases, refused):
+    assert "no case holds 'vgg'" in refused(run(["bench", "--only", "vgg"]))
 
 
-def test_a_file_without_measurements_is_refused(tmp_path, capsys):
+def test_a_file_without_measurements_is_refused(tmp_path, refused):
     other = tmp_path / "other.json"
     other.write_text("{}")
-    assert run(["bench", "--from", str(other)]) == 2
-    assert "holds no measurements" in capsys.readouterr().err
+    assert "holds no measurements" in refused(run(["bench", "--from", str(other)]))
 
 
-def test_masked_passes_are_measured_beside_those_of_the_bare_network(tiny_cases, tmp_path, capsys):
-    assert run(["bench", "--device", "cpu", "--spend", "0", "--only", "masks", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_masked_passes_are_measured_beside_those_of_the_bare_network(tiny_cases, tmp_path, capsys, answered):
+    facts = answered(run(["bench", "--device", "cpu", "--spend", "0", "--only", "masks", "--json"]))
     (case,) = facts["masked"]
     assert (case["case"], case["passes"], case["precision"]) == (
         "resnet18 8px 2x2, 3 x 3 masks",

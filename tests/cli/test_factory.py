@@ -92,15 +92,14 @@ def test_what_is_certified_is_the_model_with_its_weights_and_normalisation(capsy
     assert summary["weights_sha256"] == state_sha256(model)
 
 
-def test_every_command_takes_it(capsys, own):
+def test_every_command_takes_it(capsys, own, answered):
     torch.save(own.state_dict(), "own.pt")
     images = load_dataset("mnist-mini").test.take(6)
     expected = own(images.floats()).argmax(dim=1)
     assert run(["predict", "own_models:small", "--weights", "own.pt", *ARGUMENTS]) == 0
     assert list(json.loads(capsys.readouterr().out)["predictions"].values()) == expected.tolist()
     attack = ["attack", "own_models:small", "--weights", "own.pt", "--steps", "1", "--restarts", "1"]
-    assert run([*attack, *ARGUMENTS]) == 0
-    assert json.loads(capsys.readouterr().out)["correct"] == int((expected == images.labels).sum())
+    assert answered(run([*attack, *ARGUMENTS]))["correct"] == int((expected == images.labels).sum())
 
 
 def test_without_weights_it_is_taken_as_it_is_made(capsys, own):
@@ -168,14 +167,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_told(capsys, own, name):
+def test_mistakes_are_told(refused, own, name):
     arguments, message = MISTAKES[name]
     torch.save({"weight": torch.zeros(2)}, "other.pt")
     torch.save([1, 2], "list.pt")
-    assert run(["certify", *arguments, *ARGUMENTS]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(run(["certify", *arguments, *ARGUMENTS]))
 
 
 def test_weights_are_those_of_one_model(capsys, own):
     assert run(["attack", "own_models:small", "zoo:mnist-2x2-mlp", "--weights", "own.pt", *ARGUMENTS]) == 2
-    assert "--weights own.pt are those of one model, not of 2 targets" in capsys.readouterr().err
+    assert "--weights own.pt is for one target, not for 2" in capsys.readouterr().err

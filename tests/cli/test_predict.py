@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -14,10 +12,9 @@ def predict(*arguments):
     return run(["predict", *map(str, arguments), "--device", "cpu"])
 
 
-def test_predictions_are_those_of_the_classifier(capsys, model_file):
+def test_predictions_are_those_of_the_classifier(answered, model_file):
     common = (model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 12)
-    assert predict(*common, "--method", "masking", "--setting", "masks=3") == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = answered(predict(*common, "--method", "masking", "--setting", "masks=3"))
     images = load_dataset("mnist-mini").test.take(12)
     masking = pc.DoubleMasking(load(model_file)[0], pc.Patch(2), masks=3)
     expected = masking.predict(images.floats())
@@ -26,33 +23,39 @@ def test_predictions_are_those_of_the_classifier(capsys, model_file):
     assert answer["classifier"] == masking.describe()
 
 
-def test_alerts_are_null(capsys, model_file):
+def test_alerts_are_null(answered, model_file):
     common = (model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 12)
-    assert predict(*common, "--method", "detection", "--setting", "masks=3") == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = answered(predict(*common, "--method", "detection", "--setting", "masks=3"))
     assert answer["abstained"] == list(answer["predictions"].values()).count(None)
     assert 0 < answer["abstained"] < 12
 
 
-def test_pictures_of_the_models_size_are_read_as_they_are(capsys, model_file, tmp_path):
+def test_pictures_of_the_models_size_are_read_as_they_are(answered, model_file, tmp_path):
     pixels = load_dataset("mnist-mini").test.images[0, 0].numpy()
     Image.fromarray(pixels).save(tmp_path / "digit.png")
-    assert predict(model_file, tmp_path / "digit.png", "--patch", 2) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = answered(predict(model_file, tmp_path / "digit.png", "--patch", 2))
     model, _ = load(model_file)
     image = load_dataset("mnist-mini").test.take(1).floats()
     assert answer["predictions"] == {str(tmp_path / "digit.png"): int(model(image).argmax())}
     assert "correct" not in answer
 
 
+def test_pictures_of_a_model_without_a_size_are_all_of_one(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "anywhere.py").write_text("import torch\ndef net(): return torch.nn.Identity()\n")
+    for name, size in (("a.png", (4, 4)), ("b.png", (4, 5))):
+        Image.fromarray(np.zeros((*size, 3), np.uint8)).save(name)
+    assert predict("./anywhere.py:net", "a.png", "b.png", "--patch", 2) == 2
+    assert "b.png is 4x5 pixels; expected 4x4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "message"), [("size", "expected 28x28"), ("text", "cannot be read as a picture")]
 )
-def test_other_files_are_refused(capsys, model_file, tmp_path, content, message):
+def test_other_files_are_refused(refused, model_file, tmp_path, content, message):
     picture = tmp_path / "picture.png"
     if content == "size":
         Image.fromarray(np.zeros((20, 28), np.uint8)).save(picture)
     else:
         picture.write_text("no picture")
-    assert predict(model_file, picture, "--patch", 2) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(predict(model_file, picture, "--patch", 2))

@@ -77,8 +77,5 @@ def test_missing_images_are_named(certified, tmp_path, capsys, monkeypatch):
     assert f"no pictures of {certified}: mnist-mini was not found; give its folder with --data-dir" in said
 
 
-def test_mistakes_get_one_message_and_exit_code_2(certified, tmp_path, capsys):
-    assert run(["report", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
-    assert run(["report", str(certified), "--out", str(tmp_path)]) == 2
-    assert f"--out {tmp_path} is a folder" in capsys.readouterr().err
+def test_a_page_is_no_folder(certified, tmp_path, refused):
+    assert f"--out {tmp_path} is a folder" in refused(run(["report", str(certified), "--out", str(tmp_path)]))

@@ -70,18 +70,16 @@ def answer(capsys):
     return json.loads(capsys.readouterr().out)
 
 
-def test_added_models_are_listed_and_shown(capsys, zoo, folder):
+def test_added_models_are_listed_and_shown(capsys, zoo, folder, answered):
     (added,) = answer(capsys)["runs"]
     assert (added["name"], added["status"]) == (NAME, "added")
     assert run(["zoo", "list"]) == 0
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(NAME)]
     assert f"{100 * added['certified_accuracy']:.1f}" in row
-    assert run(["zoo", "list", "--json"]) == 0
-    listed = answer(capsys)
+    listed = answered(run(["zoo", "list", "--json"]))
     assert [row["name"] for row in listed["models"]] == [NAME]
     assert listed["bytes"] == zoo.size()
-    assert run(["zoo", "show", NAME]) == 0
-    shown = answer(capsys)
+    shown = answered(run(["zoo", "show", NAME]))
     found = EvidenceFolder(folder / "evidence").all()
     assert [shown["proof"]["certified"]] == [each.certified for each in found if each.kind == "certify"]
     assert shown["proof"]["classifier"] == {"name": "IntervalBounds", "dtype": "float32"}
@@ -131,28 +129,24 @@ def test_a_card_that_says_otherwise_gives_exit_code_1(capsys, zoo):
     assert json.loads(shown.out)["card"]["matches"] is False
 
 
-def test_a_trimmed_run_is_smaller_and_can_be_certified(capsys, folder, tmp_path):
+def test_a_trimmed_run_is_smaller_and_can_be_certified(capsys, folder, tmp_path, answered, refused):
     out = tmp_path / "trimmed"
     capsys.readouterr()
-    assert run(["trim", str(folder), "--out", str(out), "--half", "--device", "cpu"]) == 0
-    shown = answer(capsys)
+    shown = answered(run(["trim", str(folder), "--out", str(out), "--half", "--device", "cpu"]))
     (width,) = shown["widths"]
     assert shown["parameters"] == width * (28 * 28 + 1) + 10 * (width + 1) <= shown["parameters_before"]
     assert shown["weights_sha256"] == sha256(out / "weights.safetensors")
     assert shown["bytes"] < 0.6 * (folder / "weights.safetensors").stat().st_size
-    assert run(["certify", str(out), "--limit", "20", "--device", "cpu"]) == 0
-    assert answer(capsys)["images"] == 20
-    assert run(["trim", str(folder), "--out", str(out), "--device", "cpu"]) == 2
-    assert f"{out} is not empty" in capsys.readouterr().err
+    assert answered(run(["certify", str(out), "--limit", "20", "--device", "cpu"]))["images"] == 20
+    assert f"{out} is not empty" in refused(run(["trim", str(folder), "--out", str(out), "--device", "cpu"]))
 
 
-def test_a_whole_model_can_be_rounded_to_half_precision(capsys, folder, tmp_path):
+def test_a_whole_model_can_be_rounded_to_half_precision(capsys, folder, tmp_path, answered):
     out = tmp_path / "half"
     capsys.readouterr()
     assert run(["trim", str(folder), "--out", str(out), "--keep-units"]) == 2
     assert "--keep-units leaves nothing to do" in capsys.readouterr().err
-    assert run(["trim", str(folder), "--out", str(out), "--half", "--keep-units"]) == 0
-    shown = answer(capsys)
+    shown = answered(run(["trim", str(folder), "--out", str(out), "--half", "--keep-units"]))
     assert shown["parameters"] == shown["parameters_before"]
     assert shown["bytes"] < 0.6 * (folder / "weights.safetensors").stat().st_size
     assert run(["certify", str(out), "--limit", "20", "--device", "cpu"]) == 0
@@ -164,26 +158,24 @@ def test_another_threat_is_proven_but_not_compared(capsys, zoo):
     assert "not compared with the card" in capsys.readouterr().err
 
 
-def test_attacks_know_the_threat_and_data_of_the_card(capsys, zoo):
+def test_attacks_know_the_threat_and_data_of_the_card(capsys, zoo, answered):
     capsys.readouterr()
     options = ["--limit", "5", "--restarts", "1", "--steps", "2", "--device", "cpu"]
-    assert run(["attack", f"zoo:{NAME}", *options]) == 0
-    summary = answer(capsys)
+    summary = answered(run(["attack", f"zoo:{NAME}", *options]))
     assert summary["threat"] == zoo.card(NAME).threat.to_dict()
     assert summary["data"]["name"] == "mnist-mini"
     assert summary["weights_sha256"] == zoo.card(NAME).weights_sha256
 
 
-def test_a_copied_model_can_be_certified_and_reported(capsys, zoo, tmp_path):
+def test_a_copied_model_can_be_certified_and_reported(refused, zoo, tmp_path):
     copied = str(tmp_path / "copied")
-    assert run(["report", f"zoo:{NAME}"]) == 2
-    assert f"patchcert zoo copy {NAME}" in capsys.readouterr().err
+    assert f"patchcert zoo copy {NAME}" in refused(run(["report", f"zoo:{NAME}"]))
     assert run(["zoo", "copy", NAME, "--out", copied]) == 0
     assert run(["certify", copied, "--limit", "30", "--device", "cpu"]) == 0
     assert run(["report", copied, "--maps", "1"]) == 0
 
 
-def test_a_model_with_fewer_certified_images_is_kept_out(capsys, zoo, folder, tmp_path):
+def test_a_model_with_fewer_certified_images_is_kept_out(capsys, zoo, folder, tmp_path, answered):
     worse = Run.open(shutil.copytree(folder, tmp_path / "worse"))
     shutil.rmtree(worse.path / "evidence")
     content = bytearray(worse.weights.read_bytes())
@@ -191,8 +183,7 @@ def test_a_model_with_fewer_certified_images_is_kept_out(capsys, zoo, folder, tm
     worse.weights.write_bytes(content)
     assert run(["certify", str(worse.path), "--device", "cpu"]) == 0
     capsys.readouterr()
-    assert run(["zoo", "add", str(worse.path)]) == 0
-    (kept,) = answer(capsys)["runs"]
+    (kept,) = answered(run(["zoo", "add", str(worse.path)]))["runs"]
     assert kept["status"] == "kept"
     assert run(["zoo", "add", str(worse.path), "--replace"]) == 0
     assert zoo.card(NAME).weights_sha256 == sha256(worse.weights)
@@ -204,7 +195,6 @@ def test_a_model_with_fewer_certified_images_is_kept_out(capsys, zoo, folder, tm
         (["zoo", "show", "mnist-9x9-mlp"], "there is no model named 'mnist-9x9-mlp' in the zoo; known: "),
         (["certify", "zoo:mnist-9x9-mlp"], "there is no model named 'mnist-9x9-mlp' in the zoo"),
         (["attack", "zoo:mnist-9x9-mlp"], "there is no model named 'mnist-9x9-mlp' in the zoo"),
-        (["zoo", "add", "nowhere"], "the run folder nowhere is not there"),
     ],
 )
 def test_mistakes_get_one_message_and_exit_code_2(capsys, arguments, message):

@@ -40,8 +40,8 @@ def test_a_proven_image_names_its_weakest_placement_and_the_nearest_class(model)
     assert found.verdict == "certified"
     assert found.map.weakest.top == found.map.weakest.left == 0
     assert found.map.least == pytest.approx(float(certificates.least_margin[0]))
-    assert [score.label for score in found.margins] == [2, 0]
-    assert found.margins[0].value == float(certificates.least_margin[0])
+    assert list(found.margins) == [2, 0]
+    assert found.margins[2] == float(certificates.least_margin[0])
     assert found.sentences[0].startswith(
         "Proven (recovery, deterministic): it stays bright, against one 2x2 square"
     )
@@ -93,6 +93,20 @@ def test_proofs_behind_masks_show_the_weakest_copy(model, kind):
     assert "Behind mask" in " ".join(found.sentences)
 
 
+def test_maps_without_margins_say_what_is_proven_and_name_no_weakest_placement(tmp_path):
+    cells = nn.Sequential(nn.Conv2d(1, 2, 2)).eval()
+    with torch.no_grad():
+        cells[0].weight.copy_(torch.tensor([-1.0, 1.0])[:, None, None, None].expand(2, 1, 2, 2))
+        cells[0].bias.copy_(torch.tensor([2.0, -2.0]))
+    votes = pc.LocalVotes(cells)
+    found = explain(votes, image(200, 1), THREAT, "x")
+    assert not found.map.has_margins
+    assert "25 of 25 placements are proven." in found.sentences
+    text = write_explanation(found, tmp_path / "page.html").read_text()
+    assert "certificate map" in text
+    assert "weakest" not in text
+
+
 class Parity(nn.Module):
     """A base model of ablated images: two channels, what is shown and what is not."""
 
@@ -104,8 +118,8 @@ class Parity(nn.Module):
 def test_votes_are_counted():
     ablation = pc.RandomAblation(Parity().eval(), retained=9, selection_samples=10, estimation_samples=200)
     found = explain(ablation, image(200, 1), pc.SparsePixels(1), "x")
-    assert sum(score.value for score in found.votes) == 200
-    assert found.votes[0].label == 1
+    assert sum(found.votes.values()) == 200
+    assert next(iter(found.votes)) == 1
     assert "votes are for 1" in found.sentences[-1]
     assert "; proven for " in found.sentences[-1]
     assert found.map is None

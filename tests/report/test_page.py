@@ -29,6 +29,12 @@ def read(tmp_path, parse):
     return write_and_read
 
 
+def table_data(source):
+    """What the script of a page is given, which must be JSON."""
+    text = re.findall(r'<script type="application/json">(.*?)</script>', source, re.S)[0]
+    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
 def test_the_page_is_well_formed_and_loads_nothing(read, run, tmp_path):
     reader = read(run)
     assert reader.addresses
@@ -110,7 +116,7 @@ def test_hostile_names_stay_text(read, run):
 def test_every_image_is_in_the_data_of_the_table(run, tmp_path):
     path = write_report([run], tmp_path / "page.html")
     source = path.read_text(encoding="utf-8")
-    data = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', source, re.S)[0])
+    data = table_data(source)
     rows = run.certificates[0].columns
     assert data["index"] == rows["index"].tolist()
     assert data["margin"] == rows["margin"].tolist()
@@ -128,8 +134,7 @@ def test_margins_that_are_not_finite_are_valid_json(run, tmp_path, changed):
     margin[:2] = np.nan, -np.inf
     broken = replace(run, certificates=(changed(rows, margin=margin),))
     source = write_report([broken], tmp_path / "page.html").read_text(encoding="utf-8")
-    text = re.findall(r'<script type="application/json">(.*?)</script>', source, re.S)[0]
-    data = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    data = table_data(source)
     assert data["margin"][:3] == [None, None, 3.25]
     assert source.count("<td>not finite</td>") == 2
 
@@ -201,7 +206,7 @@ def test_whatever_the_certificates_have_is_shown(read, run, voted_run):
 
 
 def test_a_proof_by_masks_shows_the_weakest_ones(read, masked_run):
-    copy = MaskedImage(29, masked_run.thumbnails[29], masked_run.thumbnails[0], 9, 9, False, -0.5, (0, 4))
+    copy = MaskedImage(29, masked_run.thumbnails[29], 9, 9, False, masked_run.thumbnails[0], -0.5, (0, 4))
     text = read(replace(masked_run, masked=(copy,))).text
     assert "it must exceed 6.1e-05" in text
     assert "not certified \N{MINUS SIGN}0.50 image 29, label class 9; behind masks 0 and 4" in text
@@ -217,7 +222,7 @@ def test_a_proof_by_masks_shows_its_masks(run, masked_run, tmp_path, parse):
     source = page.read_text(encoding="utf-8")
     assert "The 9 masks: wherever the patch lies" in parse(page).text
     assert re.findall(r'aria-label="mask (\d+)"', source) == [str(number) for number in range(9)]
-    data = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', source, re.S)[0])
+    data = table_data(source)
     assert data["masks"][28:31] == ["2", "0, 4", "2"]
     assert [data["boxes"][number] for number in (0, 4)] == [[0, 0, 5, 5], [4, 4, 5, 5]]
 
@@ -229,7 +234,7 @@ def test_masks_that_are_no_rectangles_have_no_boxes():
 
 def test_a_classifier_that_abstains_is_not_called_wrong(voted_run, tmp_path):
     source = write_report([voted_run], tmp_path / "page.html").read_text(encoding="utf-8")
-    data = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', source, re.S)[0])
+    data = table_data(source)
     verdicts = [data["verdicts"][number] for number in data["verdict"]]
     assert Counter(verdicts) == {"certified": 28, "not certified": 8, "abstained": 4}
 

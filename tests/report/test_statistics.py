@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from patchcert.errors import InvalidInput
-from patchcert.report.statistics import Proportion, clopper_pearson, mean_interval
+from patchcert.report.statistics import Proportion, clopper_pearson, count, mean_interval
 
 
 @pytest.mark.parametrize(
@@ -78,3 +78,11 @@ def test_the_interval_of_a_mean_holds_when_runs_share_their_images():
 def test_a_mean_of_nothing_is_refused():
     with pytest.raises(InvalidInput, match="a mean needs at least one proportion"):
         mean_interval([])
+
+
+@pytest.mark.parametrize(("name", "broken"), [("MaskedDetection", 0), ("DoubleMasking", 4)])
+def test_an_alert_breaks_no_proof_of_detection(run, asked, changed, name, broken):
+    attack = asked(run.attacks[0], classifier={"name": name})
+    hit = attack.columns["succeeded"]
+    alerts = changed(attack, prediction_after=np.where(hit, -1, attack.columns["prediction_after"]))
+    assert count(alerts)["broken"] == broken

@@ -20,7 +20,6 @@ from patchcert.report.statistics import Proportion
 from patchcert.report.summary import (
     BROKEN_CERTIFICATE,
     BROKEN_CLEAN,
-    Pictures,
     RunSummary,
     summarise_run,
 )
@@ -117,6 +116,15 @@ def test_a_vote_may_change_its_answer_to_a_clean_image(run, voted_run, asked, ch
     assert replace(voted_run, attacks=(harmless,)).contradictions == ()
 
 
+def test_an_alert_is_no_success_where_patches_are_to_be_detected(run, asked, changed):
+    attack = asked(run.attacks[0], classifier={"name": "MaskedDetection"})
+    after = np.where(attack.columns["succeeded"], -1, attack.columns["prediction_after"])
+    alarmed = replace(run, attacks=(changed(attack, prediction_after=after),))
+    assert run.empirical == Proportion(14, 20)
+    assert alarmed.empirical == Proportion(18, 20)
+    assert alarmed.contradictions == ()
+
+
 def test_attacks_on_images_with_other_labels_are_refused(run, changed):
     attack = run.attacks[0]
     other = replace(run, attacks=(changed(attack, label=(attack.columns["label"] + 1) % 10),))
@@ -174,7 +182,7 @@ def copied(folder, tmp_path) -> Run:
 
 @pytest.fixture(scope="module")
 def summary(folder) -> RunSummary:
-    return summarise_run(Run.open(folder), Pictures(maps=4))
+    return summarise_run(Run.open(folder), maps=4)
 
 
 def test_rows_are_those_of_the_evidence_on_test_images(summary, folder):

@@ -1,7 +1,6 @@
 """Whatever models come with the package: small enough, and what their cards say."""
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,12 @@ import patchcert as pc
 from patchcert.certificates import IntervalBounds
 from patchcert.data import load_dataset
 from patchcert.errors import DataError
-from patchcert.evidence import Certification, Evidence, EvidenceFolder, Selection, Subject
-from patchcert.evidence.results import TRIMMED
-from patchcert.files import sha256
+from patchcert.evidence import Certification, Selection, Subject
 from patchcert.train.spec import read_spec
-from patchcert.zoo import Card, shelf
+from patchcert.zoo import shelf
 from patchcert.zoo.adding import entry_name
-from patchcert.zoo.recheck import differences, why_not_comparable
+from patchcert.zoo.audit import whole_proof
+from patchcert.zoo.recheck import differences
 
 RESULTS = Path(__file__).parents[2] / "results"
 DECISION = RESULTS.parent / "docs" / "decisions" / "0009-the-zoo-has-trimmed-models.md"
@@ -55,44 +53,6 @@ def test_a_card_is_of_its_weights_and_its_specification(name, tmp_path):
     assert spec.fingerprint(card.data_sha256) == card.training.run
 
 
-def evidence_of(card: Card, trimmed: bool) -> list[Evidence]:
-    """What the results have of the model against the threat of its card, as it was trained or trimmed."""
-    folder = EvidenceFolder(RESULTS / card.training.run / (TRIMMED if trimmed else ""))
-    return [each for each in folder.all() if each.threat == card.threat and each.is_undefended]
-
-
-def proof_of(card: Card, trimmed: bool) -> Evidence:
-    """The proof of all test images."""
-    found = [each for each in evidence_of(card, trimmed) if each.kind == "certify"]
-    (whole,) = [each for each in found if each.selection.is_whole_test_set]
-    return whole
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_card_says_what_the_results_say(name):
-    """Image by image: evidence of every model is kept beside the code."""
-    card = pc.zoo.card(name)
-    proof = proof_of(card, trimmed=bool(card.model.widths))
-    assert (proof.weights, sha256(proof.path)) == (card.weights_sha256, card.proof.evidence)
-    assert why_not_comparable(card, proof) == ""
-    assert differences(card, proof) == ()
-    assert proof.total == card.proof.images
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_attacks_on_a_card_are_counted_from_the_results(name):
-    card = pc.zoo.card(name)
-    counted = []
-    for attack in evidence_of(card, trimmed=bool(card.model.widths)):
-        if attack.kind == "attack" and attack.weights == card.weights_sha256:
-            certified = card.proof.certified_marks[attack.columns["index"]].sum()
-            is_chosen = attack.question.certified_only
-            counted.append((attack.total, attack.withstood, certified, is_chosen))
-    on_card = [(each.images, each.withstood, each.certified, each.certified_only) for each in card.attacks]
-    assert on_card
-    assert not Counter(on_card) - Counter(counted)
-
-
 def test_the_decision_on_trimmed_models_counts_what_cards_and_results_say():
     """Its table has every trimmed model: whole and trimmed counts, and on how many images the proofs differ."""
     stated = dict(
@@ -101,7 +61,7 @@ def test_the_decision_on_trimmed_models_counts_what_cards_and_results_say():
     assert set(stated) == {name for name in NAMES if pc.zoo.card(name).model.widths}
     for name, counts in stated.items():
         card = pc.zoo.card(name)
-        verdicts = proof_of(card, trimmed=False).columns["certified"]
+        verdicts = whole_proof(card, RESULTS).columns["certified"]
         differ = np.count_nonzero(verdicts != card.proof.certified_marks)
         assert counts.replace(",", "").split("|") == [
             f" {count} " for count in (verdicts.sum(), card.proof.certified, differ)

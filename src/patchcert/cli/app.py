@@ -17,15 +17,14 @@ import typer
 from patchcert import __version__
 from patchcert.cli.examples import GroupedCommand, epilog
 from patchcert.cli.factory import import_own
-from patchcert.cli.options import QuietOption, VerboseOption
-from patchcert.cli.output import Talk, print_error, say, talk, talking
+from patchcert.cli.options import Quiet, Verbose
+from patchcert.cli.output import INTERRUPTED, Talk, print_error, say, talk, talking
 from patchcert.cli.threads import wait_gently
 from patchcert.errors import PatchcertError
 from patchcert.files import STORAGE_ERRORS
 
 PROGRAM, IMPORT = "patchcert", "--import"
 USAGE_ERROR = 2
-INTERRUPTED = 130
 
 
 COMMANDS = {
@@ -148,7 +147,7 @@ def with_talk(command: Callable[..., Any]) -> Callable[..., Any]:
         _choose_talk(quiet, verbose)
         return command(*arguments, **options)
 
-    added = {"quiet": QuietOption, "verbose": VerboseOption}
+    added = {"quiet": Quiet, "verbose": Verbose}
     signature = inspect.signature(command)
     more = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
@@ -181,8 +180,8 @@ def _root(
             help="First import this module, which registers architectures or layers.",
         ),
     ] = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Prove that no adversarial patch changes what an image classifier says, and try to break it."""
     if version:

@@ -1,35 +1,16 @@
 """`patchcert attack`: patches and pixels that change what a model says."""
 
-import shlex
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, final
 
 import typer
 
-from patchcert.cli.certify import what_is_kept
-from patchcert.cli.options import (
-    USUAL_STEPS,
-    DataFolderOption,
-    DataOption,
-    DeviceOption,
-    EvidenceOption,
-    NormaliseOption,
-    PatchesOption,
-    PatchOption,
-    PlacementsOption,
-    ShapeOption,
-    SparseOption,
-    SplitOption,
-    WeightsOption,
-    check_evidence_file,
-    number_option,
-    parse_device,
-    parse_settings,
-    parse_threat,
-)
-from patchcert.cli.output import detail, print_error, print_json, progress_bar, say
+import patchcert as pc
+from patchcert.cli import options
+from patchcert.cli.measuring import command_line, kept_with, measure
+from patchcert.cli.output import print_error, print_json, progress_bar, say
 from patchcert.cli.target import (
     IMAGENET,
     Target,
@@ -39,7 +20,7 @@ from patchcert.cli.target import (
     open_target,
     select_images,
 )
-from patchcert.cli.threads import ThreadsOption, describe_threads, using_threads
+from patchcert.cli.threads import using_threads
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -61,22 +42,22 @@ def attack(
         list[str],
         typer.Argument(help="Run folders, .safetensors models, zoo:NAME, imagenet:NAME, or MODULE:FACTORY."),
     ],
-    weights: WeightsOption = None,
-    normalise: NormaliseOption = None,
-    patch: PatchOption = None,
-    shape: ShapeOption = None,
-    sparse: SparseOption = None,
-    placements: PlacementsOption = None,
-    patches: PatchesOption = None,
-    data: DataOption = None,
-    data_dir: DataFolderOption = None,
-    split: SplitOption = "test",
+    weights: options.Weights = None,
+    normalise: options.Normalise = None,
+    patch: options.Patch = None,
+    shape: options.Shape = None,
+    sparse: options.Sparse = None,
+    placements: options.Placements = None,
+    patches: options.Patches = None,
+    data: options.Data = None,
+    data_dir: options.DataFolder = None,
+    split: options.Split = "test",
     images: Annotated[
-        int | None, number_option("N images, drawn at random by --seed; 400 by default.")
+        int | None, options.number_option("N images, drawn at random by --seed; 400 by default.")
     ] = None,
-    limit: Annotated[int | None, number_option("The first N images instead of a draw.")] = None,
+    limit: Annotated[int | None, options.number_option("The first N images instead of a draw.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draw of images and of the attack.")] = 0,
-    steps: Annotated[int, typer.Option(help="Gradient steps per restart.")] = USUAL_STEPS,
+    steps: Annotated[int, typer.Option(help="Gradient steps per restart.")] = 150,
     step_size: Annotated[float | None, typer.Option(help="Length of a step; 0.05, sparse 0.1.")] = None,
     restarts: Annotated[
         int | None, typer.Option(help="Starts per image; 80, sparse and --certified-only 20, ImageNet 4.")
@@ -86,7 +67,7 @@ def attack(
         str | None, typer.Option(help="Where restarts go: random (default), sweep or certificate.")
     ] = None,
     universal: Annotated[
-        int | None, number_option("One patch for all images, learned on the last N training images.")
+        int | None, options.number_option("One patch for all images, learned on the last N training images.")
     ] = None,
     transform: Annotated[
         list[str] | None,
@@ -111,11 +92,13 @@ def attack(
     ] = False,
     tune: Annotated[
         int | None,
-        number_option("Choose the defense's settings on the last N training images."),
+        options.number_option("Choose the defense's settings on the last N training images."),
     ] = None,
     largest_drop: Annotated[
         float,
-        number_option("With --tune: clean accuracy that a defense may cost.", kind=float, least=0, most=1),
+        options.number_option(
+            "With --tune: clean accuracy that a defense may cost.", kind=float, least=0, most=1
+        ),
     ] = 0.02,
     certified_only: Annotated[
         bool,
@@ -124,10 +107,10 @@ def attack(
     save_images: Annotated[
         bool, typer.Option("--save-images", help="Keep the broken images in the evidence.")
     ] = False,
-    batch_size: Annotated[int | None, number_option("Images and restarts at once.")] = None,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
-    out: EvidenceOption = None,
+    batch_size: Annotated[int | None, options.number_option("Images and restarts at once.")] = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    out: options.EvidenceFile = None,
 ) -> None:
     """Look for members of a threat that change a model's predictions.
 
@@ -136,23 +119,23 @@ def attack(
     refutes its proof, and the exit code is 1. Interrupted, the same command resumes where it stopped, if evidence is
     kept.
     """
-    check_evidence_file(out)
-    if out is not None and len(targets) > 1:
-        raise InvalidInput(
-            f"--out {out} names one file for {len(targets)} targets", hint="attack them one by one."
-        )
-    if weights is not None and len(targets) > 1:
-        raise InvalidInput(
-            f"--weights {weights} are those of one model, not of {len(targets)} targets",
-            hint="attack them one by one.",
-        )
+    options.check_evidence_file(out)
+    for option, file in (("--out", out), ("--weights", weights)):
+        if file is not None and len(targets) > 1:
+            raise InvalidInput(
+                f"{option} {file} is for one target, not for {len(targets)}", hint="attack them one by one."
+            )
     if images is not None and limit is not None:
         raise InvalidInput("--images draws at random, --limit takes the first", hint="leave one of them out.")
+    given = {
+        "steps": steps,
+        "step_size": step_size,
+        "restarts": restarts,
+        "loss": loss,
+        "batch_size": batch_size,
+    }
     asked = AttackOptions(
-        steps=steps,
-        step_size=step_size,
-        restarts=restarts,
-        loss=loss,
+        given={name: value for name, value in given.items() if value is not None},
         search=search,
         universal=universal,
         transform=tuple(transform or ()),
@@ -163,17 +146,16 @@ def attack(
         tune=tune,
         largest_drop=largest_drop,
         certified_only=certified_only,
-        batch_size=batch_size,
         seed=seed,
         save_images=save_images,
-        device=parse_device(device),
+        device=options.parse_device(device),
         out=out,
     )
     drawn = None if limit is not None else images or 400
     subjects = []
     for target in targets:
         opened = open_target(target, data_dir, weights, normalise)
-        threat = parse_threat(patch, shape, sparse, None, placements, opened.threat, patches)
+        threat = options.parse_threat(patch, shape, sparse, None, placements, opened.threat, patches)
         dataset = open_data(opened, data, data_dir)
         selection = select_images(opened, dataset, split, limit, drawn, seed)
         subjects.append(AttackedTarget(target, opened, dataset, selection, threat))
@@ -204,12 +186,9 @@ class AttackedTarget:
 @final
 @dataclass(frozen=True)
 class AttackOptions:
-    """What was asked of every target; None where the default depends on the threat and the images."""
+    """What was asked of every target; `given` are settings of attacks, whose defaults depend on threat and images."""
 
-    steps: int
-    step_size: float | None
-    restarts: int | None
-    loss: str | None
+    given: Mapping[str, Any]
     search: str | None
     universal: int | None
     transform: tuple[str, ...]
@@ -220,7 +199,6 @@ class AttackOptions:
     tune: int | None
     largest_drop: float
     certified_only: bool
-    batch_size: int | None
     seed: int
     save_images: bool
     device: "torch.device"
@@ -248,7 +226,11 @@ class AttackOptions:
             raise InvalidInput(
                 f"{option} goes to random placements, --search elsewhere", hint="leave it out."
             )
-        if self.certified_only and not is_printed and (self.loss or self.search or self.step_size):
+        if (
+            self.certified_only
+            and not is_printed
+            and (self.search or {"loss", "step_size"} & self.given.keys())
+        ):
             raise InvalidInput(
                 "--certified-only tries every placement with every loss",
                 hint="leave out --loss, --search and --step-size.",
@@ -260,8 +242,7 @@ class AttackOptions:
 
         is_printed = examples is not None or self.transform
         if self.certified_only and not is_printed:
-            restarts = 20 if self.restarts is None else self.restarts
-            return strongest_attack(threat, self.steps, restarts, self._batch_size(is_imagenet))
+            return strongest_attack(threat, **self._settings(is_imagenet))
         attack = (
             self._printed(threat, examples, is_imagenet)
             if is_printed
@@ -274,52 +255,43 @@ class AttackOptions:
     def _printed(self, threat: "AnyThreat", examples: "Split | None", is_imagenet: bool) -> "Attack":
         """One patch for all images, or one for each that works under a transform."""
         from patchcert.attacks import Transform, TransformedAttack, UniversalAttack
-        from patchcert.threats import Patch
 
-        if not isinstance(threat, Patch):
+        if not isinstance(threat, pc.Patch):
             raise InvalidInput(
                 f"--universal and --transform are about one patch, not {threat}", hint="give --patch."
             )
-        transform = Transform(
-            **parse_settings("a transform", Transform, self.transform, option="--transform")
-        )
-        options = {"step_size": self.step_size, "restarts": self.restarts, "loss": self.loss}
-        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        given |= {"transform": transform, "steps": self.steps, "batch_size": self._batch_size(is_imagenet)}
+        asked = options.parse_settings("a transform", Transform, self.transform, option="--transform")
+        given = {**self._settings(is_imagenet), "transform": Transform(**asked)}
         if examples is None:
             return TransformedAttack(**given)
         return UniversalAttack(examples.floats(), examples.labels, **given)
 
     def build_unaware(self, threat: "AnyThreat", is_imagenet: bool) -> "Attack":
         """The attack as it would be on an undefended model."""
-        from patchcert.attacks import PatchAttack, PatchesInTurn, SparseAttack
-        from patchcert.threats import Patches, SparsePixels
+        from patchcert.attacks import PatchesInTurn
 
-        batch_size = self._batch_size(is_imagenet)
-        options = {"step_size": self.step_size, "restarts": self.restarts, "loss": self.loss}
-        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        if isinstance(threat, SparsePixels):
+        given = self._settings(is_imagenet)
+        if isinstance(threat, pc.SparsePixels):
             if self.search is not None:
                 raise InvalidInput("--search is about patches, not --sparse", hint="leave it out.")
-            return SparseAttack(self.steps, batch_size=batch_size, **given)
+            return pc.SparseAttack(**given)
         if is_imagenet:
             given = {"restarts": 4, **given}
-        search = cast("Search", self.search or "random")
-        attack = PatchAttack(self.steps, search=search, batch_size=batch_size, **given)
-        return PatchesInTurn(attack) if isinstance(threat, Patches) else attack
+        attack = pc.PatchAttack(search=cast("Search", self.search or "random"), **given)
+        return PatchesInTurn(attack) if isinstance(threat, pc.Patches) else attack
 
-    def _batch_size(self, is_imagenet: bool) -> int:
+    def _settings(self, is_imagenet: bool) -> dict[str, Any]:
         from patchcert.attacks import default_batch_size
 
-        return self.batch_size or default_batch_size(self.device, is_imagenet)
+        return {"batch_size": default_batch_size(self.device, is_imagenet), **self.given}
 
 
 def _attack_one(attacked: AttackedTarget, asked: AttackOptions, targets: list[str]) -> dict[str, Any]:
     """What is printed of one target; its evidence names the command without the other targets."""
-    from patchcert.evidence import Attacking, EvidenceFolder
+    from patchcert.evidence import Attacking
     from patchcert.report.statistics import in_words, summarise
 
-    words = [word for word in sys.argv[1:] if word == attacked.name or word not in targets]
+    others = tuple(target for target in targets if target != attacked.name)
     subject, tuning = _subject(attacked, asked)
     among = _certified_positions(attacked, subject, asked) if asked.certified_only else None
     attacking = Attacking(
@@ -328,27 +300,12 @@ def _attack_one(attacked: AttackedTarget, asked: AttackOptions, targets: list[st
         attacked.threat,
         asked.seed,
         asked.out,
-        shlex.join(["patchcert", *words]),
+        command_line(without=others),
         among,
         asked.save_images,
         tuning,
     )
-    run = attacked.target.run
-    if asked.out is None and run is not None:
-        attacking = attacking.into(EvidenceFolder(run.evidence_folder))
-    selection, count = attacked.selection, len(subject.positions() if among is None else among)
-    say(
-        f"attacking {count} {selection.split} images of {selection.data} with {attacked.threat} on {asked.device}"
-    )
-    detail(f"weights {subject.weights} of {attacked.target.weights}, {describe_threads()}")
-    if attacking.kept:
-        say(f"resuming after {attacking.kept} images that were attacked before")
-    try:
-        with progress_bar("attacking", "images") as report:
-            evidence = attacking.run(report)
-    except KeyboardInterrupt:
-        say(what_is_kept(attacking, count))
-        raise
+    evidence = measure(kept_with(attacked.target, attacking), attacked.target)
     if asked.certified_only:
         _say_of_proofs(attacked.name, evidence)
     say(in_words(evidence))
@@ -404,7 +361,7 @@ def _subject(attacked: AttackedTarget, asked: AttackOptions) -> "tuple[Subject, 
 
     target, tuning = attacked.target, {}
     model: Any = target.model.to(asked.device)
-    is_trained_for_it = asked.defense == "none" and learned_method(target) != "interval"
+    is_trained_for_it = asked.defense == "none" and learned_method(target)[0] != "interval"
     if asked.method is not None or is_trained_for_it:
         model = choose_classifier(target, attacked.threat, asked.method, asked.settings)
     elif asked.defense != "none":
@@ -415,7 +372,6 @@ def _subject(attacked: AttackedTarget, asked: AttackOptions) -> "tuple[Subject, 
 
 def _certified_positions(attacked: AttackedTarget, subject: "Subject", asked: AttackOptions) -> "Tensor":
     """Positions of the selected images that are certified, by the run's evidence or else by certifying them now."""
-    from patchcert.certificates import Classifier
     from patchcert.evidence import EvidenceFolder
 
     positions, run = subject.positions(), attacked.target.run
@@ -427,7 +383,7 @@ def _certified_positions(attacked: AttackedTarget, subject: "Subject", asked: At
         if known is not None:
             return positions[known]
     classifier = subject.classifier
-    if not isinstance(classifier, Classifier):
+    if not isinstance(classifier, pc.Classifier):
         classifier = choose_classifier(attacked.target, attacked.threat, "interval")
     images = subject.images(positions)
     with progress_bar("certifying", "images") as report:
@@ -440,10 +396,9 @@ def _defended(
 ) -> "tuple[nn.Module, dict[str, Any]]":
     """The model behind the defense, and what its settings reached on the images they were chosen on."""
     from patchcert.defenses import Defended
-    from patchcert.threats import Patch
 
     threat = attacked.threat
-    if not isinstance(threat, Patch):
+    if not isinstance(threat, pc.Patch):
         raise InvalidInput(f"--defense {asked.defense} is for patches, not {threat}", hint="give --patch.")
     side = max(threat.height, threat.width)
     if asked.tune is None:
@@ -471,8 +426,10 @@ def build_defense(
         raise InvalidInput(f"--defense {name} is unknown", hint="choose one of none, lgs, dw.")
     usual = (large if attacked.is_imagenet else small)[name]
     if name == "lgs":
-        return LocalGradientSmoothing(**usual | parse_settings(name, LocalGradientSmoothing, settings))
-    return DigitalWatermarking(model, **usual | parse_settings(name, DigitalWatermarking, settings))
+        return LocalGradientSmoothing(
+            **usual | options.parse_settings(name, LocalGradientSmoothing, settings)
+        )
+    return DigitalWatermarking(model, **usual | options.parse_settings(name, DigitalWatermarking, settings))
 
 
 def _tuned(

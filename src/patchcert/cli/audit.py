@@ -4,20 +4,16 @@ import json
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.options import (
-    DataSearchOption,
-    DeviceOption,
-    number_option,
-    parse_device,
-)
+import patchcert as pc
+from patchcert.cli import options
 from patchcert.cli.output import print_json, say
-from patchcert.errors import InvalidInput
+from patchcert.errors import DataError, InvalidInput
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +45,9 @@ def audit(
     ] = False,
     again: Annotated[
         int,
-        number_option("Prove and attack this many random images of each model again.", "--reprove", least=0),
+        options.number_option(
+            "Prove and attack this many random images of each model again.", "--reprove", least=0
+        ),
     ] = 0,
     runs: Annotated[
         list[Path] | None,
@@ -58,8 +56,8 @@ def audit(
     seed: Annotated[
         int | None, typer.Option(help="Of the images for --reprove; by default a new one.")
     ] = None,
-    device: DeviceOption = "auto",
-    data_dir: DataSearchOption = None,
+    device: options.Device = "auto",
+    data_dir: options.DataFolder = None,
 ) -> None:
     """Check every file of evidence against its manifest, the true labels and its own columns.
 
@@ -81,9 +79,10 @@ def audit(
     found = audit_results(checkout.results, checkout.measurements)
     findings = [*found.findings, *checkout.findings()]
     seed = secrets.randbelow(2**31) if seed is None else seed
-    reproofs = (
-        Reproving(checkout, again, seed, parse_device(device), data_dir).run(runs or []) if again else []
-    )
+    reproofs = []
+    if again:
+        models, place = checkout.models(runs or []), options.parse_device(device)
+        reproofs = _reproved(checkout.results, models, again, seed, place, data_dir)
     findings += [finding for reproof in reproofs for finding in reproof.findings]
     for finding in findings:
         say(str(finding))
@@ -118,6 +117,12 @@ class Checkout:
         return self.results.parent
 
     @property
+    def zoo(self) -> "pc.zoo.Zoo | None":
+        """The models of the checkout with their cards."""
+        entries = self.root / ENTRIES
+        return pc.zoo.Zoo(entries) if entries.is_dir() else None
+
+    @property
     def has_documents(self) -> bool:
         """Whether there are documents whose figures are to be checked."""
         return all((self.root / each).is_file() for each in (README, PAGE))
@@ -140,13 +145,12 @@ class Checkout:
         from patchcert.evidence.manifest import Manifest
         from patchcert.files import write_text
         from patchcert.papers.chiang2020.quoting import PLOT, updated
-        from patchcert.zoo import Zoo
         from patchcert.zoo.audit import recount
 
         Manifest.read(self.results).updated(self.results, self.measurements).write(self.results)
         say(f"wrote the manifest of {self.results}")
-        if (self.root / ENTRIES).is_dir():
-            recount(Zoo(self.root / ENTRIES), self.results)
+        if self.zoo is not None:
+            recount(self.zoo, self.results)
         if not self.has_documents:
             return
         sources = self.sources
@@ -157,13 +161,24 @@ class Checkout:
                 write_text(page, text)
                 say(f"wrote {page}")
 
+    def models(self, runs: "Sequence[Path]") -> "Iterator[AtHand]":
+        """The zoo's models, those of the checkout where it has some, and those of run folders."""
+        from patchcert.cli.target import open_run
+        from patchcert.evidence.reproving import AtHand
+        from patchcert.files import sha256
+
+        zoo = self.zoo or pc.zoo.shipped()
+        for name in zoo.names():
+            yield AtHand(f"zoo:{name}", zoo.card(name).weights_sha256, partial(zoo.load, name))
+        for run in map(open_run, runs):
+            yield AtHand(str(run.path), sha256(run.weights), run.model)
+
     def findings(self) -> "Iterator[Finding]":
         """What is wrong with the files beside the results."""
         from patchcert.bench.report import contradictions
         from patchcert.evidence.audit import Finding
         from patchcert.papers.chiang2020.audit import audit_paper
         from patchcert.papers.chiang2020.quoting import audit_documents
-        from patchcert.zoo import Zoo
         from patchcert.zoo.audit import audit_zoo
 
         for file in self.root.glob(MEASUREMENTS[0]):
@@ -171,62 +186,40 @@ class Checkout:
             yield from (Finding(file, what) for what in contradictions(facts))
         if (self.root / PAPER).is_dir():
             yield from audit_paper(self.root / PAPER)
-        if (self.root / ENTRIES).is_dir():
-            yield from audit_zoo(Zoo(self.root / ENTRIES), self.results)
+        if self.zoo is not None:
+            yield from audit_zoo(self.zoo, self.results)
         if self.has_documents:
             yield from audit_documents(self.sources)
 
 
-@dataclass(frozen=True)
-class Reproving:
-    """Proofs of models at hand, done again on random images of the data that are at hand."""
+def _reproved(
+    results: Path,
+    models: "Iterator[AtHand]",
+    images: int,
+    seed: int,
+    device: "torch.device",
+    data_dir: Path | None,
+) -> "list[Reproof]":
+    """Every proof of the models, done again on random images of the data that are at hand."""
+    from torch import Generator
 
-    checkout: Checkout
-    images: int
-    seed: int
-    device: "torch.device"
-    data_dir: Path | None
+    from patchcert.evidence.reproving import provable, reprove
 
-    def run(self, runs: "Sequence[Path]") -> "list[Reproof]":
-        """One for each file of certificates of each model."""
-        from torch import Generator
+    find_dataset = cache(partial(_dataset, data_dir=data_dir))
+    reproofs, stored = [], provable(results)
+    for model in models:
+        for evidence in stored.get(model.weights_sha256, ()):
+            dataset = find_dataset(evidence.selection.data)
+            if dataset is not None:
+                say(f"proving again: {model.name} against {evidence.threat}")
+                generator = Generator().manual_seed(seed)
+                reproofs.append(reprove(model, evidence, dataset, images, generator, device))
+    return reproofs
 
-        from patchcert.evidence.reproving import provable, reprove
 
-        datasets: dict[str, Dataset | None] = {}
-        reproofs, stored = [], provable(self.checkout.results)
-        for model in self.at_hand(runs):
-            for evidence in stored.get(model.weights_sha256, ()):
-                name = evidence.selection.data
-                if name not in datasets:
-                    datasets[name] = self._dataset(name)
-                dataset = datasets[name]
-                if dataset is not None:
-                    say(f"proving again: {model.name} against {evidence.threat}")
-                    generator = Generator().manual_seed(self.seed)
-                    reproofs.append(reprove(model, evidence, dataset, self.images, generator, self.device))
-        return reproofs
-
-    def _dataset(self, name: str) -> "Dataset | None":
-        from patchcert.data import load_dataset
-        from patchcert.errors import DataError
-
-        try:
-            return load_dataset(name, self.data_dir)
-        except DataError as error:
-            say(f"nothing on {name} is proven again: {error.message}")
-            return None
-
-    def at_hand(self, runs: "Sequence[Path]") -> "Iterator[AtHand]":
-        """The zoo's models, those of the checkout where it has some, and those of run folders."""
-        from patchcert.cli.target import open_run
-        from patchcert.evidence.reproving import AtHand
-        from patchcert.files import sha256
-        from patchcert.zoo import Zoo, shipped
-
-        entries = self.checkout.root / ENTRIES
-        zoo = Zoo(entries) if entries.is_dir() else shipped()
-        for name in zoo.names():
-            yield AtHand(f"zoo:{name}", zoo.card(name).weights_sha256, partial(zoo.load, name))
-        for run in map(open_run, runs):
-            yield AtHand(str(run.path), sha256(run.weights), run.model)
+def _dataset(name: str, data_dir: Path | None) -> "Dataset | None":
+    try:
+        return pc.load_dataset(name, data_dir)
+    except DataError as error:
+        say(f"nothing on {name} is proven again: {error.message}")
+        return None

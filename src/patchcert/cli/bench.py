@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchcert.cli.options import (
-    DeviceOption,
-    number_option,
-    parse_device,
-)
+from patchcert.cli import options
 from patchcert.cli.output import print_json, say
 from patchcert.errors import InvalidInput
 
@@ -22,17 +18,19 @@ if TYPE_CHECKING:
 
 
 def bench(
-    device: DeviceOption = "auto",
+    device: options.Device = "auto",
     only: Annotated[str | None, typer.Option(help="Only the cases whose name holds this text.")] = None,
-    patch: Annotated[int | None, number_option("Side of the patch in pixels: 5.")] = None,
-    batch: Annotated[int | None, number_option("Images at once: 256 on a GPU, 32 on a CPU.")] = None,
+    patch: Annotated[int | None, options.number_option("Side of the patch in pixels: 5.")] = None,
+    batch: Annotated[int | None, options.number_option("Images at once: 256 on a GPU, 32 on a CPU.")] = None,
     certify_images: Annotated[
-        int | None, number_option("Images to certify: 10,000 on a GPU, one batch on a CPU.")
+        int | None, options.number_option("Images to certify: 10,000 on a GPU, one batch on a CPU.")
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder of the data: certify its test images, not random ones.")
     ] = None,
-    spend: Annotated[float, number_option("Seconds to repeat each call for.", kind=float, least=0)] = 1.0,
+    spend: Annotated[
+        float, options.number_option("Seconds to repeat each call for.", kind=float, least=0)
+    ] = 1.0,
     sizes: Annotated[bool, typer.Option(help="Also measure larger images.")] = False,
     source: Annotated[
         Path | None, typer.Option("--from", help="Measure nothing: show what --json printed into this file.")
@@ -53,7 +51,7 @@ def bench(
     if source is not None:
         facts = _read(source)
     else:
-        place, cases = parse_device(device), _cases(only, patch, sizes)
+        place, cases = options.parse_device(device), _cases(only, patch, sizes)
         facts = _measure(cases, _machine(place, batch, certify_images, spend, data_dir))
     if as_json:
         print_json(facts)

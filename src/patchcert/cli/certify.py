@@ -1,41 +1,21 @@
 """`patchcert certify`: proofs for the images of a data set."""
 
-import shlex
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchcert.cli.options import (
-    DataFolderOption,
-    DataOption,
-    DeviceOption,
-    EvidenceOption,
-    NormaliseOption,
-    PatchesOption,
-    PatchOption,
-    PlacementsOption,
-    ShapeOption,
-    SparseOption,
-    SplitOption,
-    TargetArgument,
-    WeightsOption,
-    check_evidence_file,
-    number_option,
-    parse_bytes,
-    parse_device,
-    parse_dtype,
-    parse_threat,
-)
-from patchcert.cli.output import detail, print_error, print_json, progress_bar, say
+import patchcert as pc
+from patchcert.cli import options
+from patchcert.cli.measuring import command_line, kept_with, measure
+from patchcert.cli.output import print_error, print_json, say
 from patchcert.cli.target import Target, choose_classifier, open_data, open_target, select_images
-from patchcert.cli.threads import ThreadsOption, describe_threads, using_threads
+from patchcert.cli.threads import using_threads
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
     from patchcert.certificates import AnyThreat
     from patchcert.certificates.explaining import Width
-    from patchcert.evidence import Attacking, Certification, Evidence, Subject
+    from patchcert.evidence import Evidence, Subject
 
 DIFFERS = 1
 LEAST_BUDGET = 100_000
@@ -46,50 +26,34 @@ EXPLAINED, SHOWN = 4, 6
 
 
 def certify(
-    target: TargetArgument,
-    weights: WeightsOption = None,
-    normalise: NormaliseOption = None,
-    patch: PatchOption = None,
-    shape: ShapeOption = None,
-    sparse: SparseOption = None,
+    target: options.Target,
+    weights: options.Weights = None,
+    normalise: options.Normalise = None,
+    patch: options.Patch = None,
+    shape: options.Shape = None,
+    sparse: options.Sparse = None,
     bound: Annotated[
         str | None, typer.Option(help="With --sparse: tight (default), per-pixel or per-value.")
     ] = None,
-    placements: PlacementsOption = None,
-    patches: PatchesOption = None,
-    data: DataOption = None,
-    data_dir: DataFolderOption = None,
-    split: SplitOption = "test",
-    limit: Annotated[int | None, number_option("Only the first N images.")] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="Kind of proof: interval, masking, detection, ablation, bands, blocks or local-votes; by default what "
-            "the run was trained for."
-        ),
-    ] = None,
-    setting: Annotated[
-        list[str] | None, typer.Option(help="Setting of the method, like retained=45; repeatable.")
-    ] = None,
-    masks: Annotated[
-        str | None, typer.Option(help="Masking and detection: masks per axis, K or ROWS,COLUMNS: 6.")
-    ] = None,
-    device: DeviceOption = "auto",
+    placements: options.Placements = None,
+    patches: options.Patches = None,
+    data: options.Data = None,
+    data_dir: options.DataFolder = None,
+    split: options.Split = "test",
+    limit: options.Limit = None,
+    method: options.Method = None,
+    setting: options.Settings = None,
+    masks: options.Masks = None,
+    device: options.Device = "auto",
     dtype: Annotated[
         str | None, typer.Option(help="Interval bounds: float32 (default), or float64 as an audit.")
     ] = None,
     memory_budget: Annotated[
         str | None, typer.Option(help="Interval bounds: memory to work in, like 2GiB.")
     ] = None,
-    refine: Annotated[
-        str | None,
-        typer.Option(
-            help="Interval bounds: what they leave open goes on to linear bounds (linear), then to branch and bound "
-            "(split, with --setting budget=2000 parts for each image)."
-        ),
-    ] = None,
-    threads: ThreadsOption = None,
-    out: EvidenceOption = None,
+    refine: options.Refine = None,
+    threads: options.Threads = None,
+    out: options.EvidenceFile = None,
 ) -> None:
     """Prove for each image that no member of the threat changes the prediction.
 
@@ -98,40 +62,33 @@ def certify(
     command resumes where it stopped, if evidence is kept. `torchrun -m patchcert certify ...` shares the images among
     processes.
     """
-    from patchcert.certificates import IntervalBounds
-    from patchcert.evidence import Certification, EvidenceFolder, Subject
+    from patchcert.evidence import Certification, Subject
     from patchcert.report.statistics import in_words, summarise
     from patchcert.train.distributed import joined_world, local_device
 
     opened = open_target(target, data_dir, weights, normalise)
-    threat = parse_threat(patch, shape, sparse, bound, placements, opened.threat, patches)
-    budget, place = _parse_budget(memory_budget), local_device(parse_device(device))
-    check_evidence_file(out)
+    threat = options.parse_threat(patch, shape, sparse, bound, placements, opened.threat, patches)
+    budget, place = _parse_budget(memory_budget), local_device(options.parse_device(device))
+    options.check_evidence_file(out)
     opened.model.to(place)
     settings = {
-        "dtype": None if dtype is None else parse_dtype(dtype),
+        "dtype": None if dtype is None else options.parse_dtype(dtype),
         "memory_budget": budget,
         "refine": refine,
     }
-    given = [*(setting or ()), *([] if masks is None else [f"masks={masks}"])]
-    classifier = choose_classifier(opened, threat, method, given, settings)
+    classifier = choose_classifier(opened, threat, method, options.with_masks(setting, masks), settings)
     dataset = open_data(opened, data, data_dir)
     selection = select_images(opened, dataset, split, limit)
     subject = Subject(classifier, opened.weights_sha256, dataset, selection, place)
-    command = shlex.join(["patchcert", *sys.argv[1:]])
+    command = command_line()
     with using_threads(threads), joined_world(place) as world:
-        certification = Certification(subject, threat, out, command, world)
-        if out is None and opened.run is not None:
-            certification = certification.into(EvidenceFolder(opened.run.evidence_folder))
+        certification = kept_with(opened, Certification(subject, threat, out, command, world))
         if not world.is_main:
             certification.run()
             return
-        count = len(subject.positions())
-        say(f"certifying {count} {split} images of {dataset.name} against {threat} on {place}")
-        detail(f"weights {opened.weights_sha256} of {opened.weights}, {describe_threads()}")
         limits = _limits(subject, refine)
-        evidence = _prove(certification, count)
-    if isinstance(classifier, IntervalBounds):
+        evidence = measure(certification, opened)
+    if isinstance(classifier, pc.IntervalBounds):
         _say_why(subject, threat, evidence, command)
     card = _compare(opened, evidence)
     print_json({**summarise(evidence), **limits, **card})
@@ -140,32 +97,9 @@ def certify(
         raise typer.Exit(DIFFERS)
 
 
-def _prove(certification: "Certification", count: int) -> "Evidence":
-    """The evidence; an interruption says what is left of the work."""
-    if certification.kept:
-        say(f"resuming after {certification.kept} images that were certified before")
-    try:
-        with progress_bar("certifying", "images") as report:
-            return certification.run(report)
-    except KeyboardInterrupt:
-        say(what_is_kept(certification, count))
-        raise
-
-
-def what_is_kept(work: "Certification | Attacking", count: int) -> str:
-    """What an interruption leaves of work on so many images."""
-    if not work.can_resume:
-        return "nothing is kept: that needs --out or a run folder, and a model without layers of your own"
-    if not work.kept:
-        return "nothing is kept: the first block of images was not done"
-    return f"{work.kept} of {count} images are kept: the same command resumes from there"
-
-
 def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
     """Say which layers stop the refinement."""
-    from patchcert.certificates import IntervalBounds
-
-    if refine is None or not isinstance(subject.classifier, IntervalBounds):
+    if refine is None or not isinstance(subject.classifier, pc.IntervalBounds):
         return {}
     limits = subject.classifier.limits(subject.images(subject.positions()[:1]).floats())
     if limits.by_interval:
@@ -177,15 +111,13 @@ def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
 
 def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", command: str) -> None:
     """Where little is proven: where the bounds of a few images grow wide, and what to try instead."""
-    from patchcert.certificates import Classifier
     from patchcert.certificates.explaining import blown_up, widths
-    from patchcert.threats import Patch, SparsePixels
 
     if not evidence.correct or evidence.certified > LITTLE * evidence.correct:
         return
     say(f"little is proven: {evidence.certified} of {evidence.correct} right images, by interval bounds")
-    if isinstance(threat, Patch):
-        assert isinstance(subject.classifier, Classifier)
+    if isinstance(threat, pc.Patch):
+        assert isinstance(subject.classifier, pc.Classifier)
         right = evidence.columns["prediction"] == evidence.columns["label"]
         few = subject.images(subject.positions()[right.nonzero()[0][:EXPLAINED]])
         found = widths(subject.classifier.model, few.floats(), threat)
@@ -204,7 +136,7 @@ def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", comm
     say(
         "next: train on bounds, see `patchcert train --help`, or patchcert.worst_case_margins for a loop of your own"
     )
-    if not isinstance(threat, SparsePixels):
+    if not isinstance(threat, pc.SparsePixels):
         say(f"  or prove the model by masks: {command} --method masking")
         say(f"  or by votes, if it is trained for them: {command} --method bands")
     else:
@@ -237,7 +169,7 @@ def _compare(target: Target, evidence: "Evidence") -> dict[str, Any]:
 
 
 def _parse_budget(text: str | None) -> int | None:
-    budget = parse_bytes(text)
+    budget = options.parse_bytes(text)
     if budget is not None and budget < LEAST_BUDGET:
         raise InvalidInput(
             f"--memory-budget {text} is {budget:,} bytes, too few to work in",

@@ -1,15 +1,15 @@
 """`patchcert choose TRIALS.toml`: settings compared on held-out training images, never on test images."""
 
-import shlex
-import sys
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchcert.cli.options import DataSearchOption, DeviceOption, parse_device, parse_settings
-from patchcert.cli.output import print_json, progress_bar, say
+from patchcert.cli import options
+from patchcert.cli.measuring import command_line, measure_once
+from patchcert.cli.output import print_json, say
 from patchcert.cli.target import METHODS, choose_classifier, open_data, open_target, select_images
 from patchcert.cli.train import training_view
 from patchcert.errors import InvalidInput
@@ -88,8 +88,8 @@ def choose(
             "--rank-only", help="Measure nothing: rank what the folder holds, also without weights."
         ),
     ] = False,
-    device: DeviceOption = "auto",
-    data_dir: DataSearchOption = None,
+    device: options.Device = "auto",
+    data_dir: options.DataFolder = None,
 ) -> None:
     """Train each trial without the held-out training images, certify it on them, and rank the trials.
 
@@ -104,7 +104,7 @@ def choose(
     known = [trial.name for trial in asked.trials]
     if unknown := set(only or ()) - set(known):
         raise InvalidInput(f"--only {min(unknown)} is no trial", hint=f"trials are {', '.join(known)}.")
-    place = parse_device(device)
+    place = options.parse_device(device)
     for trial in asked.trials:
         if not rank_only and (only is None or trial.name in only):
             for each in asked.runs(trial, out):
@@ -126,7 +126,7 @@ def _carry_out(asked: Trials, each: TrialRun, device: "torch.device", data_dir: 
 
 def _certify(asked: Trials, folder: Path, device: "torch.device", data_dir: Path | None) -> None:
     """Prove the held-out images, unless that is done."""
-    from patchcert.evidence import Certification, EvidenceFolder, Subject
+    from patchcert.evidence import Certification, Subject
 
     opened = open_target(str(folder))
     assert opened.run is not None
@@ -136,11 +136,8 @@ def _certify(asked: Trials, folder: Path, device: "torch.device", data_dir: Path
     dataset = open_data(opened, None, data_dir)
     selection = select_images(opened, dataset, "validation", asked.images)
     subject = Subject(classifier, opened.weights_sha256, dataset, selection, device)
-    kept = EvidenceFolder(opened.run.evidence_folder)
-    proof = Certification(subject, opened.threat, None, shlex.join(["patchcert", *sys.argv[1:]])).into(kept)
-    if kept.find(proof.question, subject.weights) is None:
-        with progress_bar("certifying", "images") as report:
-            proof.run(report)
+    proof = Certification(subject, opened.threat, command=command_line())
+    measure_once(proof, opened.run, "certifying")
 
 
 def _ranked(asked: Trials, out: Path) -> list[dict[str, Any]]:
@@ -184,10 +181,15 @@ def _answers(asked: Trials, proof: "Evidence") -> bool:
     kind = method_named(classifier["name"])
     if kind is None or (asked.method is not None and METHODS[asked.method] != classifier["name"]):
         return False
-    settings = parse_settings(asked.method or classifier["name"], kind, asked.settings)
-    is_same = all(classifier.get(name) == value for name, value in settings.items())
+    settings = options.parse_settings(asked.method or classifier["name"], kind, asked.settings)
+    is_same = all(classifier.get(name) == _plain(value) for name, value in settings.items())
     chosen = proof.selection
     return is_same and (chosen.split, chosen.limit) == (f"validation:{asked.held_out}", asked.images)
+
+
+def _plain(setting: object) -> object:
+    """A setting as evidence has it, in JSON."""
+    return json.loads(json.dumps(setting, default=lambda dtype: str(dtype).removeprefix("torch.")))
 
 
 def _row(each: TrialRun, run: "Run", found: "Evidence") -> dict[str, Any]:

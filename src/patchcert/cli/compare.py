@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from patchcert.cli import options
 from patchcert.cli.output import print_table, say
 from patchcert.errors import InvalidInput
 
@@ -49,10 +50,8 @@ def compare(
     from patchcert.comparison.counting import best
     from patchcert.comparison.leaderboard import published_rows, write_rows
 
-    if output not in FORMATS:
-        raise InvalidInput(f"--format {output} is unknown", hint=f"choose one of {', '.join(FORMATS)}")
-    if write is not None and write.suffix != ".json":
-        raise InvalidInput(f"--write {write} is no name of a leaderboard file", hint="end it with .json")
+    options.check_choice("--format", output, FORMATS)
+    options.check_suffix("--write", write, "a leaderboard file", ".json")
     counted, stated = _rows(sources)
     counted = best(counted) if only_best else counted
     if published:

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from patchcert.cli.options import DataSearchOption
+import patchcert as pc
+from patchcert.cli import options
 from patchcert.cli.output import Report, print_json, progress_bar, say
 from patchcert.errors import DataError
 
@@ -16,7 +17,7 @@ Name = Annotated[str, typer.Argument(help="Name of the data set; `patchcert data
 
 
 @app.command("list")
-def list_data(data_dir: DataSearchOption = None) -> None:
+def list_data(data_dir: options.DataFolder = None) -> None:
     """Say which data sets there are and which of them are on this machine."""
     from patchcert.data import SOURCES
     from patchcert.data.files import MNIST_MINI, data_folders, locate
@@ -36,7 +37,7 @@ def list_data(data_dir: DataSearchOption = None) -> None:
 @app.command()
 def fetch(
     name: Name,
-    data_dir: DataSearchOption = None,
+    data_dir: options.DataFolder = None,
     mirror: Annotated[
         str | None,
         typer.Option(help="URL or path of a folder that holds the published files, instead of the official."),
@@ -54,7 +55,7 @@ def fetch(
 
 
 @app.command()
-def verify(name: Name, data_dir: DataSearchOption = None) -> None:
+def verify(name: Name, data_dir: options.DataFolder = None) -> None:
     """Compare every file of a data set with its known SHA-256 sum, and read all of it."""
     from patchcert.data.files import assemble, locate, read
     from patchcert.data.sources import find_source
@@ -87,14 +88,13 @@ def labels(
         bool,
         typer.Option("--held-out", help="Of the last 10,000 training images instead of the test images."),
     ] = False,
-    data_dir: DataSearchOption = None,
+    data_dir: options.DataFolder = None,
 ) -> None:
     """Write labels, one or two bytes each, in the form in which the package ships them for audits."""
-    from patchcert.data import load_dataset
     from patchcert.data.labels import HELD_OUT_IMAGES, packed_labels
     from patchcert.files import atomic_write, sha256
 
-    dataset = load_dataset(name, data_dir)
+    dataset = pc.load_dataset(name, data_dir)
     with atomic_write(out) as stream:
         stream.write(packed_labels(dataset, held_out))
     count = min(HELD_OUT_IMAGES, len(dataset.train)) if held_out else len(dataset.test)

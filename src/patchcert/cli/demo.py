@@ -8,26 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any, final
 
 import typer
 
-from patchcert.cli.options import (
-    DeviceOption,
-    number_option,
-    parse_device,
-)
-from patchcert.cli.output import print_error, print_json, progress_bar, say, stderr_console
+import patchcert as pc
+from patchcert.cli import options
+from patchcert.cli.measuring import measure_once
+from patchcert.cli.output import INTERRUPTED, print_json, say, stderr_console
+from patchcert.cli.report import exit_if_contradictory
 from patchcert.cli.threads import using_threads
 
 if TYPE_CHECKING:
     import torch
 
-    from patchcert.attacks import PatchAttack
-    from patchcert.evidence import Attacking, Certification, EvidenceFolder, Subject
+    from patchcert.evidence import Subject
     from patchcert.report.summary import RunSummary
     from patchcert.report.tables import Table
     from patchcert.train.run_folder import Run
     from patchcert.train.spec import Spec
 
-INTERRUPTED = 130
-INCONSISTENT = 1
 PAGE = "report.html"
 TITLE = "patchcert demo: digits against 2x2 patches"
 SIDE = 2
@@ -38,9 +34,9 @@ def demo(
         Path, typer.Option(help="Run folder; the page is written into it.", file_okay=False)
     ] = Path("patchcert-demo"),
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds and a worse model.")] = False,
-    device: DeviceOption = "cpu",
+    device: options.Device = "cpu",
     threads: Annotated[
-        int, number_option("CPU threads; more are faster on idle cores, with other weights.")
+        int, options.number_option("CPU threads; more are faster on idle cores, with other weights.")
     ] = 1,
 ) -> None:
     """Train a small model, prove it against 2x2 patches, attack it, and write a page about it.
@@ -65,9 +61,7 @@ def demo(
             "seconds": round(seconds, 1),
         }
     )
-    if summary.contradictions:
-        print_error("the evidence contradicts itself", f"see the red box at the top of {page}")
-        raise typer.Exit(INCONSISTENT)
+    exit_if_contradictory([summary], page)
 
 
 def _carry_out(out: Path, quick: bool, device: str, threads: int) -> "RunSummary":
@@ -76,7 +70,7 @@ def _carry_out(out: Path, quick: bool, device: str, threads: int) -> "RunSummary
     from patchcert.report.summary import summarise_run
     from patchcert.train.training import Workplace, train_run
 
-    plan, place = quick_plan() if quick else full_plan(), parse_device(device)
+    plan, place = _plan(quick), options.parse_device(device)
     _greet(out)
     with using_threads(threads):
         with training_view(plan.spec.schedule.epochs) as view:
@@ -93,32 +87,27 @@ class DemoPlan:
     """What is trained, and how much of it is certified and attacked."""
 
     spec: "Spec"
-    attack: "PatchAttack"
+    attack: "pc.PatchAttack"
     images: int = 1000
     sides: tuple[int, ...] = (1, 3, 4)
     side_images: int = 250
     attacked: int = 200
 
 
-def full_plan() -> DemoPlan:
-    """A network of one hidden layer against 2x2 patches, with settings chosen on held-out training images."""
-    from patchcert.attacks import PatchAttack
+def _plan(quick: bool) -> DemoPlan:
+    """A network of one hidden layer against 2x2 patches, with settings chosen on held-out training images.
 
-    attack = PatchAttack(steps=40, step_size=0.1, restarts=20, search="certificate", batch_size=512)
-    return DemoPlan(_spec(hidden=100, epochs=10, ramp_epochs=3, limit=None), attack)
-
-
-def quick_plan() -> DemoPlan:
-    """The same steps in a few seconds, for a look at how they fit together; the model is worse."""
-    from patchcert.attacks import PatchAttack
-
+    Quick are the same steps in a few seconds, for a look at how they fit together; the model is worse.
+    """
+    attack = pc.PatchAttack(steps=40, step_size=0.1, restarts=20, search="certificate", batch_size=512)
+    if not quick:
+        return DemoPlan(_spec(hidden=100, epochs=10, ramp_epochs=3, limit=None), attack)
     spec = _spec(hidden=32, epochs=4, ramp_epochs=1, limit=1500)
-    attack = PatchAttack(steps=20, step_size=0.2, restarts=5, search="certificate", batch_size=512)
-    return DemoPlan(spec, attack, images=200, sides=(1, 3), side_images=50, attacked=40)
+    weak = replace(attack, steps=20, step_size=0.2, restarts=5)
+    return DemoPlan(spec, weak, images=200, sides=(1, 3), side_images=50, attacked=40)
 
 
 def _spec(hidden: int, epochs: int, ramp_epochs: int, limit: int | None) -> "Spec":
-    from patchcert.threats import Patch
     from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
     from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
     from patchcert.train.strategies import AllPlacements
@@ -126,7 +115,7 @@ def _spec(hidden: int, epochs: int, ramp_epochs: int, limit: int | None) -> "Spe
     return Spec(
         data=DataSettings("mnist-mini", validation=500, limit=limit, crop_padding=1),
         model=ModelSettings("mlp", hidden=hidden),
-        threat=Patch(SIDE),
+        threat=pc.Patch(SIDE),
         strategy=AllPlacements(),
         schedule=Schedule(
             epochs,
@@ -140,41 +129,31 @@ def _spec(hidden: int, epochs: int, ramp_epochs: int, limit: int | None) -> "Spe
 
 def measure(plan: DemoPlan, run: "Run", device: "torch.device") -> None:
     """Everything that the plan measures, as evidence in the run's folder; what is there already is not repeated."""
-    from patchcert.certificates import IntervalBounds
-    from patchcert.data import load_dataset
-    from patchcert.evidence import Attacking, Certification, EvidenceFolder, Selection, Subject
+    from patchcert.evidence import Attacking, Certification, Selection, Subject
     from patchcert.files import sha256
-    from patchcert.threats import Patch
 
-    dataset, weights = load_dataset(run.spec.data.name), sha256(run.weights)
-    model, folder = run.model(device), EvidenceFolder(run.evidence_folder)
+    dataset, weights = pc.load_dataset(run.spec.data.name), sha256(run.weights)
+    model = run.model(device)
 
     def subject(count: int, classifier: Any) -> "Subject":  # noqa: ANN401 - a model or a classifier
         limit = None if count >= len(dataset.test) else count
         return Subject(classifier, weights, dataset, Selection(dataset.name, limit=limit), device)
 
     for side, count in ((SIDE, plan.images), *((side, plan.side_images) for side in plan.sides)):
-        asked = subject(count, IntervalBounds(model))
+        asked = subject(count, pc.IntervalBounds(model))
         command = _command("certify", run, asked, ["--patch", f"{side}x{side}"])
-        _once(Certification(asked, Patch(side), command=command), folder, f"certify {side}x{side}", "images")
+        measure_once(Certification(asked, pc.Patch(side), command=command), run, f"certify {side}x{side}")
     attack, asked = plan.attack, subject(plan.attacked, model)
     options = [f"--{name}={getattr(attack, name)}" for name in ("loss", "search", "restarts", "steps")]
     options += [f"--step-size={attack.step_size}", "--save-images"]
     attacking = Attacking(
         asked,
         attack,
-        Patch(SIDE),
+        pc.Patch(SIDE),
         command=_command("attack", run, asked, options),
         save_images=True,
     )
-    _once(attacking, folder, f"attack {SIDE}x{SIDE}", "restarts")
-
-
-def _once(measurement: "Certification | Attacking", folder: "EvidenceFolder", label: str, unit: str) -> None:
-    """Measure and keep, unless the same was measured with the same weights before."""
-    if folder.find(measurement.question, measurement.subject.weights) is None:
-        with progress_bar(label, unit) as report:
-            measurement.into(folder).run(report)
+    measure_once(attacking, run, f"attack {SIDE}x{SIDE}")
 
 
 def _command(name: str, run: "Run", subject: "Subject", options: list[str]) -> str:

@@ -3,73 +3,48 @@
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchcert.cli.options import (
-    DataFolderOption,
-    DataOption,
-    DeviceOption,
-    NormaliseOption,
-    PatchesOption,
-    PatchOption,
-    PlacementsOption,
-    ShapeOption,
-    SparseOption,
-    SplitOption,
-    TargetArgument,
-    WeightsOption,
-    number_option,
-    parse_device,
-    parse_threat,
-)
+import patchcert as pc
+from patchcert.cli import options
 from patchcert.cli.output import print_json, say
 from patchcert.cli.predict import read_pictures
 from patchcert.cli.target import Target, choose_classifier, open_data, open_target, select_images
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from patchcert.certificates import Classifier
     from patchcert.data import Split
     from patchcert.report.explaining import Explanation
 
 
 def explain(
-    target: TargetArgument,
+    target: options.Target,
     image: Annotated[
         str,
         typer.Argument(help="The number of an image in its split, from 0, or a picture of the model's size."),
     ],
-    weights: WeightsOption = None,
-    normalise: NormaliseOption = None,
-    patch: PatchOption = None,
-    shape: ShapeOption = None,
-    sparse: SparseOption = None,
-    placements: PlacementsOption = None,
-    patches: PatchesOption = None,
-    data: DataOption = None,
-    data_dir: DataFolderOption = None,
-    split: SplitOption = "test",
+    weights: options.Weights = None,
+    normalise: options.Normalise = None,
+    patch: options.Patch = None,
+    shape: options.Shape = None,
+    sparse: options.Sparse = None,
+    placements: options.Placements = None,
+    patches: options.Patches = None,
+    data: options.Data = None,
+    data_dir: options.DataFolder = None,
+    split: options.Split = "test",
     label: Annotated[
-        int | None, number_option("Of a picture: its class; by default what is predicted.", least=0)
+        int | None, options.number_option("Of a picture: its class; by default what is predicted.", least=0)
     ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(help="Kind of proof: interval, masking, detection, ...; by default that of the run."),
-    ] = None,
-    setting: Annotated[
-        list[str] | None, typer.Option(help="Setting of the method, like retained=45; repeatable.")
-    ] = None,
-    masks: Annotated[
-        str | None, typer.Option(help="Masking and detection: masks per axis, K or ROWS,COLUMNS: 6.")
-    ] = None,
-    refine: Annotated[
-        str | None,
-        typer.Option(help="Interval bounds: go on with linear bounds (linear), then split (split)."),
-    ] = None,
-    device: DeviceOption = "auto",
+    method: options.Method = None,
+    setting: options.Settings = None,
+    masks: options.Masks = None,
+    refine: options.Refine = None,
+    device: options.Device = "auto",
     out: Annotated[Path, typer.Option(help="The page to write.", dir_okay=False)] = Path("explanation.html"),
 ) -> None:
     """Draw why an image is or is not proven: the weakest placement, bounds layer by layer, masks, votes.
@@ -80,24 +55,26 @@ def explain(
     from patchcert.report.explaining import explain as explain_image
     from patchcert.report.explaining import write_explanation
 
-    if out.suffix not in (".html", ".htm"):
-        raise InvalidInput(f"--out {out} is no name of an HTML file", hint="end it with .html.")
-    opened = open_target(target, weights=weights, normalise=normalise)
-    threat = parse_threat(patch, shape, sparse, None, placements, opened.threat, patches)
-    place = parse_device(device)
+    options.check_suffix("--out", out, "an HTML file", ".html", ".htm")
+    opened = open_target(target, data_dir, weights, normalise)
+    threat = options.parse_threat(patch, shape, sparse, None, placements, opened.threat, patches)
+    place = options.parse_device(device)
     opened.model.to(place)
-    given = [*(setting or ()), *([] if masks is None else [f"masks={masks}"])]
-    classifier = choose_classifier(opened, threat, method, given, {"refine": refine})
+    settings = options.with_masks(setting, masks)
+    classifier = choose_classifier(opened, threat, method, settings, {"refine": refine})
+    if image.isdecimal() and label is not None:
+        raise InvalidInput(
+            f"--label {label} is for pictures; image {image} has its own", hint="leave it out."
+        )
     if image.isdecimal():
-        if label is not None:
-            raise InvalidInput(
-                f"--label {label} is for pictures; image {image} has its own", hint="leave it out."
-            )
         shown, classes = _of_data(opened, int(image), data, data_dir, split)
         name = f"{split} image {image}"
     else:
-        shown, classes = _of_picture(opened, Path(image), classifier, label, data)
+        shown, classes = _of_picture(opened, Path(image), data)
         name = Path(image).name
+    shown = shown.to(place)
+    if not image.isdecimal():
+        shown = replace(shown, labels=shown.labels.new_tensor([_label(classifier, shown, label)]))
     found = explain_image(classifier, shown, threat, name, classes)
     shared = _shared_words(
         target,
@@ -143,33 +120,27 @@ def _of_data(
     return whole[number : number + 1], dataset.classes
 
 
-def _of_picture(
-    target: Target, path: Path, classifier: "Classifier", label: int | None, data: str | None
-) -> "tuple[Split, tuple[str, ...]]":
-    """The picture; where its class is not given, what the classifier predicts of it is what can be proven."""
-    import torch
-
-    from patchcert.data import Split, class_names
+def _of_picture(target: Target, path: Path, data: str | None) -> "tuple[Split, tuple[str, ...]]":
+    from patchcert.data import class_names
 
     if not path.is_file():
         raise InvalidInput(
             f"there is no picture {path}", hint="give the number of an image of the data, or a picture file."
         )
-    pixels = read_pictures(target, [path])
-    device = next((each.device for each in classifier.model.parameters()), torch.device("cpu"))
-    if label is None:
-        label = int(classifier.predict(pixels.to(device))[0])
-        if label < 0:
-            raise InvalidInput(f"the classifier abstains on {path}", hint="say what it shows with --label.")
     known = data or target.data
-    classes = (class_names(known) or ()) if known else ()
-    return Split((255 * pixels).round().to(torch.uint8), torch.tensor([label])), tuple(classes)
+    return read_pictures(target, [path]), tuple(class_names(known) or ()) if known else ()
+
+
+def _label(classifier: "pc.Classifier", picture: "Split", given: int | None) -> int:
+    """The class of a picture; where none is given, what the classifier predicts is what can be proven."""
+    label = int(classifier.predict(picture.floats())[0]) if given is None else given
+    if label < 0:
+        raise InvalidInput("the classifier abstains on the picture", hint="say what it shows with --label.")
+    return label
 
 
 def next_commands(found: "Explanation", image: str, shared: Sequence[str]) -> list[tuple[str, str]]:
     """What to try next, each with the reason; `shared` are the words of the command that others take too."""
-    from patchcert.certificates import IntervalBounds
-    from patchcert.threats import Patch
 
     def command(name: str, *options: str) -> str:
         target, *rest = shared
@@ -181,7 +152,7 @@ def next_commands(found: "Explanation", image: str, shared: Sequence[str]) -> li
         return [("try to break what is proven", command("attack", "--certified-only", "--images", "100"))]
     if found.verdict != "not certified":
         return []
-    if not isinstance(found.threat, Patch):
+    if not isinstance(found.threat, pc.Patch):
         return [("look for pixels that change predictions", command("attack"))]
     steps = [("look for patches that change predictions", command("attack", "--search", "sweep"))]
     if found.hidden is not None:
@@ -189,7 +160,7 @@ def next_commands(found: "Explanation", image: str, shared: Sequence[str]) -> li
         return [("more masks hide less each", more), *steps]
     steps = [("prove it behind masks", command("explain", "--method", "masking", "--masks", "6")), *steps]
     is_close = (
-        isinstance(found.classifier, IntervalBounds)
+        isinstance(found.classifier, pc.IntervalBounds)
         and found.classifier.refine is None
         and found.wide is None
     )
@@ -200,7 +171,7 @@ def next_commands(found: "Explanation", image: str, shared: Sequence[str]) -> li
 
 def _facts(found: "Explanation") -> dict[str, Any]:
     """The explanation for programs; numbers that JSON does not have are null."""
-    weakest = None if found.map is None else found.map.weakest
+    weakest = found.map.weakest if found.map is not None and found.map.has_margins else None
     hidden = found.hidden
     return {
         "image": found.name,
@@ -210,8 +181,8 @@ def _facts(found: "Explanation") -> dict[str, Any]:
         "threat": found.threat.to_dict(),
         "classifier": found.classifier.describe(),
         "weakest_placement": None if weakest is None else [weakest.top, weakest.left],
-        "margins": {str(score.label): _number(score.value) for score in found.margins},
-        "votes": {str(score.label): int(score.value) for score in found.votes},
+        "margins": {str(label): _number(value) for label, value in found.margins.items()},
+        "votes": {str(label): int(count) for label, count in found.votes.items()},
         "layers": [
             {
                 "name": layer.name,

@@ -6,36 +6,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchcert.cli.options import (
-    DataFolderOption,
-    DataOption,
-    NormaliseOption,
-    PatchOption,
-    PlacementsOption,
-    ShapeOption,
-    SplitOption,
-    TargetArgument,
-    WeightsOption,
-    number_option,
-    parse_threat,
-)
+import patchcert as pc
+from patchcert.cli import options
 from patchcert.cli.output import print_json, say
-from patchcert.cli.target import Target, open_data, open_target, select_images
+from patchcert.cli.target import open_data, open_target, select_images
 from patchcert.errors import InvalidInput, InvalidThreat
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from patchcert.certificates import AnyThreat
-    from patchcert.data import Dataset
-    from patchcert.evidence import Selection
+    from patchcert.data import Split
 
 MODEL = "model.onnx"
 KINDS = ("open", "proven")
 
 
 def export(
-    target: TargetArgument,
-    weights: WeightsOption = None,
-    normalise: NormaliseOption = None,
+    target: options.Target,
+    weights: options.Weights = None,
+    normalise: options.Normalise = None,
     onnx: Annotated[
         Path | None, typer.Option(help="The ONNX file to write.", dir_okay=False, metavar="FILE")
     ] = None,
@@ -48,13 +38,13 @@ def export(
         ),
     ] = None,
     only: Annotated[str | None, typer.Option(help="Only claims that are open, or proven.")] = None,
-    patch: PatchOption = None,
-    shape: ShapeOption = None,
-    placements: PlacementsOption = None,
-    data: DataOption = None,
-    data_dir: DataFolderOption = None,
-    split: SplitOption = "test",
-    limit: Annotated[int, number_option("Properties of the first N images.")] = 1,
+    patch: options.Patch = None,
+    shape: options.Shape = None,
+    placements: options.Placements = None,
+    data: options.Data = None,
+    data_dir: options.DataFolder = None,
+    split: options.Split = "test",
+    limit: Annotated[int, options.number_option("Properties of the first N images.")] = 1,
 ) -> None:
     """Write a model as an ONNX file, and what interval bounds claim of it as VNN-LIB properties.
 
@@ -66,54 +56,43 @@ def export(
 
     if onnx is None and vnnlib is None:
         raise InvalidInput("nothing is asked for", hint="give --onnx FILE, --vnnlib FOLDER, or both.")
-    if only is not None and only not in KINDS:
-        raise InvalidInput(f"--only {only} is unknown", hint=f"choose one of {', '.join(KINDS)}.")
-    opened = open_target(target, weights=weights, normalise=normalise)
-    threat = None if vnnlib is None else parse_threat(patch, shape, None, None, placements, opened.threat)
-    dataset = None
-    if vnnlib is not None or opened.image_shape is None:
+    options.check_choice("--only", only, KINDS)
+    opened = open_target(target, data_dir, weights, normalise)
+    threat = (
+        None if vnnlib is None else options.parse_threat(patch, shape, None, None, placements, opened.threat)
+    )
+    size, images = opened.image_shape, None
+    if vnnlib is not None or size is None:
         dataset = open_data(opened, data, data_dir)
-    selection = None if dataset is None else select_images(opened, dataset, split, limit)
-    shape_of_images = opened.image_shape or _size(dataset, selection)
+        images = dataset.split(select_images(opened, dataset, split, limit).split).take(limit)
+        size = images.image_size
     file = onnx if onnx is not None else Path(str(vnnlib)) / MODEL
-    save_onnx(opened.model, file, shape_of_images)
+    save_onnx(opened.model, file, size)
     say(f"the network is in {file}")
     summary: dict[str, Any] = {"onnx": str(file)}
-    if vnnlib is not None:
-        assert dataset is not None
-        assert selection is not None
-        summary |= _write(opened, threat, dataset, selection, vnnlib, file, only)
+    if vnnlib is not None and images is not None:
+        summary |= _write(opened.model, threat, images, vnnlib, file, only)
     print_json(summary)
 
 
-def _size(dataset: "Dataset | None", selection: "Selection | None") -> tuple[int, int, int]:
-    assert dataset is not None
-    assert selection is not None
-    channels, height, width = dataset.split(selection.split).image_size
-    return channels, height, width
-
-
 def _write(
-    target: Target,
+    model: "nn.Module",
     threat: "AnyThreat | None",
-    dataset: "Dataset",
-    selection: "Selection",
+    images: "Split",
     folder: Path,
     file: Path,
     only: str | None,
 ) -> dict[str, Any]:
     from patchcert.certificates.claims import claims_of, write_properties
-    from patchcert.threats import Patch
 
-    if not isinstance(threat, Patch):
+    if not isinstance(threat, pc.Patch):
         raise InvalidThreat(
             f"properties are about patches, and the threat is {threat}", hint="give --patch 5."
         )
-    images = dataset.split(selection.split).take(selection.limit or 1)
-    pixels, labels = images.floats(), images.labels
-    claims = claims_of(target.model, pixels, labels, range(len(images)), threat)
+    pixels = images.floats()
+    claims = claims_of(model, pixels, images.labels, range(len(images)), threat)
     chosen = [each for each in claims if only is None or each.is_proven == (only == "proven")]
-    classes = target.model(pixels[:1]).shape[1]
+    classes = model(pixels[:1]).shape[1]
     write_properties(folder, chosen, pixels, classes, threat, os.path.relpath(file, folder))
     proven = sum(each.is_proven for each in chosen)
     say(f"{len(chosen)} properties are in {folder}: {proven} proven, {len(chosen) - proven} open")

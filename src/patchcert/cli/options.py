@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin
 
 import typer
 
+import patchcert as pc
 from patchcert.errors import InvalidInput, InvalidThreat
 
 if TYPE_CHECKING:
     import torch
 
     from patchcert.certificates import AnyThreat
-    from patchcert.threats import Patch, SparsePixels
     from patchcert.threats.sparse import SparseBound
 
 
@@ -44,56 +44,71 @@ def number_option(
     return typer.Option(*names, parser=read, metavar="N", help=words)
 
 
-TargetArgument = Annotated[
+Target = Annotated[
     str,
     typer.Argument(
         help="A run folder, a .safetensors file with a model, an .onnx file, zoo:NAME, zoo:FOLDER/NAME, or "
         "MODULE:FACTORY, a function of yours that returns the model."
     ),
 ]
-WeightsOption = Annotated[
+Weights = Annotated[
     Path | None,
     typer.Option(help="The weights for MODULE:FACTORY, a safetensors file or a state dict (.pt)."),
 ]
-NormaliseOption = Annotated[
+Normalise = Annotated[
     str | None,
     typer.Option(
         metavar="MEAN/STD",
         help="For MODULE:FACTORY or an .onnx file, normalise images first, like 0.49,0.48,0.45/0.25,0.24,0.26.",
     ),
 ]
-PatchOption = Annotated[str | None, typer.Option(help="A rectangle, HEIGHTxWIDTH or SIDE: 5x5, 2x8, 5.")]
-ShapeOption = Annotated[
+Patch = Annotated[str | None, typer.Option(help="A rectangle, HEIGHTxWIDTH or SIDE: 5x5, 2x8, 5.")]
+Shape = Annotated[
     str | None, typer.Option(help="Another shape, like diamond:25, or a file with a stamp (PNG or # and .).")
 ]
-SparseOption = Annotated[int | None, number_option("Any N pixels, anywhere.")]
-PatchesOption = Annotated[
+Sparse = Annotated[int | None, number_option("Any N pixels, anywhere.")]
+Patches = Annotated[
     int | None, number_option("So many patches at once, each at a placement of its own; else one.", least=2)
 ]
-PlacementsOption = Annotated[
+Placements = Annotated[
     str | None, typer.Option(help="Where the patch may be: everywhere, corners, 'top,left;...' or a file.")
 ]
-DataOption = Annotated[str | None, typer.Option(help="Data set; a run folder knows its own.")]
-DataFolderOption = Annotated[Path | None, typer.Option(help="Folder of the data.")]
-DataSearchOption = Annotated[
+Data = Annotated[str | None, typer.Option(help="Data set; a run folder knows its own.")]
+DataFolder = Annotated[
     Path | None, typer.Option(help="Folder of the data; else $PATCHCERT_DATA, else the cache.")
 ]
-SplitOption = Annotated[
-    str, typer.Option(help="test, train, or validation: what the run held out of training.")
+Split = Annotated[str, typer.Option(help="test, train, or validation: what the run held out of training.")]
+Limit = Annotated[int | None, number_option("Only the first N images.")]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        help="Kind of proof: interval, masking, detection, ablation, bands, blocks or local-votes; by default what "
+        "the run was trained for."
+    ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")]
-EvidenceOption = Annotated[
+Settings = Annotated[
+    list[str] | None, typer.Option(help="Setting of the method, like retained=45; repeatable.")
+]
+Masks = Annotated[
+    str | None, typer.Option(help="Masking and detection: masks per axis, K or ROWS,COLUMNS: 6.")
+]
+Refine = Annotated[
+    str | None,
+    typer.Option(
+        help="Interval bounds: what they leave open goes on to linear bounds (linear), then to branch and bound "
+        "(split, with --setting budget=2000 parts for each image)."
+    ),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto.")]
+Threads = Annotated[int | None, number_option("CPU threads; by default as many as there are cores.")]
+EvidenceFile = Annotated[
     Path | None,
     typer.Option("--out", help="Where to write one row of evidence per image; a run folder keeps its own."),
 ]
-
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors on stderr.")]
-VerboseOption = Annotated[
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors on stderr.")]
+Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Say more on stderr: threads, versions, files.")
 ]
-
-USUAL_STEPS = 150
-"""Gradient steps per restart of an attack."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -104,42 +119,33 @@ def parse_threat(
     sparse: int | None,
     bound: str | None,
     placements: str | None,
-    trained: "Patch | SparsePixels | None",
+    trained: "pc.Patch | pc.SparsePixels | None",
     patches: int | None = None,
 ) -> "AnyThreat":
     """The threat that the options name; without any the one a run was trained on."""
-    from patchcert.threats import Patch, Patches, SparsePixels, shapes
-
     given = [f"--{name}" for name, value in (("patch", patch), ("shape", shape), ("sparse", sparse)) if value]
     if len(given) > 1:
         raise InvalidThreat(f"{' and '.join(given)} name two threats", hint="give one of them.")
-    stamp = shapes.parse(patch or shape or "") if patch or shape else None
-    if stamp is None and sparse is None and isinstance(trained, Patch) and placements:
-        stamp = trained.stamp
-    if patches is not None:
-        if sparse is not None:
-            raise InvalidThreat(
-                f"--patches {patches} needs a patch, not --sparse", hint="leave one of them out."
-            )
-        one = parse_threat(patch, shape, None, bound, placements, trained)
-        if not isinstance(one, Patch):
-            raise InvalidThreat(
-                f"--patches {patches} needs a patch, not {one}", hint="give --patch or --shape."
-            )
-        return Patches(one, patches)
     if bound is not None and sparse is None:
         raise InvalidThreat(f"--bound {bound} needs --sparse", hint="give --sparse K, for any K pixels.")
-    if placements is not None and stamp is None:
-        raise InvalidThreat(f"--placements {placements} needs a patch", hint="give --patch or --shape.")
-    if stamp is not None:
-        return Patch(stamp, parse_placements(placements or "everywhere"))
-    if sparse is not None:
-        return SparsePixels(sparse, cast("SparseBound", bound or "tight"))
-    if trained is None:
+    threat = trained
+    if stamp := patch or shape:
+        threat = pc.Patch(pc.shapes.parse(stamp))
+    elif sparse is not None:
+        threat = pc.SparsePixels(sparse, cast("SparseBound", bound or "tight"))
+    if threat is None:
         raise InvalidThreat(
             "no threat is given", hint="give --patch 5x5, --shape diamond:25 or --sparse 4, for example."
         )
-    return trained
+    if isinstance(threat, pc.Patch):
+        one = threat if placements is None else pc.Patch(threat.stamp, parse_placements(placements))
+        return one if patches is None else pc.Patches(one, patches)
+    for option, value in (("--placements", placements), ("--patches", patches)):
+        if value is not None:
+            raise InvalidThreat(
+                f"{option} {value} needs a patch, not {threat}", hint="give --patch or --shape."
+            )
+    return threat
 
 
 def parse_placements(text: str) -> "str | list[tuple[int, int]] | torch.Tensor":
@@ -155,9 +161,7 @@ def parse_placements(text: str) -> "str | list[tuple[int, int]] | torch.Tensor":
         raise InvalidThreat(f"cannot read placements from {path}: {error}") from error
     rows = content.split()
     if rows and set("".join(rows)) <= set("#."):
-        from patchcert.threats.shapes import from_rows
-
-        return from_rows(rows, "the placement map")
+        return pc.shapes.from_rows(rows, "the placement map")
     return _parse_corners(content, str(path))
 
 
@@ -201,14 +205,12 @@ def parse_device(text: str) -> "torch.device":
     return device
 
 
-def parse_dtype(text: str) -> "torch.dtype":
+def parse_dtype(text: str, option: str = "--dtype") -> "torch.dtype":
     """`float32` or `float64`."""
     import torch
 
-    types = {"float32": torch.float32, "float64": torch.float64}
-    if text not in types:
-        raise InvalidInput(f"--dtype {text} is unknown", hint=f"choose one of {', '.join(types)}.")
-    return types[text]
+    check_choice(option, text, ("float32", "float64"))
+    return getattr(torch, text)
 
 
 def _parse_corners(text: str, where: str) -> list[tuple[int, int]]:
@@ -222,15 +224,31 @@ def _parse_corners(text: str, where: str) -> list[tuple[int, int]]:
     return [(int(match[1]), int(match[2])) for match in matches if match]
 
 
+def check_choice(option: str, word: str | None, choices: Collection[str]) -> None:
+    """Refuse a word that is none of the choices; where none is given there is nothing to refuse."""
+    if word is not None and word not in choices:
+        raise InvalidInput(f"{option} {word} is unknown", hint=f"choose one of {', '.join(choices)}.")
+
+
+def check_suffix(option: str, path: Path | None, what: str, *suffixes: str) -> None:
+    """Refuse the name of a file that ends in none of the suffixes."""
+    if path is not None and path.suffix not in suffixes:
+        raise InvalidInput(f"{option} {path} is no name of {what}", hint=f"end it with {suffixes[0]}.")
+
+
 def check_evidence_file(path: Path | None) -> None:
     """Refuse a file that cannot be written before the work, not after it."""
+    check_suffix("--out", path, "an evidence file", ".npz")
     if path is None:
         return
-    if path.suffix != ".npz" or path.is_dir():
-        raise InvalidInput(f"--out {path} is not the name of an evidence file", hint="end it with .npz.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(path.parent, os.W_OK):
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise InvalidInput(f"--out {path} cannot be written", hint="name a file in a folder of yours.")
+
+
+def with_masks(settings: Sequence[str] | None, masks: str | None) -> list[str]:
+    """The settings of a method, those that --masks stands for among them."""
+    return [*(settings or ()), *([] if masks is None else [f"masks={masks}"])]
 
 
 def parse_settings(
@@ -256,9 +274,13 @@ def parse_settings(
 
 
 def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 - whatever the setting takes
+    import torch
+
     kinds = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if value == "none" and type(None) in kinds:
         return None
+    if torch.dtype in kinds:
+        return parse_dtype(value, setting.partition("=")[0])
     if kind is bool:
         if value not in ("true", "false"):
             raise InvalidInput(f"{setting} is neither true nor false", hint="write one of them.")

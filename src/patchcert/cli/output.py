@@ -1,6 +1,7 @@
 """What commands say: data on stdout, everything else on stderr. NO_COLOR and pipes are respected by rich."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+STDERR = 2
 _WIDE = 220
 FIRST_LINE, NEXT_LINE, LAST_LINE = 2.0, 10.0, 60.0
 """Without a terminal a line of progress comes after so many seconds, then so often, in long work less often."""
@@ -75,6 +79,12 @@ def say(message: str, least: Talk = Talk.USUAL) -> None:
     """One line of talk on stderr, if at least so much is wanted."""
     if _TALK.get() >= least:
         stderr_console().print(Text(message))
+
+
+def say_at_once(message: str) -> None:
+    """A line of talk from a signal handler: past the stream, which refuses a line in the midst of another."""
+    if not is_quiet():
+        os.write(STDERR, f"{message}\n".encode())
 
 
 def detail(message: str) -> None:

@@ -5,62 +5,43 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchcert.cli.options import (
-    DataFolderOption,
-    DataOption,
-    DeviceOption,
-    NormaliseOption,
-    PatchesOption,
-    PatchOption,
-    PlacementsOption,
-    ShapeOption,
-    SplitOption,
-    TargetArgument,
-    WeightsOption,
-    number_option,
-    parse_device,
-    parse_threat,
-)
+from patchcert.cli import options
 from patchcert.cli.output import print_json, progress_bar, say
 from patchcert.cli.target import Target, choose_classifier, open_data, open_target, select_images
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from patchcert.data import Split
     from patchcert.tensors import Images, Labels
 
 
 def predict(
-    target: TargetArgument,
+    target: options.Target,
     pictures: Annotated[
         list[Path] | None,
         typer.Argument(help="Picture files of the model's size; without any, images of the data set."),
     ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(help="Kind of proof: interval, masking, detection, ...; by default that of the run."),
-    ] = None,
-    setting: Annotated[
-        list[str] | None, typer.Option(help="Setting of the method, like masks=6; repeatable.")
-    ] = None,
-    weights: WeightsOption = None,
-    normalise: NormaliseOption = None,
-    patch: PatchOption = None,
-    shape: ShapeOption = None,
-    placements: PlacementsOption = None,
-    patches: PatchesOption = None,
-    data: DataOption = None,
-    data_dir: DataFolderOption = None,
-    split: SplitOption = "test",
-    limit: Annotated[int | None, number_option("Only the first N images.")] = None,
-    device: DeviceOption = "auto",
+    method: options.Method = None,
+    setting: options.Settings = None,
+    weights: options.Weights = None,
+    normalise: options.Normalise = None,
+    patch: options.Patch = None,
+    shape: options.Shape = None,
+    placements: options.Placements = None,
+    patches: options.Patches = None,
+    data: options.Data = None,
+    data_dir: options.DataFolder = None,
+    split: options.Split = "test",
+    limit: options.Limit = None,
+    device: options.Device = "auto",
 ) -> None:
     """Say what the classifier of a kind of proof predicts: the function that its certificates are about.
 
     The answer is JSON on stdout, a class for each image; null where the classifier abstains or raises an alert.
     """
     opened = open_target(target, data_dir, weights, normalise)
-    threat = parse_threat(patch, shape, None, None, placements, opened.threat, patches)
-    place = parse_device(device)
+    threat = options.parse_threat(patch, shape, None, None, placements, opened.threat, patches)
+    place = options.parse_device(device)
     opened.model.to(place)
     classifier = choose_classifier(opened, threat, method, setting or ())
     images, labels, names = _images(opened, pictures or [], data, data_dir, split, limit)
@@ -83,7 +64,7 @@ def _images(
 ) -> "tuple[Images, Labels | None, list[str]]":
     """The images, their labels where they are known, and what to call them."""
     if pictures:
-        return read_pictures(target, pictures), None, [str(picture) for picture in pictures]
+        return read_pictures(target, pictures).floats(), None, [str(picture) for picture in pictures]
     dataset = open_data(target, data, data_dir)
     selection = select_images(target, dataset, split, limit)
     whole = dataset.split(selection.split)
@@ -92,29 +73,31 @@ def _images(
     return chosen.floats(), chosen.labels, [str(position) for position in positions.tolist()]
 
 
-def read_pictures(target: Target, pictures: list[Path]) -> "Images":
-    """Pictures as they are: none is resized, since threats are about the pixels that the user has."""
+def read_pictures(target: Target, pictures: list[Path]) -> "Split":
+    """Pictures of no known class, as they are: none is resized, since threats are about the pixels that one has."""
     import numpy as np
     import torch
     from PIL import Image, UnidentifiedImageError
 
-    spec = target.spec
-    rows = []
+    from patchcert.data import Split
+
+    shape, rows = target.image_shape, []
+    size = None if shape is None else shape[1:]
     for picture in pictures:
         try:
             with Image.open(picture) as opened:
-                grey = spec is not None and spec.channels == 1
+                grey = shape is not None and shape[0] == 1
                 pixels = np.asarray(opened.convert("L" if grey else "RGB"), dtype=np.uint8)
         except (OSError, UnidentifiedImageError) as error:
             raise InvalidInput(f"{picture} cannot be read as a picture: {error}") from error
-        size = (spec.height, spec.width) if spec is not None else pixels.shape[:2]
-        if pixels.shape[:2] != size or (rows and rows[0].shape[1:] != pixels.shape[:2]):
+        size = size or pixels.shape[:2]
+        if pixels.shape[:2] != size:
             raise InvalidInput(
                 f"{picture} is {pixels.shape[0]}x{pixels.shape[1]} pixels; expected {size[0]}x{size[1]}",
                 hint="resize it first: threats are about the pixels that the model is given.",
             )
         rows.append(torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1).copy()).movedim(2, 0))
-    return torch.stack(rows).float() / 255
+    return Split(torch.stack(rows), torch.full((len(rows),), -1))
 
 
 def _answer(found: "Labels", labels: "Labels | None", names: list[str]) -> dict[str, Any]:

@@ -5,10 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.options import (
-    DataSearchOption,
-    number_option,
-)
+from patchcert.cli import options
 from patchcert.cli.output import print_error, print_json, say
 from patchcert.errors import InvalidInput
 
@@ -24,8 +21,8 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The page; by default report.html in the folder of a single run.")
     ] = None,
-    data_dir: DataSearchOption = None,
-    maps: Annotated[int, number_option("Certificate maps per run.", least=0)] = 8,
+    data_dir: options.DataFolder = None,
+    maps: Annotated[int, options.number_option("Certificate maps per run.", least=0)] = 8,
 ) -> None:
     """Put runs and their evidence into one self-contained HTML page.
 
@@ -33,12 +30,11 @@ def report(
     """
     from patchcert.cli.target import open_run
     from patchcert.report.page import write_report
-    from patchcert.report.summary import Pictures, summarise_run
+    from patchcert.report.summary import summarise_run
 
     path = _page(runs, out)
     opened = [open_run(folder) for folder in runs]
-    pictures = Pictures(maps=maps, data_dir=data_dir)
-    summaries = [summarise_run(run, pictures) for run in opened]
+    summaries = [summarise_run(run, maps, data_dir) for run in opened]
     _tell_of_missing_images(opened, summaries)
     write_report(summaries, path)
     consistent = not any(summary.contradictions for summary in summaries)
@@ -47,8 +43,13 @@ def report(
         {"run": str(folder), **summary.shares()} for folder, summary in zip(runs, summaries, strict=True)
     ]
     print_json({"page": str(path), "consistent": consistent, "runs": results})
-    if not consistent:
-        print_error("the evidence contradicts itself", f"see the red box at the top of {path}")
+    exit_if_contradictory(summaries, path)
+
+
+def exit_if_contradictory(summaries: "list[RunSummary]", page: Path) -> None:
+    """Exit with 1 where evidence contradicts itself; the page shows where."""
+    if any(summary.contradictions for summary in summaries):
+        print_error("the evidence contradicts itself", f"see the red box at the top of {page}")
         raise typer.Exit(INCONSISTENT)
 
 

@@ -1,10 +1,9 @@
 """`patchcert reproduce TABLE`: the paper's tables, trained and certified here, or recounted from evidence."""
 
-import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -13,13 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.options import (
-    DataFolderOption,
-    DeviceOption,
-    number_option,
-    parse_device,
-)
-from patchcert.cli.output import print_json, print_table, say
+from patchcert.cli import options
+from patchcert.cli.output import INTERRUPTED, print_json, print_table, say, say_at_once
 from patchcert.errors import DataError, InvalidInput
 
 if TYPE_CHECKING:
@@ -28,9 +22,8 @@ if TYPE_CHECKING:
     from patchcert.papers.chiang2020.view import TableView
 
 FORMATS = ("table", "markdown", "csv", "latex", "json")
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
 TALK_EVERY = 30.0
-STDERR = 2
 
 
 def reproduce(
@@ -44,9 +37,9 @@ def reproduce(
     rows: Annotated[
         list[str] | None, typer.Option(help="Only rows with all these words: 'MNIST all mlp'. Repeatable.")
     ] = None,
-    device: DeviceOption = "auto",
-    jobs: Annotated[int, number_option("How many runs at once on the device.")] = 1,
-    seeds: Annotated[int | None, number_option("How many seeds for each run.")] = None,
+    device: options.Device = "auto",
+    jobs: Annotated[int, options.number_option("How many runs at once on the device.")] = 1,
+    seeds: Annotated[int | None, options.number_option("How many seeds for each run.")] = None,
     tf32: Annotated[
         bool, typer.Option("--tf32", help="Train with products rounded to TF32; certificates never are.")
     ] = False,
@@ -56,7 +49,7 @@ def reproduce(
             "--bfloat16", help="As --tf32, and windows kept in bfloat16 on a GPU: for large networks."
         ),
     ] = False,
-    data_dir: DataFolderOption = None,
+    data_dir: options.DataFolder = None,
     runs: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/reproduce"),
     results: Annotated[
         Path | None, typer.Option(help="Folder for evidence; by default RUNS/results.")
@@ -75,9 +68,15 @@ def reproduce(
     Finished runs are skipped and interrupted ones resume, so that the same command can be given again and
     again. Exits with 1 if a run failed.
     """
-    _check_options(output, write, page)
+    options.check_choice("--format", output, FORMATS)
+    options.check_suffix("--write", write, "a Markdown file", ".md")
+    options.check_suffix("--page", page, "an HTML file", ".html")
     if source is not None:
-        _refuse({"--jobs": jobs > 1, "--tf32": tf32, "--bfloat16": bfloat16})
+        for option, is_given in (("--jobs", jobs > 1), ("--tf32", tf32), ("--bfloat16", bfloat16)):
+            if is_given:
+                raise InvalidInput(
+                    f"{option} is about training, and --from trains nothing", hint="leave it out"
+                )
         _require_results(source)
     folder = source or results or runs / "results"
     if table == "collect":
@@ -95,7 +94,7 @@ def reproduce(
     if source is None:
         from patchcert.papers.chiang2020.runner import Effort, Workshop
 
-        shop = Workshop(runs, folder, str(parse_device(device)), data_dir, jobs)
+        shop = Workshop(runs, folder, str(options.parse_device(device)), data_dir, jobs)
         effort = Effort(asked, seeds or 1, tf32, bfloat16)
         code = carry_out([entry for _, entries in chosen for entry in entries], effort, shop)
     from patchcert.evidence.results import Results
@@ -112,29 +111,12 @@ def reproduce(
         raise typer.Exit(code)
 
 
-def _refuse(options: Mapping[str, object]) -> None:
-    """An option that would do nothing is a mistake."""
-    for option, value in options.items():
-        if value:
-            raise InvalidInput(f"{option} is about training, and --from trains nothing", hint="leave it out")
-
-
 def _refuse_quick_imagenet(quick: bool, chosen: "Sequence[tuple[PaperTable, tuple[Entry, ...]]]") -> None:
     if quick and all(entry.dataset == "imagenet" for _, entries in chosen for entry in entries):
         raise InvalidInput(
             "attacks on ImageNet train nothing and have no quick look",
             hint="leave out --scale, and name the folder of the images and the network with --data-dir.",
         )
-
-
-def _check_options(output: str, write: Path | None, page: Path | None) -> None:
-    """Found out before the work, not after it."""
-    if output not in FORMATS:
-        raise InvalidInput(f"--format {output} is unknown", hint=f"choose one of {', '.join(FORMATS)}")
-    if write is not None and write.suffix != ".md":
-        raise InvalidInput(f"--write {write} is no name of a Markdown file", hint="end it with .md")
-    if page is not None and page.suffix != ".html":
-        raise InvalidInput(f"--page {page} is no name of an HTML file", hint="end it with .html")
 
 
 def _require_folder(path: Path, hint: str) -> None:
@@ -287,11 +269,7 @@ class Talk:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Event]:
-    """While this lasts Ctrl-C and a polite kill ask for a clean stop; a second one does not wait.
-
-    A signal may come while a line is being written, and the stream refuses another one then: so what is said
-    goes past the stream.
-    """
+    """While this lasts Ctrl-C and a polite kill ask for a clean stop; a second one does not wait."""
     order = Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -299,7 +277,7 @@ def stop_on_signals() -> Iterator[Event]:
         if order.is_set():
             raise KeyboardInterrupt
         order.set()
-        os.write(STDERR, b"stopping: every run saves its state\n")
+        say_at_once("stopping: every run saves its state")
 
     for number in before:
         signal.signal(number, ask)

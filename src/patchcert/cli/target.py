@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import patchcert as pc
 from patchcert.cli.factory import make_model, names_a_factory
-from patchcert.cli.options import parse_normalisation, parse_settings
+from patchcert.cli.options import check_choice, parse_normalisation, parse_settings
 from patchcert.cli.output import say
 from patchcert.errors import DataError, InvalidInput, ModelError
 
@@ -15,13 +16,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from patchcert.certificates import AnyThreat, Classifier
+    from patchcert.certificates import AnyThreat
     from patchcert.data import Dataset, Split
     from patchcert.evidence import Selection
     from patchcert.models import ModelSpec, OnnxNetwork
-    from patchcert.threats import Patch, SparsePixels
     from patchcert.train.run_folder import Run
-    from patchcert.zoo import Card
 
 ZOO, IMAGENET, ONNX = "zoo:", "imagenet:", ".onnx"
 
@@ -39,8 +38,8 @@ class Target:
     spec: "ModelSpec | None"
     weights: Path | str
     run: "Run | None" = None
-    card: "Card | None" = None
-    threat: "Patch | SparsePixels | None" = None
+    card: "pc.zoo.Card | None" = None
+    threat: "pc.Patch | pc.SparsePixels | None" = None
     data: str | None = None
     onnx: "OnnxNetwork | None" = None
 
@@ -74,15 +73,19 @@ def open_target(
     `imagenet:NAME` is a network beside ImageNet's images in the folder of the data.
     """
     opened = _open(target, data_dir, weights, normalise)
-    _refuse_broken_weights(opened)
+    for name, value in opened.model.state_dict().items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise ModelError(
+                f"{name} of {opened.weights} holds NaN or infinities",
+                hint="the training has diverged, or the file is damaged: give weights that are finite.",
+            )
     return opened
 
 
 def _open(target: str, data_dir: Path | None, weights: Path | None, normalise: str | None) -> Target:
     from patchcert.models import load
 
-    is_own = not target.startswith((ZOO, IMAGENET)) and names_a_factory(target)
-    if is_own:
+    if not target.startswith((ZOO, IMAGENET)) and names_a_factory(target):
         return _open_own(target, weights, normalise)
     if target.endswith(ONNX) and weights is None:
         return _open_onnx(Path(target), normalise)
@@ -98,9 +101,7 @@ def _open(target: str, data_dir: Path | None, weights: Path | None, normalise: s
         return _open_imagenet(target.removeprefix(IMAGENET), data_dir)
     path = Path(target)
     if path.is_dir():
-        from patchcert.train.run_folder import Run
-
-        run = Run.open(path)
+        run = open_run(path)
         known = run.spec.threat, run.spec.data.name
         return Target(run.model(), run.model_spec(), run.weights, run, None, *known)
     if not path.exists():
@@ -135,23 +136,11 @@ def _open_onnx(path: Path, normalise: str | None) -> Target:
 def _normalised(model: "nn.Module", normalise: str | None) -> "nn.Module":
     from torch import nn
 
-    from patchcert.models import Normalize
-
     if normalise is None:
         return model
-    layer = Normalize(*parse_normalisation(normalise))
+    layer = pc.Normalize(*parse_normalisation(normalise))
     kept = next((value.dtype for value in model.parameters()), None)
     return nn.Sequential(layer if kept is None else layer.to(kept), model).eval()
-
-
-def _refuse_broken_weights(target: Target) -> None:
-    """Of a model with NaN or infinities nothing is proven, and what it says means nothing."""
-    for name, value in target.model.state_dict().items():
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise ModelError(
-                f"{name} of {target.weights} holds NaN or infinities",
-                hint="the training has diverged, or the file is damaged: give weights that are finite.",
-            )
 
 
 def open_run(folder: Path) -> "Run":
@@ -168,9 +157,7 @@ def open_run(folder: Path) -> "Run":
 
 
 def _instead_of(target: str) -> str:
-    from patchcert.zoo import shipped
-
-    if target in shipped().names():
+    if target in pc.zoo.shipped().names():
         return f"the model of the zoo is zoo:{target}."
     return (
         "give a run folder of `patchcert train`, a .safetensors or .onnx model file, zoo:NAME, or the function that "
@@ -180,10 +167,8 @@ def _instead_of(target: str) -> str:
 
 def _open_zoo(name: str) -> Target:
     """Of the package's models, or with a path before the name of those in a folder of one's own."""
-    from patchcert.zoo import Zoo, shipped
-
     folder, slash, name = name.rpartition("/")
-    zoo = Zoo(Path(folder or slash).expanduser()) if slash else shipped()
+    zoo = pc.zoo.Zoo(Path(folder or slash).expanduser()) if slash else pc.zoo.shipped()
     card = zoo.card(name)
     known = card.threat, card.data
     return Target(zoo.load(name), card.model, zoo.weights(name), None, card, *known)
@@ -199,7 +184,7 @@ def _open_imagenet(name: str, data_dir: Path | None) -> Target:
 
 def open_data(target: Target, name: str | None, data_dir: Path | None) -> "Dataset":
     """The named data set; without a name the one the model was trained on."""
-    from patchcert.data import ImageShape, load_dataset
+    from patchcert.data import ImageShape
 
     chosen = name or target.data
     if chosen is None:
@@ -207,9 +192,8 @@ def open_data(target: Target, name: str | None, data_dir: Path | None) -> "Datas
             f"{target.weights} does not say which images it is for",
             hint="name them with --data, like --data mnist; `patchcert data list` shows what there is.",
         )
-    spec = target.spec
-    shape = None if spec is None else ImageShape(spec.channels, spec.height, spec.width)
-    return load_dataset(chosen, data_dir, shape)
+    shape = target.image_shape
+    return pc.load_dataset(chosen, data_dir, None if shape is None else ImageShape(*shape))
 
 
 def select_images(
@@ -222,25 +206,19 @@ def select_images(
     whole = dataset.split(split)
     if len(whole) == 0:
         raise DataError(f"{dataset.name} has no {split} images", hint="choose the other split with --split.")
+    _check_fit(target, dataset, whole)
     if target.spec is not None:
-        _check_fit(target.spec, target.weights, dataset, whole)
         _warn_of_classes(target, target.spec.classes, dataset)
     if target.onnx is not None:
-        _compare_onnx(target, target.onnx, dataset, whole)
+        _compare_onnx(target, target.onnx, whole)
     return Selection(dataset.name, split, limit, drawn, seed)
 
 
-def _compare_onnx(target: Target, network: "OnnxNetwork", dataset: "Dataset", images: "Split") -> None:
-    """The network of an ONNX file takes the images, and says of some of them what ONNX Runtime says."""
+def _compare_onnx(target: Target, network: "OnnxNetwork", images: "Split") -> None:
+    """The network of an ONNX file says of some images what ONNX Runtime says of them."""
     from patchcert.models.onnx.runtime import COMPARED, compare_with_runtime, has_runtime
 
     assert isinstance(target.weights, Path)
-    if images.image_size != network.image_shape:
-        raise InvalidInput(
-            f"{target.weights} is for {_size(network.image_shape)} images, but those of {dataset.name} are "
-            f"{_size(images.image_size)}",
-            hint="name the data the model is for with --data.",
-        )
     if not has_runtime():
         say(f"ONNX Runtime is not installed: {target.weights} is not compared with it")
         return
@@ -261,12 +239,16 @@ def _held_out(target: Target) -> str:
     return f"validation:{count}"
 
 
-def _check_fit(spec: "ModelSpec", weights: Path | str, dataset: "Dataset", images: "Split") -> None:
-    expected, actual = (spec.channels, spec.height, spec.width), images.image_size
-    if actual != expected or len(dataset.classes) > spec.classes:
+def _check_fit(target: Target, dataset: "Dataset", images: "Split") -> None:
+    """Refuse images of another size than the model's, and of more classes than it has, as far as it says so."""
+    shape, own, theirs = target.image_shape, "", ""
+    if target.spec is not None:
+        own, theirs = f" of {target.spec.classes} classes", f" of {len(dataset.classes)} classes"
+    has_too_many = target.spec is not None and len(dataset.classes) > target.spec.classes
+    if shape is not None and (images.image_size != shape or has_too_many):
         raise InvalidInput(
-            f"{weights} is for {_size(expected)} images of {spec.classes} classes, but those of "
-            f"{dataset.name} are {_size(actual)} of {len(dataset.classes)} classes",
+            f"{target.weights} is for {_size(shape)} images{own}, but those of {dataset.name} are "
+            f"{_size(images.image_size)}{theirs}",
             hint="name the data the model is for with --data.",
         )
 
@@ -289,39 +271,33 @@ def choose_classifier(
     method: str | None = None,
     settings: "Sequence[str]" = (),
     of_intervals: "Mapping[str, Any] | None" = None,
-) -> "Classifier":
+) -> "pc.Classifier":
     """The target's model with the kind of proof asked for; by default the kind that it was trained for.
 
     Masks are made for the threat.
     """
-    from patchcert.certificates import IntervalBounds, method_named
+    from patchcert.certificates import method_named
 
-    learned, learned_settings = _learned_method(target)
+    learned, learned_settings = learned_method(target)
     chosen = method or learned
-    if chosen not in METHODS:
-        raise InvalidInput(f"--method {chosen} is unknown", hint=f"choose one of {', '.join(METHODS)}.")
+    check_choice("--method", chosen, METHODS)
     kind = method_named(METHODS[chosen])
     assert kind is not None
     of_intervals = of_intervals or {}
     given = {name: value for name, value in of_intervals.items() if value is not None}
-    if kind is not IntervalBounds and given:
+    if kind is not pc.IntervalBounds and given:
         option = next(iter(given)).replace("_", "-")
         raise InvalidInput(
             f"--{option} is a setting of interval bounds, not of {chosen}", hint="leave it out."
         )
     words = parse_settings(chosen, kind, settings, without=(*_OTHERWISE_GIVEN, *of_intervals))
-    made = cast("Callable[..., Classifier]", kind)
+    made = cast("Callable[..., pc.Classifier]", kind)
     masked = {"threat": threat} if chosen in ("masking", "detection") else {}
     trained = learned_settings if chosen == learned else {}
     return made(target.model, **masked, **{**trained, **given, **words})
 
 
-def learned_method(target: Target) -> str:
-    """The kind of proof that a run was trained for; interval where it was for none."""
-    return _learned_method(target)[0]
-
-
-def _learned_method(target: Target) -> "tuple[str, Mapping[str, Any]]":
+def learned_method(target: Target) -> "tuple[str, Mapping[str, Any]]":
     """The kind of proof that a run was trained for, and its settings; interval bounds where it was for none."""
     strategy = None if target.run is None else target.run.spec.strategy
     learned = None if strategy is None or target.threat is None else strategy.learned_method(target.threat)

@@ -3,13 +3,7 @@
 import os
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Annotated
 
-from patchcert.cli.options import number_option
-
-ThreadsOption = Annotated[
-    int | None, number_option("CPU threads; by default as many as there are cores.", "--threads")
-]
 SPINS = "1000"
 """How often a thread of GNU's OpenMP looks whether there is work before it sleeps.
 

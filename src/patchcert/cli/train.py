@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from patchcert.cli.options import (
-    DataSearchOption,
-    DeviceOption,
-    parse_device,
-)
+from patchcert.cli import options
 from patchcert.cli.output import (
+    INTERRUPTED,
     NEXT_LINE,
     detail,
     duration,
@@ -22,9 +19,10 @@ from patchcert.cli.output import (
     print_json,
     regular_lines,
     say,
+    say_at_once,
     stderr_console,
 )
-from patchcert.cli.threads import ThreadsOption, describe_threads, using_threads
+from patchcert.cli.threads import describe_threads, using_threads
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from patchcert.train.pace import TrainingPace
     from patchcert.train.spec import Spec
 
-INTERRUPTED = 130
 REDRAW_SECONDS = 0.1
 WORTH_SAYING = 5.0
 """Seconds from which on it is said beforehand how long training takes."""
@@ -53,10 +50,10 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="Run folder; by default runs/NAME-FINGERPRINT.", file_okay=False)
     ] = None,
-    device: DeviceOption = "auto",
+    device: options.Device = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Resume an unfinished run.")] = False,
-    data_dir: DataSearchOption = None,
-    threads: ThreadsOption = None,
+    data_dir: options.DataFolder = None,
+    threads: options.Threads = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")
     ] = False,
@@ -69,7 +66,7 @@ def train(
     _warn_of_half_a_threat(wanted)
     if resume and not folder.exists():
         say(f"there is no {folder} to resume; starting a new run")
-    place = local_device(parse_device(device))
+    place = local_device(options.parse_device(device))
     try:
         with using_threads(threads):
             detail(f"training on {place} into {folder}, {describe_threads()}")
@@ -116,7 +113,7 @@ def _warn_of_half_a_threat(spec: "Spec") -> None:
     """Fewer epochs than epsilon needs to grow are allowed, but hardly meant."""
     epochs = spec.schedule.epochs
     reached = spec.schedule.epsilon.end(epochs - 1)
-    if reached < 1 and spec.strategy.kind not in ("natural", "ablated"):
+    if reached < 1 and spec.strategy.kind != "natural":
         say(
             f"epsilon grows to {reached:.2f} of 1 in {epochs} epochs; --scale shortens the ramp with the rest"
         )
@@ -155,7 +152,7 @@ class TrainingView:
 
     def on_stop(self) -> None:
         """Answer Ctrl-C at once."""
-        say("stopping after this batch, whose state is kept; Ctrl-C again stops at once")
+        say_at_once("stopping after this batch, whose state is kept; Ctrl-C again stops at once")
 
     def line(self) -> str:
         """Where the training stands, for a log."""

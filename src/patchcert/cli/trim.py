@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchcert.cli.options import DataFolderOption, DeviceOption, parse_device
+from patchcert.cli import options
 from patchcert.cli.output import print_json, progress_bar, say
 from patchcert.errors import InvalidInput
 
@@ -23,8 +23,8 @@ def trim(
     keep_units: Annotated[
         bool, typer.Option("--keep-units", help="Remove nothing: only round the weights, with --half.")
     ] = False,
-    data_dir: DataFolderOption = None,
-    device: DeviceOption = "auto",
+    data_dir: options.DataFolder = None,
+    device: options.Device = "auto",
 ) -> None:
     """Remove channels and units that are zero on every image the run was trained on.
 
@@ -38,7 +38,9 @@ def trim(
     if keep_units and not half:
         raise InvalidInput("--keep-units leaves nothing to do", hint="add --half, or leave it out.")
     whole = open_run(run)
-    images = None if keep_units else _training_images(whole, data_dir).to(parse_device(device)).floats()
+    images = (
+        None if keep_units else _training_images(whole, data_dir).to(options.parse_device(device)).floats()
+    )
     with progress_bar("looking for units that open", "images") as report:
         made = trim_run(whole, out, images, half, report)
     before, after = (_parameters(each) for each in (whole, made))

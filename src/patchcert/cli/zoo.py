@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import patchcert as pc
 from patchcert.cli.output import print_json, print_table, say
 from patchcert.errors import InvalidInput
 
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from patchcert.report.tables import Cell, Table
-    from patchcert.zoo import Card, Zoo
 
 app = typer.Typer(add_completion=False, no_args_is_help=False)
 
@@ -100,15 +100,13 @@ def add(
     print_json({"folder": str(opened.folder), "bytes": opened.size(), "runs": rows})
 
 
-def _open(folder: Path | None) -> "Zoo":
-    from patchcert.zoo import Zoo, shipped
-
+def _open(folder: Path | None) -> "pc.zoo.Zoo":
     if folder is not None and folder.exists() and not folder.is_dir():
         raise InvalidInput(f"--zoo {folder} is not a folder")
-    return shipped() if folder is None else Zoo(folder)
+    return pc.zoo.shipped() if folder is None else pc.zoo.Zoo(folder)
 
 
-def _row(card: "Card") -> dict[str, Any]:
+def _row(card: "pc.zoo.Card") -> dict[str, Any]:
     """What tells models apart; of the strongest attack, also how many of its own images are certified."""
     fair = [attack for attack in card.attacks if not attack.certified_only]
     strongest = min(fair, key=lambda attack: attack.withstood / attack.images, default=None)

@@ -1,8 +1,8 @@
 """Why one image is proven or not: whatever its certificate and its kind of proof tell, in words and as a page."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,14 @@ from patchcert.certificates.masking import DoubleMasking, MaskedDetection
 from patchcert.data import Split
 from patchcert.errors import InvalidInput
 from patchcert.files import write_text
-from patchcert.report.page import class_name, colour_stops, describe_threat, margin_text, page_environment
+from patchcert.report.page import (
+    class_name,
+    colour_stops,
+    describe_classifier,
+    describe_threat,
+    margin_text,
+    page_environment,
+)
 from patchcert.report.pictures import Box, CertificateMap, Pixels, behind, certificate_map, heat_map
 from patchcert.threats import Patch
 
@@ -42,17 +49,12 @@ class Counterexample:
     box: Box
 
 
-@dataclass(frozen=True)
-class Score:
-    """Of a class: the least margin of the label over it, or how many votes it got."""
-
-    label: int
-    value: float
-
-
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """One image with its certificate, and whatever the kind of proof tells of the reasons; the rest is left empty."""
+    """One image with its certificate, and whatever the kind of proof tells of the reasons; the rest is left empty.
+
+    `margins` are the label's over all other classes, the least first; `votes` those of all classes, the most first.
+    """
 
     name: str
     image: Pixels
@@ -62,8 +64,8 @@ class Explanation:
     found: Certificates
     map: CertificateMap | None = None
     layers: tuple[Width, ...] = ()
-    margins: tuple[Score, ...] = ()
-    votes: tuple[Score, ...] = ()
+    margins: Mapping[int, float] = field(default_factory=dict)
+    votes: Mapping[int, float] = field(default_factory=dict)
     hidden: Hidden | None = None
     counterexample: Counterexample | None = None
 
@@ -110,10 +112,8 @@ class Explanation:
     @property
     def colour_limit(self) -> float:
         """The margin at which colours are fullest."""
-        finite = (
-            np.abs(self.map.margins[np.isfinite(self.map.margins)]) if self.map is not None else np.zeros(0)
-        )
-        return float(finite.max(initial=0.0)) or 1.0
+        margins = np.zeros(0) if self.map is None else np.abs(self.map.margins)
+        return float(margins[np.isfinite(margins)].max(initial=0.0)) or 1.0
 
     def bar(self, width: float) -> float:
         """How much of a bar in per cent is full, on a scale where each step is ten times the one before."""
@@ -123,39 +123,32 @@ class Explanation:
 
     def _of_verdict(self) -> str:
         label, threat = self.class_name(self.label), describe_threat(self.threat)
+        after = "" if self.counterexample is None else self.class_name(self.counterexample.prediction)
         said = {
             "certified": f"Proven ({self.found.guarantee}): it stays {label}, against {threat}.",
-            "broken": f"Broken: it is {label}, but a patch was found that makes it {self._after}.",
+            "broken": f"Broken: it is {label}, but a patch was found that makes it {after}.",
             "not certified": f"Not proven, and not refuted: it is {label}, but {threat} may make it something else.",
             "wrong": f"Wrong without any attack: it is {label}, and taken for {self.class_name(self.prediction)}.",
             "abstained": f"The classifier abstains, or raises an alert, without any attack; it is {label}.",
         }
         return said[self.verdict]
 
-    @property
-    def _after(self) -> str:
-        return "" if self.counterexample is None else self.class_name(self.counterexample.prediction)
-
     def _of_map(self) -> str:
         if self.map is None:
             return ""
         values = self.map.margins[~np.isnan(self.map.margins)]
-        weakest = self.map.weakest
-        return (
-            f"{int((values > 0).sum()):,} of {len(values):,} placements are proven; the weakest has its top left "
-            f"corner at row {weakest.top}, column {weakest.left}."
-        )
+        proven = f"{int((values > 0).sum()):,} of {len(values):,} placements are proven"
+        if not self.map.has_margins:
+            return f"{proven}."
+        top, left = self.map.weakest.top, self.map.weakest.left
+        return f"{proven}; the weakest has its top left corner at row {top}, column {left}."
 
     def _of_margins(self) -> str:
         if not self.margins:
             return ""
-        least = self.margins[0]
-        verb = (
-            "stays ahead by at least"
-            if least.value > 0
-            else "may fall behind, by bounds alone, to a margin of"
-        )
-        return f"Nearest is {self.class_name(least.label)}: the label {verb} {margin_text(least.value)}."
+        label, least = next(iter(self.margins.items()))
+        may = "stays ahead by at least" if least > 0 else "may fall behind, by bounds alone, to a margin of"
+        return f"Nearest is {self.class_name(label)}: the label {may} {margin_text(least)}."
 
     def _of_layers(self) -> str:
         if not self.layers:
@@ -178,27 +171,24 @@ class Explanation:
     def _of_votes(self) -> str:
         if len(self.votes) < 2:
             return ""
-        first, second = self.votes[:2]
-        radius = (
-            "" if self.found.radius is None else f"; proven for {max(int(self.found.radius[0]), 0)} pixels"
-        )
-        return (
-            f"{first.value:,.0f} votes are for {self.class_name(first.label)}, {second.value:,.0f} for "
-            f"{self.class_name(second.label)}{radius}."
-        )
+        words = [
+            f"{count:,.0f} votes are for {self.class_name(label)}" for label, count in self.votes.items()
+        ]
+        if self.found.radius is None:
+            return f"{words[0]}, {words[1]}."
+        return f"{words[0]}, {words[1]}; proven for {max(int(self.found.radius[0]), 0)} pixels."
 
 
 def explain(
     classifier: Classifier, image: Split, threat: AnyThreat, name: str, classes: Sequence[str] = ()
 ) -> Explanation:
-    """The explanation of one image; what the kind of proof does not have is left out."""
+    """The explanation of one image on the classifier's device; what the kind of proof does not have is left out."""
     if len(image) != 1:
         raise InvalidInput(
             f"one image is explained at a time, got {len(image)}", hint="call it for each of them"
         )
-    device = next((each.device for each in classifier.model.parameters()), torch.device("cpu"))
-    pixels, labels = image.floats().to(device), image.labels.to(device)
-    found = classifier.certify(pixels, labels, threat)
+    pixels = image.floats()
+    found = classifier.certify(pixels, image.labels, threat)
     patch = threat if isinstance(threat, Patch) else None
     drawn = None if patch is None else certificate_map(classifier, image, found, patch)
     layers: tuple[Width, ...] = ()
@@ -225,47 +215,33 @@ def explain(
 def write_explanation(explanation: Explanation, path: Path, commands: Sequence[tuple[str, str]] = ()) -> Path:
     """One self-contained page, written whole or not at all; `commands` are what to try next, and why."""
     template = page_environment().get_template("explanation.html.j2")
-    kind = explanation.classifier.describe()
     text = template.render(
-        title=f"Why {explanation.name} is {_in_title(explanation.verdict)}",
+        title=f"Why {explanation.name} is {explanation.verdict.replace('certified', 'proven')}",
         version=patchcert.__version__,
         view=explanation,
-        kind=", ".join(
-            [kind["name"], *(f"{key} {value}" for key, value in kind.items() if _is_shown(key, value))]
-        ),
+        kind=describe_classifier(explanation.classifier.describe()),
         threat=describe_threat(explanation.threat),
         commands=commands,
         ramp=colour_stops(),
+        wide=WIDE,
     )
     write_text(path, text)
     return path
 
 
-def _is_shown(setting: str, value: object) -> bool:
-    """Whether a setting is told beside the method; the threat that masks are made for is the threat."""
-    return setting != "name" and not isinstance(value, dict)
-
-
-def _in_title(verdict: str) -> str:
-    return {"certified": "proven", "not certified": "not proven"}.get(verdict, verdict)
-
-
-def _margins(found: Certificates) -> tuple[Score, ...]:
-    """The label's margins over all other classes, the least first."""
+def _margins(found: Certificates) -> dict[int, float]:
     if found.margins is None:
-        return ()
-    label, row = int(found.labels[0]), found.margins[0].double().tolist()
-    return tuple(
-        sorted((Score(at, value) for at, value in enumerate(row) if at != label), key=lambda each: each.value)
-    )
+        return {}
+    others = dict(enumerate(found.margins[0].double().tolist()))
+    del others[int(found.labels[0])]
+    return dict(sorted(others.items(), key=lambda each: each[1]))
 
 
-def _votes(found: Certificates) -> tuple[Score, ...]:
-    """The votes of all classes, the most first."""
+def _votes(found: Certificates) -> dict[int, float]:
     if found.ballots is None:
-        return ()
-    row = found.ballots.estimation[0].double().tolist()
-    return tuple(sorted((Score(at, value) for at, value in enumerate(row)), key=lambda each: -each.value))
+        return {}
+    counts = enumerate(found.ballots.estimation[0].double().tolist())
+    return dict(sorted(counts, key=lambda each: -each[1]))
 
 
 def _hidden(classifier: Classifier, image: Split, found: Certificates) -> Hidden | None:
@@ -287,8 +263,5 @@ def _counterexample(classifier: Classifier, image: Split, found: Certificates) -
     top, left = changed.amin(dim=0).tolist()
     bottom, right = changed.amax(dim=0).tolist()
     box = Box(top, left, bottom - top + 1, right - left + 1)
-    return Counterexample(_as_pixels(member[0]), int(classifier.predict(member)[0]), box)
-
-
-def _as_pixels(image: torch.Tensor) -> Pixels:
-    return (255 * image.float().clamp(0, 1)).round().to(torch.uint8).cpu().numpy()
+    pixels = (255 * member[0].float().clamp(0, 1)).round().to(torch.uint8).cpu().numpy()
+    return Counterexample(pixels, int(classifier.predict(member)[0]), box)

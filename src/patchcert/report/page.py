@@ -29,7 +29,7 @@ from patchcert.report.pictures import (
 from patchcert.report.statistics import Proportion
 from patchcert.report.summary import RunSummary
 from patchcert.report.tables import NOT_MEASURED, percent
-from patchcert.threats import Patch, Patches, shapes, threat_from_dict
+from patchcert.threats import Patch, Patches, SparsePixels, shapes, threat_from_dict
 from patchcert.threats.masks import MaskSet
 
 NOT_STATED = "not stated"
@@ -51,18 +51,15 @@ def write_report(runs: Sequence[RunSummary], path: Path) -> Path:
     if not runs:
         raise InvalidInput("a report needs at least one run, got none", hint="name a run folder")
     views = [RunView(run, f"run-{position}") for position, run in enumerate(runs)]
-    text = (
-        page_environment()
-        .get_template("report.html.j2")
-        .render(
-            title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
-            version=patchcert.__version__,
-            views=views,
-            differing=differing(views),
-            has_contradictions=any(run.contradictions for run in runs),
-            contradictions_shown=CONTRADICTIONS_SHOWN,
-            ramp=colour_stops(),
-        )
+    template = page_environment().get_template("report.html.j2")
+    text = template.render(
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
+        version=patchcert.__version__,
+        views=views,
+        differing=differing(views),
+        has_contradictions=any(run.contradictions for run in runs),
+        contradictions_shown=CONTRADICTIONS_SHOWN,
+        ramp=colour_stops(),
     )
     write_text(path, text)
     return path
@@ -81,7 +78,7 @@ def page_environment(*packages: str) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "data_address": data_address, "margin": margin_text}
+    environment.filters |= {"data_address": data_address, "margin": margin_text, "sprite": sprite}
     environment.globals |= {
         "lead_sentence": lead_sentence,
         "training_curves": training_curves,
@@ -99,11 +96,10 @@ def describe_threat(threat: AnyThreat) -> str:
     return f"any {_pixels(threat.pixels)}"
 
 
-def describe_classifier(rows: Evidence) -> str:
-    """The kind of classifier that was certified, and its settings."""
-    settings = dict(rows.meta["classifier"])
-    name = settings.pop("name", NOT_STATED)
-    return ", ".join([name, *(_setting(key.replace("_", " "), value) for key, value in settings.items())])
+def describe_classifier(description: Mapping[str, object]) -> str:
+    """The kind of classifier, and its settings."""
+    settings = [_setting(key.replace("_", " "), value) for key, value in description.items() if key != "name"]
+    return ", ".join([str(description.get("name", NOT_STATED)), *settings])
 
 
 def _setting(name: str, value: object) -> str:
@@ -217,7 +213,7 @@ class RunView:
             "Threat": describe_threat(self.threat) if self.threat else "",
             "Model": run.model,
             "Data": self.data,
-            "Classifier": describe_classifier(rows) if rows else "",
+            "Classifier": describe_classifier(rows.meta["classifier"]) if rows else "",
             "Guarantee": str(run.guarantee) if rows else "",
         }
         return tuple((name, value or NOT_STATED) for name, value in facts.items())
@@ -358,39 +354,19 @@ def class_name(classes: Sequence[str], label: int) -> str:
 class ImageTable:
     """All images as columns of plain numbers for the page's script; the first few as text for those without."""
 
-    total: int
     columns: Mapping[str, str]
     data: Mapping[str, object]
     rows: tuple[tuple[str, ...], ...]
-    sprite: str
-    height: int
-    width: int
 
 
 def image_table(run: RunSummary, rows: Evidence) -> ImageTable:
     """The table of all images of the headline's certificates, with a column for everything that they have."""
-    pictures = run.thumbnails
-    height, width = pictures.shape[-2:] if pictures is not None else (0, 0)
-    values = _image_values(run, rows)
+    values, few = _image_values(run, rows), range(min(STATIC_ROWS, rows.total))
     shown = {key: name for key, name in _HEADINGS.items() if key in values}
-    words = {
-        "classes": list(run.classes),
-        "verdicts": VERDICTS,
-        "outcomes": OUTCOMES,
-        "boxes": boxes(run.masks),
-    }
-    return ImageTable(
-        total=rows.total,
-        columns=shown,
-        data={**values, **words, "spriteColumns": SPRITE_COLUMNS},
-        rows=tuple(
-            tuple(_cell(key, values, at, run.classes) for key in shown)
-            for at in range(min(STATIC_ROWS, rows.total))
-        ),
-        sprite=sprite(pictures, SPRITE_COLUMNS) if pictures is not None else "",
-        height=height,
-        width=width,
-    )
+    words = {"classes": list(run.classes), "verdicts": VERDICTS, "outcomes": OUTCOMES}
+    drawn = {"boxes": boxes(run.masks), "spriteColumns": SPRITE_COLUMNS}
+    static = tuple(tuple(_cell(key, values, at, run.classes) for key in shown) for at in few)
+    return ImageTable(shown, {**values, **words, **drawn}, static)
 
 
 def boxes(masks: MaskSet | None) -> list[list[int]]:
@@ -453,17 +429,10 @@ def _outcomes(run: RunSummary, rows: Evidence) -> list[int]:
     """Positions among `OUTCOMES`."""
     right = (rows.columns["prediction"] == rows.columns["label"]).tolist()
     held = [run.withstood.get(index) for index in rows.columns["index"].tolist()]
-    words = (
-        "not attacked"
-        if unharmed is None
-        else "withstood"
-        if unharmed
-        else "broken"
-        if is_right
-        else "wrong already"
+    return [
+        3 if unharmed is None else 0 if unharmed else 1 if is_right else 2
         for unharmed, is_right in zip(held, right, strict=True)
-    )
-    return [OUTCOMES.index(word) for word in words]
+    ]
 
 
 def _cell(key: str, values: Mapping[str, list[Any]], at: int, classes: Sequence[str]) -> str:
@@ -480,17 +449,13 @@ def _cell(key: str, values: Mapping[str, list[Any]], at: int, classes: Sequence[
 
 
 def _freedom(threat: AnyThreat) -> str:
-    if isinstance(threat, Patch):
-        where = "wherever it is placed" if str(threat.rule) == "everywhere" else f"placed {threat.rule}"
-        return f"no {shapes.describe(threat.stamp)} patch, {where},"
-    if isinstance(threat, Patches):
-        where = (
-            "wherever they are placed"
-            if str(threat.patch.rule) == "everywhere"
-            else f"placed {threat.patch.rule}"
-        )
-        return f"no {threat.count} {shapes.describe(threat.patch.stamp)} patches at once, {where},"
-    return f"no change of {_pixels(threat.pixels)}, wherever they lie,"
+    if isinstance(threat, SparsePixels):
+        return f"no change of {_pixels(threat.pixels)}, wherever they lie,"
+    one = threat.patch if isinstance(threat, Patches) else threat
+    word, verb = ("patch", "it is") if one is threat else ("patches at once", "they are")
+    count = f"{threat.count} " if isinstance(threat, Patches) else ""
+    where = f"wherever {verb} placed" if str(one.rule) == "everywhere" else f"placed {one.rule}"
+    return f"no {count}{shapes.describe(one.stamp)} {word}, {where},"
 
 
 def _pixels(count: int) -> str:

@@ -6,9 +6,9 @@ One file pixel per image pixel; the page enlarges them.
 import base64
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ Pixels = NDArray[np.uint8]
 UNPROVEN = ((122, 36, 4), (214, 84, 22), (246, 178, 132), (247, 240, 232))
 PROVEN = ((228, 238, 246), (138, 188, 226), (42, 122, 190), (8, 62, 122))
 NOWHERE = (128, 128, 128)
+WITH_MARGINS = (IntervalBounds, DoubleMasking)
+"""Kinds of proof whose maps show by how much a placement is proven; maps of others show only whether it is."""
 COPIES_FOR_MAPS = 6000
 """Forward passes that a page may spend on maps of proofs by masks: some seconds on a CPU for small networks."""
 
@@ -93,18 +95,33 @@ class Box:
 
 
 @dataclass(frozen=True, eq=False)
-class CertificateMap:
-    """An image with its least margin at every placement of the patch; NaN where no placement is allowed.
-
-    For double masking it is the lead beyond the slack. Other kinds of proof have no margins (`has_margins`): it is
-    then 1 where a placement is proven, else -1.
-    """
+class CertifiedImage:
+    """An image of evidence, with what was found of it."""
 
     index: int
     image: Pixels
     label: int
     prediction: int
     certified: bool
+
+    @property
+    def verdict(self) -> str:
+        """One of: certified, not certified, wrong, abstained."""
+        if self.certified:
+            return "certified"
+        if self.prediction == self.label:
+            return "not certified"
+        return "abstained" if self.prediction < 0 else "wrong"
+
+
+@dataclass(frozen=True, eq=False)
+class CertificateMap(CertifiedImage):
+    """An image with its least margin at every placement of the patch; NaN where no placement is allowed.
+
+    For double masking it is the lead beyond the slack. Other kinds of proof have no margins (`has_margins`): it is
+    then 1 where a placement is proven, else -1.
+    """
+
     patch: Patch
     margins: NDArray[np.float64]
     has_margins: bool = True
@@ -122,15 +139,10 @@ class CertificateMap:
 
 
 @dataclass(frozen=True, eq=False)
-class MaskedImage:
+class MaskedImage(CertifiedImage):
     """An image, and its copy behind the masks where the label's lead was least of all copies that were looked at."""
 
-    index: int
-    image: Pixels
     copy: Pixels
-    label: int
-    prediction: int
-    certified: bool
     lead: float
     masks: tuple[int, ...]
 
@@ -172,21 +184,40 @@ def certificate_maps(model: nn.Module, images: Split, rows: Evidence, count: int
     if not len(chosen):
         return []
     columns = {name: rows.columns[name][chosen] for name in ("index", "label", "prediction", "certified")}
-    split = images[torch.from_numpy(columns["index"]).long()]
-    grids = _grids(_placement_margins(classifier, split, threat), threat, split.image_size)
+    return _maps(classifier, images[torch.from_numpy(columns["index"]).long()], threat, columns)
+
+
+def certificate_map(
+    classifier: Classifier, image: Split, found: Certificates, threat: Patch
+) -> CertificateMap | None:
+    """The map of one image and its certificate; None where the kind of proof has none."""
+    if not isinstance(classifier, WITH_MARGINS) and found.placements is None:
+        return None
+    verdict = {"label": found.labels, "prediction": found.predictions, "certified": found.certified}
+    columns = {name: value.cpu().numpy() for name, value in verdict.items()}
+    return _maps(classifier, image, threat, {"index": np.zeros(1, np.int64), **columns})[0]
+
+
+def _maps(
+    classifier: Classifier, images: Split, threat: Patch, columns: Mapping[str, NDArray[Any]]
+) -> list[CertificateMap]:
+    """The maps of all images, whose columns of evidence these are."""
+    grids = _grids(_placement_margins(classifier, images, threat), threat, images.image_size)
     return [
         CertificateMap(
-            index=int(columns["index"][at]),
-            image=split.images[at].numpy(),
-            label=int(columns["label"][at]),
-            prediction=int(columns["prediction"][at]),
-            certified=bool(columns["certified"][at]),
+            **_row(columns, at),
+            image=images.images[at].cpu().numpy(),
             patch=threat,
             margins=grids[at],
-            has_margins=isinstance(classifier, IntervalBounds | DoubleMasking),
+            has_margins=isinstance(classifier, WITH_MARGINS),
         )
-        for at in range(len(chosen))
+        for at in range(len(images))
     ]
+
+
+def _row(columns: Mapping[str, NDArray[Any]], at: int) -> dict[str, Any]:
+    """What evidence says of an image."""
+    return {name: columns[name][at].item() for name in ("index", "label", "prediction", "certified")}
 
 
 def _classifier(model: nn.Module, rows: Evidence) -> Classifier | None:
@@ -207,31 +238,14 @@ def _affordable(classifier: Classifier, images: Split) -> int:
 
 def _placement_margins(classifier: Classifier, split: Split, threat: Patch) -> Annotated[Tensor, "n p"]:
     """What is above 0 where a placement is proven."""
-    device = next(classifier.model.parameters()).device
-    images, labels = split.floats().to(device), split.labels.to(device)
+    images, labels = split.floats(), split.labels
     if isinstance(classifier, IntervalBounds):
-        return _least(classifier.placement_margins(images, labels, threat).cpu(), split.labels)
+        return _least(classifier.placement_margins(images, labels, threat), labels).cpu()
     if isinstance(classifier, DoubleMasking):
         return (classifier.placement_leads(images, labels, threat) - classifier.needed_lead).cpu()
     proven = classifier.certify(images, labels, threat).placements
     assert proven is not None
     return torch.where(proven, 1.0, -1.0).cpu()
-
-
-def certificate_map(
-    classifier: Classifier, image: Split, found: Certificates, threat: Patch
-) -> CertificateMap | None:
-    """The map of one image and its certificate; None where the kind of proof has none."""
-    if not isinstance(classifier, IntervalBounds | DoubleMasking) and found.placements is None:
-        return None
-    grids = _grids(_placement_margins(classifier, image, threat), threat, image.image_size)
-    row = (
-        image.images[0].cpu().numpy(),
-        int(found.labels[0]),
-        int(found.predictions[0]),
-        bool(found.certified[0]),
-    )
-    return CertificateMap(0, *row, threat, grids[0])
 
 
 def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage]:
@@ -241,21 +255,11 @@ def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage
         return []
     found = []
     for row in telling_rows(rows, count).tolist():
-        values = {name: column[row].item() for name, column in rows.columns.items() if column.ndim == 1}
-        image = images.images[values["index"]].numpy()
-        pair = values["first_mask"], values["second_mask"]
-        found.append(
-            MaskedImage(
-                index=values["index"],
-                image=image,
-                copy=behind(masks.hidden[list(pair)].any(dim=0), image, rows.meta["classifier"]["fill"]),
-                label=values["label"],
-                prediction=values["prediction"],
-                certified=values["certified"],
-                lead=values["lead"],
-                masks=tuple(sorted(set(pair))),
-            )
-        )
+        told = _row(rows.columns, row)
+        image = images.images[told["index"]].numpy()
+        lead, *pair = (rows.columns[name][row].item() for name in ("lead", "first_mask", "second_mask"))
+        copy = behind(masks.hidden[pair].any(dim=0), image, rows.meta["classifier"]["fill"])
+        found.append(MaskedImage(**told, image=image, copy=copy, lead=lead, masks=tuple(sorted(set(pair)))))
     return found
 
 

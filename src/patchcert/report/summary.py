@@ -32,6 +32,8 @@ from patchcert.train.run_folder import EVIDENCE, Run
 from patchcert.train.spec import write_spec
 
 CHECKED_FILES = ("spec.toml", "weights.safetensors", f"{EVIDENCE}/*.npz")
+ATTACKED, THUMBNAILS = 8, 1000
+"""The most broken images that are drawn, and the most rows that have a thumbnail."""
 BROKEN_CERTIFICATE = "certified, but the attack changed the prediction"
 BROKEN_CLEAN = "counted as withstanding the attack, but wrong without any attack"
 
@@ -125,12 +127,16 @@ class RunSummary:
 
     @cached_property
     def withstood(self) -> dict[int, bool]:
-        """By image: whether every attack of the headline failed; images not attacked are absent."""
+        """By image: whether every attack of the headline failed; images not attacked are absent.
+
+        Where patches are to be detected, an attack that raised an alert on an image that was right has failed.
+        """
         outcomes: dict[int, bool] = {}
         for rows in self.headline_attacks:
-            columns = rows.columns["index"].tolist(), rows.columns["succeeded"].tolist()
-            for index, succeeded in zip(*columns, strict=True):
-                outcomes[index] = outcomes.get(index, True) and not succeeded
+            right = rows.columns["prediction"] == rows.columns["label"]
+            failed = ~rows.columns["succeeded"] | (right & ~rows.broken_rows)
+            for index, has_failed in zip(rows.columns["index"].tolist(), failed.tolist(), strict=True):
+                outcomes[index] = outcomes.get(index, True) and has_failed
         return outcomes
 
     @cached_property
@@ -212,23 +218,12 @@ class RunSummary:
                     )
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """How many pictures a page shows, and where the images are found."""
-
-    maps: int = 8
-    attacked: int = 8
-    thumbnails: int = 1000
-    data_dir: Path | None = None
-
-
-def summarise_run(run: Run, pictures: Pictures | None = None) -> RunSummary:
+def summarise_run(run: Run, maps: int = 8, data_dir: Path | None = None) -> RunSummary:
     """All that is known of a run. Without its images there are no pictures, but every number is there."""
-    pictures = pictures or Pictures()
     weights = sha256(run.weights) if run.is_finished else ""
     summary = RunSummary.of(run, read_test_evidence(EvidenceFolder(run.path / EVIDENCE), weights))
-    dataset = _images(run, summary.headline, pictures.data_dir) if run.is_finished else None
-    return summary if dataset is None else _with_pictures(summary, run, dataset, pictures)
+    dataset = _images(run, summary.headline, data_dir) if run.is_finished else None
+    return summary if dataset is None else _with_pictures(summary, run, dataset, maps)
 
 
 def read_test_evidence(folder: EvidenceFolder, weights: str) -> tuple[Evidence, ...]:
@@ -243,28 +238,26 @@ def read_test_evidence(folder: EvidenceFolder, weights: str) -> tuple[Evidence, 
     return tuple(found)
 
 
-def _with_pictures(summary: RunSummary, run: Run, dataset: Dataset, pictures: Pictures) -> RunSummary:
+def _with_pictures(summary: RunSummary, run: Run, dataset: Dataset, maps: int) -> RunSummary:
     rows = summary.headline
     summary = replace(summary, classes=dataset.classes)
     if rows is None or rows.selection.data != dataset.name:
         return summary
     _check_images(run, rows, dataset)
     index = torch.from_numpy(rows.columns["index"]).long()
-    few = rows.total <= pictures.thumbnails
     return replace(
         summary,
-        maps=certificate_maps(run.model(), dataset.test, rows, pictures.maps),
+        maps=certificate_maps(run.model(), dataset.test, rows, maps),
         masks=masks_of(rows, dataset.test),
-        masked=masked_images(dataset.test, rows, pictures.maps),
-        attacked=attacked_images(dataset.test, summary.headline_attacks, pictures.attacked),
-        thumbnails=dataset.test.images[index].numpy() if few else None,
+        masked=masked_images(dataset.test, rows, maps),
+        attacked=attacked_images(dataset.test, summary.headline_attacks, ATTACKED),
+        thumbnails=dataset.test.images[index].numpy() if rows.total <= THUMBNAILS else None,
     )
 
 
 def _images(run: Run, rows: Evidence | None, data_dir: Path | None) -> Dataset | None:
     """The data set of the run, or None where its files are not at hand."""
-    spec = run.model_spec()
-    size = (spec.channels, spec.height, spec.width)
+    size = run.model_spec().image_shape
     if rows is not None:
         size = rows.meta["data"].get("image", size)
     try:

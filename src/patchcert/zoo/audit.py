@@ -52,11 +52,7 @@ def recounted(card: Card, results: Path) -> Card:
             f"{results} has no proof of the weights of {card.name} with the sum that its card states",
             hint="collect the run whose model it is, then add the model again",
         )
-    attacks = sorted(
-        (count_attack(each, proof, card.name) for each in found if each.kind == "attack"),
-        key=lambda attack: (attack.certified_only, attack.evidence),
-    )
-    return replace(card, proof=count_proof(proof), attacks=tuple(attacks))
+    return replace(card, proof=count_proof(proof), attacks=_attacks(card, found, proof))
 
 
 def recount(zoo: Zoo, results: Path) -> None:
@@ -74,6 +70,11 @@ def _proof(card: Card, found: tuple[Evidence, ...]) -> Evidence | None:
     return next((each for each in whole if each.path and sha256(each.path) == card.proof.evidence), None)
 
 
+def _attacks(card: Card, found: tuple[Evidence, ...], proof: Evidence) -> tuple[AttackCount, ...]:
+    counted = [count_attack(each, proof, card.name) for each in found if each.kind == "attack"]
+    return tuple(sorted(counted, key=lambda attack: (attack.certified_only, attack.evidence)))
+
+
 def _audit_card(card: Card, results: Path) -> Iterator[str]:
     found = card_evidence(card, results)
     proof = _proof(card, found)
@@ -83,7 +84,7 @@ def _audit_card(card: Card, results: Path) -> Iterator[str]:
     yield from filter(None, (why_not_comparable(card, proof), *differences(card, proof)))
     if count_proof(proof) != card.proof:
         yield "its proof is not what its evidence gives"
-    counted = recounted(card, results).attacks
+    counted = _attacks(card, found, proof)
     for attack in counted:
         if attack not in card.attacks:
             yield f"an attack among the results is not on it as it was counted: {_words(attack)}"
