@@ -6,7 +6,7 @@ from hypothesis import event, given
 from torch import nn
 
 from patchcert.bounds import Interval, Rounding, trace
-from patchcert.bounds.linear import BackwardPass, intervals_within, linear_margins
+from patchcert.bounds.linear import BackwardPass, linear_margins
 from patchcert.bounds.reduction import marked, reduced
 from patchcert.testing.networks import ResidualBlock, randomise
 from strategies import cases, seeds
@@ -70,7 +70,7 @@ def test_reduced_bounds_are_no_worse_and_better_where_units_are_tightened(genera
     labels, targets = torch.zeros(6, dtype=torch.long), torch.tensor([1, 2]).expand(6, -1)
     whole = linear_margins(network, box, labels, targets, 3, OUTWARD)
     small = reduced(network, box, labels, targets, 3, OUTWARD)
-    intervals = intervals_within(small.network, small.box, small.known, OUTWARD)
+    intervals = small.network.intervals(small.box, OUTWARD, small.known)
     forms = torch.eye(2).double().expand(6, -1, -1)
     ours = (
         BackwardPass(small.network, intervals, rounding=OUTWARD).bound(forms, len(small.network.steps)).lower

@@ -116,6 +116,12 @@ class Layout:
             maps.append(_next_map(step.operation, maps[first], shapes[first], shapes[position + 1]))
         return Layout(network, tuple(maps))
 
+    def area(self, index: int) -> FeatureMap:
+        """The map of value `index`, which must have places."""
+        area = self.maps[index]
+        assert area is not None
+        return area
+
     def convolution_matrix(
         self, geometry: Geometry, weight: Tensor, groups: int, shape: Shape
     ) -> ConvolutionMatrix:
@@ -197,10 +203,9 @@ def _places(operation: Operation, area: FeatureMap) -> Geometry | Places:
 
 def common_steps(windows: Iterable[Window | None]) -> tuple[int, int]:
     """How many pixels down and right placements must differ by for their windows to differ by whole cells."""
-    known = [window for window in windows if window]
-    return math.lcm(*(window.row_step for window in known)), math.lcm(
-        *(window.column_step for window in known)
-    )
+    steps = [(window.row_step, window.column_step) for window in windows if window]
+    rows, columns = zip(*steps, strict=True)
+    return math.lcm(*rows), math.lcm(*columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +275,7 @@ class CommonWindows:
         layout: Layout, step: tuple[int, int], extent: tuple[int, int], device: torch.device
     ) -> "CommonWindows":
         """Windows of this height and width on the image."""
-        image = layout.maps[0]
-        assert image is not None
+        image = layout.area(0)
         bases = np.mgrid[0 : image.height : step[0], 0 : image.width : step[1]].reshape(2, -1).T
         return CommonWindows(layout, layout.windows(Window(0, 0, *extent)), step, bases, device)
 
@@ -279,9 +283,7 @@ class CommonWindows:
         self, rows: Annotated[Tensor, "..."], columns: Annotated[Tensor, "..."]
     ) -> Annotated[Tensor, "..."]:
         """Which base the windows of placements begin at."""
-        image = self.layout.maps[0]
-        assert image is not None
-        in_row = -(-image.width // self.step[1])
+        in_row = -(-self.layout.area(0).width // self.step[1])
         return rows // self.step[0] * in_row + columns // self.step[1]
 
     def cells(self, window: Window, area: FeatureMap) -> Annotated[Tensor, "bases cells"]:

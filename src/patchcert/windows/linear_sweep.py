@@ -3,7 +3,6 @@ intervals: what a patch does to the hidden layer is linear in its few pixels. Th
 rounded to nearest.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,7 +14,7 @@ from patchcert.bounds.linear import Slope
 from patchcert.bounds.operations import Affine, Linear, Operation, Reshape, is_relu
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.errors import UnsupportedLayer
-from patchcert.tensors import Images, Labels, PlacementMargins
+from patchcert.tensors import Epsilon, Images, Labels, PlacementMargins
 from patchcert.threats import Patch
 
 Pixels = Annotated[Tensor, "p q"]
@@ -62,9 +61,7 @@ class LinearSweep:
         return LinearSweep(network, layer, covered_numbers(threat, images), memory_budget)
 
     @torch.no_grad()
-    def margins(
-        self, images: Images, labels: Labels, epsilon: float | Tensor, slope: Slope
-    ) -> PlacementMargins:
+    def margins(self, images: Images, labels: Labels, epsilon: Epsilon, slope: Slope) -> PlacementMargins:
         """Margins at all placements; products may run in TF32."""
         with fast_arithmetic():
             hidden = self.network.values(images)[-3].flatten(1)
@@ -74,7 +71,7 @@ class LinearSweep:
             constant = 0.0 if head.bias is None else head.bias()[labels].unsqueeze(1) - head.bias()
             parts = [
                 self._part(images, hidden, weight[pixels], forms, pixels, epsilon, slope)
-                for pixels in self._slices(forms)
+                for pixels in self.pixels.split(self._at_once(forms))
             ]
             return (torch.cat(parts) + constant).transpose(0, 1)
 
@@ -85,7 +82,7 @@ class LinearSweep:
         weight: Annotated[Tensor, "p q units"],
         forms: Annotated[Tensor, "n k units"],
         pixels: Pixels,
-        epsilon: float | Tensor,
+        epsilon: Epsilon,
         slope: Slope,
     ) -> Annotated[Tensor, "p n k"]:
         """Margins at some placements, without the bias of the last layer."""
@@ -118,8 +115,6 @@ class LinearSweep:
             rows = operation.map(rows, precise=False) if is_affine else operation.forward(rows)
         return rows.flatten(1)
 
-    def _slices(self, forms: Annotated[Tensor, "n k units"]) -> Iterator[Pixels]:
-        """As many placements at a time as keep their lines, and what is made of them, within the budget."""
-        return iter(
-            self.pixels.split(max(1, self.memory_budget // (3 * forms.numel() * forms.element_size())))
-        )
+    def _at_once(self, forms: Annotated[Tensor, "n k units"]) -> int:
+        """As many placements as keep their lines, and what is made of them, within the budget."""
+        return max(1, self.memory_budget // (3 * forms.numel() * forms.element_size()))

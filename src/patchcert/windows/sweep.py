@@ -20,7 +20,7 @@ from patchcert.bounds.operations import (
     is_relu,
 )
 from patchcert.bounds.rounding import summed_roundings
-from patchcert.tensors import Images, Labels, Margins, PlacementMargins
+from patchcert.tensors import Epsilon, Images, Labels, Margins, PlacementMargins
 from patchcert.threats import Patch, Patches, SparsePixels
 from patchcert.windows.layout import Layout
 from patchcert.windows.passes import (
@@ -320,7 +320,7 @@ class PlacementSweep:
         self,
         clean: Clean,
         labels: Labels,
-        epsilon: float | Tensor = 1.0,
+        epsilon: Epsilon = 1.0,
         rounding: Rounding = NEAREST,
         dtype: torch.dtype | None = None,
     ) -> PlacementMargins:
@@ -375,7 +375,7 @@ class PlacementSweep:
         shared: SharedByPasses,
         head: MergedHead,
         group: Group,
-        epsilon: float | Tensor,
+        epsilon: Epsilon,
         dtype: torch.dtype | None,
     ) -> Iterator[MarginChanges]:
         """The changes by one slice of the group after another; the patches themselves are made for many slices."""
@@ -390,7 +390,7 @@ class PlacementSweep:
                 sweep = GroupPass(shared, group, start, min(start + size, last))
                 yield self._slice_changes(sweep, head, patches.slice(start - first, sweep.stop - first))
 
-    def _patches(self, sweep: GroupPass, epsilon: float | Tensor, dtype: torch.dtype | None) -> Windows:
+    def _patches(self, sweep: GroupPass, epsilon: Epsilon, dtype: torch.dtype | None) -> Windows:
         """What the windows begin with, on value `_first`."""
         state = self._start(sweep, epsilon).map(lambda part: part if dtype is None else part.to(dtype))
         return propagate(sweep, state, self._first()).map(Tensor.contiguous)
@@ -412,7 +412,7 @@ class PlacementSweep:
         masks = blocks.stamps[sweep.group.members[sweep.start : sweep.stop]].unsqueeze(2)
         return head.changes(sweep, blocks.merged(state.masked(masks), sweep.repeated), blocks.first)
 
-    def _start(self, sweep: GroupPass, epsilon: float | Tensor) -> Windows:
+    def _start(self, sweep: GroupPass, epsilon: Epsilon) -> Windows:
         """The patch itself: at epsilon 1 the box is [0, 1] whatever the image, so all share one radius."""
         pixels = sweep.clean_windows(0)
         if isinstance(epsilon, float | int) and epsilon >= 1:
