@@ -10,6 +10,7 @@ from patchcert.bounds.linear import BackwardPass, Halves
 from patchcert.bounds.programs import solve
 from patchcert.bounds.reduction import reduced
 from patchcert.testing.networks import randomise
+from written_models import unit_box
 
 OUTWARD = Rounding.outward(torch.float64)
 
@@ -17,7 +18,7 @@ OUTWARD = Rounding.outward(torch.float64)
 def reduced_network(seed):
     layers = [nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)]
     model = randomise(nn.Sequential(nn.Flatten(), *layers), torch.Generator().manual_seed(seed), 2.0).double()
-    box = Interval(torch.zeros(1, 1, 2, 2).double(), torch.ones(1, 1, 2, 2).double())
+    box = unit_box(1, 1, 2, 2)
     with torch.no_grad():
         return (
             trace(model),

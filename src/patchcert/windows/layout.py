@@ -203,9 +203,9 @@ def _places(operation: Operation, area: FeatureMap) -> Geometry | Places:
 
 def common_steps(windows: Iterable[Window | None]) -> tuple[int, int]:
     """How many pixels down and right placements must differ by for their windows to differ by whole cells."""
-    steps = [(window.row_step, window.column_step) for window in windows if window]
-    rows, columns = zip(*steps, strict=True)
-    return math.lcm(*rows), math.lcm(*columns)
+    known = [window for window in windows if window]
+    rows = math.lcm(*(window.row_step for window in known))
+    return rows, math.lcm(*(window.column_step for window in known))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,7 @@ class Add(Elementwise):
 
     def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
         first, second = inputs
-        check_terms(first.lower, second.lower)
-        total = Interval(first.lower + second.lower, first.upper + second.upper)
+        total = Interval(self.forward(first.lower, second.lower), self.forward(first.upper, second.upper))
         # A sum is off by u of itself, and so is the new end; sums so small that 4u of them underflow are exact.
         return total.widened(4 * rounding.unit) if rounding.is_outward else total
 
