@@ -89,6 +89,10 @@ CALLS = {
         lambda s, x: s.fc(torch.add(x, x, alpha=2).flatten(1)),
         "function torch.add at 'add': alpha is 2, bounds exist for a plain sum",
     ),
+    "a sum that weighs by its old signature": (
+        lambda s, x: s.fc(x.add(2, s.c.weight).flatten(1)),
+        r"method .add\(\) at 'add' called in a way that has no bound",
+    ),
     "a word as summand": (
         lambda s, x: s.fc(x.add("1").flatten(1)),
         r"method .add\(\) at 'add': its constant is '1', bounds exist for numbers, parameters and buffers",

@@ -21,6 +21,7 @@ from patchcert.windows.passes import clean_pass
 from patchcert.windows.sweep import covering_sweep
 from strategies import FunctionalHead, cases, seeds, threats
 from sweeps import swept
+from written_models import model_of
 
 BUDGET = 2**22
 
@@ -285,14 +286,27 @@ def test_a_larger_threat_has_no_larger_margins(seed, name):
     assert (small <= few + 1e-12).all()
 
 
-def test_the_dense_way_takes_over_and_says_so(caplog):
-    model = nn.Sequential(nn.MaxPool2d(2, ceil_mode=True), nn.Flatten(), nn.LazyLinear(3))
+def joins_no_channels(model, images):
+    return model.head(torch.cat([images, images[:, 2:]], dim=1).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (
+            nn.Sequential(nn.MaxPool2d(2, ceil_mode=True), nn.Flatten(), nn.Linear(40, 3)),
+            "a max pooling with ceil_mode",
+        ),
+        (model_of(joins_no_channels, head=nn.Linear(126, 3)).float(), "a result has no values"),
+    ],
+    ids=["a pool that rounds up", "a part without channels"],
+)
+def test_the_dense_way_takes_over_and_says_so(model, reason, caplog):
     images, labels = batch()
     model = model.eval()
-    model(images)
     with caplog.at_level(logging.DEBUG, "patchcert"):
         margins = placement_margins(model, images, labels, Patch(2))
-    assert "the dense path takes over: a max pooling with ceil_mode" in caplog.text
+    assert f"the dense path takes over: {reason}" in caplog.text
     assert distance(margins, slow(model, images, labels, Patch(2))) < 1e-4
     for budget in (1, 2**16):
         parts = placement_margins(model, images, labels, Patch(2), memory_budget=budget)

@@ -108,6 +108,8 @@ class Layout:
         if network.head is None:
             raise NotCovered("the last layer is not linear")
         shapes = [tuple(value.shape[1:]) for value in values]
+        if any(0 in shape for shape in shapes):
+            raise NotCovered("a result has no values")
         maps: list[FeatureMap | None] = [FeatureMap.of(shapes[0])]
         for position, step in enumerate(network.steps):
             first, joins = step.inputs[0], isinstance(step.operation, Concatenate)

@@ -34,15 +34,15 @@ def hidden_layer(network: Network) -> list[Operation]:
     """The affine operations before the only ReLU; other networks are refused."""
     operations = [step.operation for step in network.steps]
     is_chain = all(step.inputs == (position,) for position, step in enumerate(network.steps))
-    *before, bend, last = operations if len(operations) > 2 else (None, None, None)
-    is_covered = is_chain and isinstance(bend, Operation) and is_relu(bend) and isinstance(last, Linear)
-    if not is_covered or not all(isinstance(each, Affine | Reshape) for each in before):
+    before, end = operations[:-2], operations[-2:]
+    ends_well = bool(before) and is_relu(end[0]) and isinstance(end[1], Linear)
+    if not is_chain or not ends_well or not all(isinstance(each, Affine | Reshape) for each in before):
         raise UnsupportedLayer(
             "linear bounds of all placements exist for networks of one hidden layer: affine layers, a ReLU, a linear "
             "layer",
             hint='set strategy.search = "interval" and strategy.candidates to a few',
         )
-    return [each for each in before if each is not None]
+    return before
 
 
 @dataclass(frozen=True, slots=True)

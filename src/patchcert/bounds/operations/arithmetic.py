@@ -42,10 +42,10 @@ class Add(Elementwise):
 
 
 @function_rule(operator.add, operator.iadd, torch.add, "add", "add_")
-def _add(*terms: object, alpha: float = 1) -> Operation:
+def _add(other: object = None, *, alpha: float = 1) -> Operation:
     if alpha != 1:
         refuse(f"alpha is {alpha}, bounds exist for a plain sum")
-    return Rescale(shift=_constant(*terms)) if terms else Add()
+    return Add() if other is None else Rescale(shift=_constant(other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class Multiply(Elementwise):
 
 
 @function_rule(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply")
-def _multiply(*factors: object) -> Operation:
-    return Rescale(factor=_constant(*factors)) if factors else Multiply()
+def _multiply(other: object = None) -> Operation:
+    return Multiply() if other is None else Rescale(factor=_constant(other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ RESCALE_ROUNDINGS = 4
 
 def _for_each_image(constant: Tensor, like: Annotated[Tensor, "n ..."]) -> Tensor:
     """The constant in the type of the values; one that would make more of them, or tell images apart, is refused."""
-    shape = torch.broadcast_shapes(constant.shape, (1, *like.shape[1:])) if _fits(constant, like) else ()
-    if shape != (1, *like.shape[1:]):
+    pairs = zip(reversed(constant.shape), reversed((1, *like.shape[1:])), strict=False)
+    if constant.dim() > like.dim() or any(size not in (1, whole) for size, whole in pairs):
         raise UnsupportedLayer(
             f"a constant of shape {tuple(constant.shape)} does not fit results of shape {tuple(like.shape)}, image by "
             "image",
@@ -126,14 +126,8 @@ def _for_each_image(constant: Tensor, like: Annotated[Tensor, "n ..."]) -> Tenso
     return constant.to(like)
 
 
-def _fits(constant: Tensor, like: Tensor) -> bool:
-    pairs = zip(reversed(constant.shape), reversed((1, *like.shape[1:])), strict=False)
-    return constant.dim() <= like.dim() and all(size in (1, whole) for size, whole in pairs)
-
-
-def _constant(*given: object, make: Callable[[Tensor], Tensor] = lambda value: value) -> Source:
+def _constant(value: object, make: Callable[[Tensor], Tensor] = lambda value: value) -> Source:
     """What `make` gives for a number, or for a weight whenever it is read; both in float64."""
-    (value,) = given
     if callable(value):
         source = cast("Source", value)
         return lambda: make(source().double())
@@ -146,24 +140,24 @@ def _constant(*given: object, make: Callable[[Tensor], Tensor] = lambda value: v
 
 
 @function_rule(operator.sub, operator.isub, torch.sub, torch.subtract, "sub", "sub_")
-def _subtract(*terms: object, alpha: float = 1) -> Operation:
-    if not terms or alpha != 1:
+def _subtract(other: object = None, *, alpha: float = 1) -> Operation:
+    if other is None or alpha != 1:
         refuse("bounds exist for the difference of a result and a constant", instead_of(torch.sub))
-    return Rescale(shift=_constant(*terms, make=torch.neg))
+    return Rescale(shift=_constant(other, torch.neg))
 
 
 @function_rule(torch.rsub)
-def _subtract_from(other: object, alpha: float = 1) -> Operation:
+def _subtract_from(other: object, *, alpha: float = 1) -> Operation:
     if alpha != 1:
         refuse(f"alpha is {alpha}, bounds exist for a plain difference")
     return Rescale(_constant(-1), _constant(other))
 
 
 @function_rule(operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide, "div", "div_")
-def _divide(*divisors: object) -> Operation:
-    if not divisors:
+def _divide(other: object = None) -> Operation:
+    if other is None:
         refuse("bounds exist for the quotient of a result and a constant", instead_of(torch.div))
-    return Rescale(factor=_constant(*divisors, make=torch.reciprocal))
+    return Rescale(factor=_constant(other, torch.reciprocal))
 
 
 @function_rule(operator.neg, torch.neg, torch.negative, "neg")
