@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,14 @@ def test_picked_values_have_the_bounds_they_had(seed, by):
     assert torch.equal(bounds.upper, takes[by](box.upper))
 
 
-def test_pieces_of_the_batch_are_refused():
-    with pytest.raises(UnsupportedLayer, match="are split along the batch"):
-        trace(model_of(lambda model, x: x.chunk(2)[0])).values(torch.rand(2, 3, 2, 2))
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda model, x: x.chunk(2)[0], "are split along the batch"),
+        (lambda model, x: x.transpose(-4, 1), "the batch must stay the first"),
+        (lambda model, x: F.pad(x.flatten(1), (0, 0, 1, -1)), "are padded along the batch"),
+    ],
+)
+def test_what_moves_values_from_image_to_image_is_refused(forward, message):
+    with pytest.raises(UnsupportedLayer, match=message):
+        trace(model_of(forward)).values(torch.rand(2, 3, 2, 2))

@@ -222,6 +222,8 @@ class ZeroPad(Exact):
     sides: tuple[int, int, int, int]
 
     def forward(self, *inputs: Tensor) -> Tensor:
+        if inputs[0].dim() < 3 and any(self.sides[:2]):
+            refuse(f"results of shape {tuple(inputs[0].shape)} are padded along the batch", hint="pad maps")
         return Geometry((1, 1), padding=self.sides).pad(inputs[0])
 
     def places(self, area: FeatureMap) -> Geometry:
