@@ -10,8 +10,7 @@ from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, prune
 
-from patchcert.bounds import Interval, Rounding, trace
-from patchcert.bounds.rounding import NEAREST
+from patchcert.bounds import Interval, trace
 from patchcert.errors import ModelError, UnsupportedLayer
 from patchcert.testing.networks import randomise
 from written_models import images, model_of
@@ -246,16 +245,6 @@ def test_what_is_refused_comes_with_what_to_write_instead(name):
             )
         )
     assert re.search(hint, caught.value.hint)
-
-
-def test_a_mean_of_what_is_no_map_is_refused_when_it_is_met():
-    model = model_of(lambda s, x: s.fc(x.view(x.size(0), 2, 30).mean((-2, -1), keepdim=True).flatten(1)))
-    model.fc = nn.Linear(1, 3).double()
-    for rounding in (NEAREST, Rounding.outward(torch.float64)):
-        with pytest.raises(
-            UnsupportedLayer, match=r"mean over height and width of results of shape \(3, 2, 30\)"
-        ):
-            trace(model).bounds(Interval.point(images()), rounding=rounding)
 
 
 def test_a_second_input_is_refused_unless_it_has_a_default():

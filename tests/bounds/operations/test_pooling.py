@@ -1,14 +1,19 @@
 """A mean is bounded as the pooling that it is."""
 
+import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from boxes import OUTWARD, box_around, contains, networks_with_boxes, points_of, seeded
-from patchcert.bounds import Interval, Rounding, trace
+from patchcert.bounds import NEAREST, Interval, Rounding, trace
+from patchcert.bounds.linear import linear_margins
+from patchcert.errors import UnsupportedLayer
 from patchcert.testing.networks import ResidualBlock, randomise
 from strategies import seeds
+from written_models import images as random_images
 from written_models import model_of
 
 
@@ -51,3 +56,27 @@ def test_no_point_of_the_box_leaves_the_bounds_of_a_network_with_a_mean(case, di
         bounds = trace(whole).bounds(box, rounding=OUTWARD)
         for point in points_of(box, seed):
             assert contains(bounds, Interval.point(whole(point)), 1e-12)
+
+
+@pytest.mark.parametrize("rounding", [NEAREST, OUTWARD], ids=["nearest", "outward"])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda model, x: x.view(x.size(0), 2, 30).mean((-2, -1), keepdim=True),
+        lambda model, x: F.avg_pool2d(x[:, 0], 2),
+        lambda model, x: F.adaptive_avg_pool2d(x[:, 0], 3),
+    ],
+)
+def test_a_mean_of_what_is_no_map_is_refused_when_it_is_met(forward, rounding):
+    with pytest.raises(UnsupportedLayer, match=r"mean over height and width of results of shape \(3, "):
+        trace(model_of(forward)).bounds(Interval.point(random_images()), rounding=rounding)
+
+
+@torch.no_grad()
+@given(seeds())
+def test_linear_bounds_count_the_largest_values_of_a_single_channel_by_its_interval(seed):
+    layers = {"c": nn.Conv2d(2, 2, 3), "fc": nn.Linear(2, 3)}
+    model = model_of(lambda model, x: model.fc(F.max_pool2d(model.c(x)[:, 0], 2).flatten(1)), **layers)
+    box, labels = box_around(random_images(), seed), torch.arange(3)
+    found = linear_margins(trace(model), box, labels, torch.arange(3).expand(3, -1), 3, OUTWARD)
+    torch.testing.assert_close(found, trace(model).margins(box, labels, rounding=OUTWARD))

@@ -32,6 +32,8 @@ class MaxPool(Exact):
     def backward(self, forms: Forms, *inputs: Interval, slope: Slopes, rounding: Rounding) -> Pulled | None:
         """The largest value is at least the one with the largest lower end, and at most the largest upper end."""
         (box,) = inputs
+        if box.lower.dim() != 4:
+            return None
         _, chosen = self._pooled(box.lower, F.max_pool2d_with_indices)
         rising = forms.clamp(min=0)
         places = chosen.flatten(2).unsqueeze(1).expand(*forms.shape[:3], -1)
@@ -107,6 +109,12 @@ class AveragePool(Affine):
     geometry: Callable[[int, int], Geometry | None]
 
     def map(self, value: ChannelMaps, precise: bool) -> ChannelMaps:
+        if value.dim() != 4:
+            refuse(
+                f"a mean over height and width of results of shape {tuple(value.shape)}, expected (n, channels, "
+                "height, width)",
+                hint="take it before results are flattened or reshaped, and of channels picked by slices like x[:, :1]",
+            )
         geometry = self.geometry(value.shape[-2], value.shape[-1]) if precise else None
         if geometry is None:
             return self.pool(value)
@@ -196,23 +204,8 @@ def _mean(dim: object = None, keepdim: bool = False) -> Lowered:
             f"it is taken over dim={dim}, bounds exist for the mean over height and width, dim=(2, 3)",
             hint="use x.mean((2, 3)), or nn.AdaptiveAvgPool2d(1) and nn.Flatten()",
         )
-    whole = _adaptive_average_pool(1)
-    pool = replace(
-        whole,
-        pool=lambda value: whole.pool(_checked_maps(value)),
-        most=lambda value: whole.most(_checked_maps(value)),
-    )
+    pool = _adaptive_average_pool(1)
     return pool if keepdim else (pool, Reshape(lambda value: value.flatten(1)))
 
 
 _HEIGHT_AND_WIDTH = {frozenset(axes) for axes in ((2, 3), (-2, -1), (2, -1), (-2, 3))}
-
-
-def _checked_maps(value: Tensor) -> Tensor:
-    if value.dim() != 4:
-        refuse(
-            f"the mean over height and width of results of shape {tuple(value.shape)}, expected (n, channels, height, "
-            "width)",
-            hint="take the mean before results are flattened or reshaped",
-        )
-    return value
