@@ -40,3 +40,9 @@ class RunError(PatchcertError):
 
 class StorageError(PatchcertError):
     """A file that cannot be written: the disk is full, or the folder is not the user's."""
+
+
+def at_least(least: int, name: str, value: float | None) -> None:
+    """Refuse a setting that is given and not at least this; NaN is not."""
+    if value is not None and not value >= least:
+        raise InvalidInput(f"{name} is {value}; expected at least {least}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from attacked_models import PixelModel
 from patchcert.attacks import (
     AdaptiveAttack,
     Attack,
@@ -29,23 +30,8 @@ from patchcert.certificates.ablation import RandomAblation
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.models import Normalize
 from patchcert.testing import check_attack
+from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, SparsePixels
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-class PixelModel(nn.Module):
-    """Says 1 where the mean over channels of one pixel exceeds a threshold."""
-
-    def __init__(self, row: int, column: int, threshold: float = 0.9) -> None:
-        super().__init__()
-        self.row, self.column, self.threshold = row, column, threshold
-
-    def forward(self, images):
-        value = images[:, :, self.row, self.column].mean(dim=1)
-        return torch.stack([torch.full_like(value, self.threshold), value], dim=1)
 
 
 @pytest.mark.parametrize(
@@ -190,12 +176,12 @@ def test_a_model_of_two_results_is_refused():
         def forward(self, images):
             return images.flatten(1), images
 
-    with pytest.raises(ModelError, match="a model must give one tensor of logits, got tuple"):
+    with pytest.raises(ModelError, match="the model must return one tensor of logits, got tuple"):
         PatchAttack(1, 0.1, 1).run(Two(), torch.zeros(2, 1, 3, 3), torch.zeros(2).long(), Patch(1))
 
 
 def test_a_model_without_a_row_of_logits_per_image_is_refused():
-    with pytest.raises(ModelError, match=r"logits of shape \(1, classes\) .* got \(9,\)"):
+    with pytest.raises(ModelError, match=r"must return logits \(1, classes\), got \(9,\)"):
         PatchAttack(1, 0.1, 1).run(
             nn.Flatten(0), torch.zeros(2, 1, 3, 3), torch.zeros(2, dtype=torch.long), Patch(1)
         )

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from attacked_models import normal
 from patchcert.attacks import (
     AdaptiveAfterTransfer,
     AdaptiveAttack,
@@ -18,11 +19,8 @@ from patchcert.attacks import (
 from patchcert.certificates import certify, placement_margins
 from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
+from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, SparsePixels
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 class Bright(nn.Module):
@@ -114,13 +112,9 @@ def test_adaptive_attack_includes_the_transferred_examples():
     assert AdaptiveAttack(attack).run(defended, images, labels, Patch(1), seeded(1)).succeeded.all()
 
 
-def network(seed: int = 0) -> nn.Sequential:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, 3))
-    generator = seeded(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model.eval()
+def network() -> nn.Sequential:
+    layers = nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, 3)
+    return normal(nn.Sequential(*layers), 0.3)
 
 
 @pytest.mark.parametrize("kind", ["lgs", "dw"])
@@ -213,15 +207,11 @@ def test_an_attack_within_a_smaller_threat_answers_for_the_larger_one():
 
 
 def small_network(scale: float, lead: float) -> nn.Sequential:
-    model = nn.Sequential(
-        nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 16, 3)
-    )
-    generator = seeded(0)
+    layers = nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 16, 3)
+    model = normal(nn.Sequential(*layers), scale)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
         model[3].bias.copy_(torch.tensor([lead, 0.0, -lead]))
-    return model.eval()
+    return model
 
 
 class LeavesOutOnePlacement:

@@ -7,14 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from attacked_models import PixelModel, normal
 from patchcert.attacks import PatchAttack, reference_patch_attack
 from patchcert.attacks.patch import random_order, vertices
 from patchcert.errors import InvalidInput
+from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, SparsePixels, shapes
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def linear_model(channels, height, width, classes=2, seed=0, bias=0.0) -> nn.Sequential:
@@ -25,15 +23,9 @@ def linear_model(channels, height, width, classes=2, seed=0, bias=0.0) -> nn.Seq
     return nn.Sequential(nn.Flatten(), layer).eval()
 
 
-def small_network(seed=0) -> nn.Sequential:
-    generator = seeded(seed)
-    model = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)
-    ).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
-    return model.eval()
+def small_network() -> nn.Sequential:
+    layers = nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)
+    return normal(nn.Sequential(*layers).double(), 0.3)
 
 
 def own_labels(model, images) -> torch.Tensor:
@@ -42,18 +34,6 @@ def own_labels(model, images) -> torch.Tensor:
 
 def random_images(count=6, channels=2, size=6, seed=0) -> torch.Tensor:
     return torch.rand(count, channels, size, size, generator=seeded(seed), dtype=torch.float64)
-
-
-class PixelModel(nn.Module):
-    """Says 1 where the mean over channels of one pixel exceeds a threshold."""
-
-    def __init__(self, row: int, column: int, threshold: float = 0.9) -> None:
-        super().__init__()
-        self.row, self.column, self.threshold = row, column, threshold
-
-    def forward(self, images):
-        value = images[:, :, self.row, self.column].mean(dim=1)
-        return torch.stack([torch.full_like(value, self.threshold), value], dim=1)
 
 
 class OnTheWay(nn.Module):
@@ -329,16 +309,16 @@ def test_another_threat_is_refused():
 @pytest.mark.parametrize(
     ("given_settings", "message"),
     [
-        ({"steps": -1}, "0 steps or more, got steps=-1"),
-        ({"step_size": 0.0}, "positive step size, got step_size=0.0"),
-        ({"step_size": math.nan}, "got step_size=nan"),
-        ({"restarts": 0}, "at least one restart, got restarts=0"),
+        ({"steps": -1}, "steps is -1; expected at least 0"),
+        ({"step_size": 0.0}, "step_size is 0.0; expected a number above 0"),
+        ({"step_size": math.nan}, "step_size is nan"),
+        ({"restarts": 0}, "restarts is 0; expected at least 1"),
         ({"loss": "hinge"}, "unknown loss 'hinge' of an attack"),
         ({"search": "grid"}, "unknown search 'grid' of an attack"),
-        ({"batch_size": 0}, "got batch_size=0"),
-        ({"sweep_steps": -1}, "got sweep_steps=-1"),
-        ({"sweep_vertices": -1}, "sweep_vertices=-1"),
-        ({"check_every": 0}, "check_every=0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"sweep_steps": -1}, "sweep_steps is -1"),
+        ({"sweep_vertices": -1}, "sweep_vertices is -1"),
+        ({"check_every": 0}, "check_every is 0"),
     ],
 )
 def test_impossible_settings_are_refused(given_settings, message):

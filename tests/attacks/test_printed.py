@@ -226,9 +226,9 @@ def test_what_cannot_be_attacked_so_is_refused():
         UniversalAttack(images[:0], labels[:0])
     with pytest.raises(InvalidInput, match=r"must lie in \[0, 1\]"):
         UniversalAttack(images * 3, labels)
-    with pytest.raises(InvalidInput, match="trials=0"):
+    with pytest.raises(InvalidInput, match="trials is 0"):
         TransformedAttack(trials=0)
-    with pytest.raises(InvalidInput, match="samples=0"):
+    with pytest.raises(InvalidInput, match="samples is 0"):
         TransformedAttack(samples=0)
-    with pytest.raises(InvalidInput, match="steps=-1"):
+    with pytest.raises(InvalidInput, match="steps is -1"):
         TransformedAttack(steps=-1)

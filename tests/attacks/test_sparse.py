@@ -4,22 +4,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from attacked_models import normal
 from patchcert.attacks import SparseAttack
 from patchcert.errors import InvalidInput
+from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, SparsePixels
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def model_of(layers, seed) -> nn.Sequential:
-    model = nn.Sequential(*layers).double()
-    generator = seeded(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
-    return model.eval()
+    return normal(nn.Sequential(*layers).double(), 0.4, seed)
 
 
 def linear_model(seed=0) -> nn.Sequential:
@@ -92,7 +85,7 @@ def test_another_threat_and_impossible_settings_are_refused():
     labels = model(images).argmax(dim=1)
     with pytest.raises(InvalidInput, match=r"SparseAttack attacks with SparsePixels, got Patch\(2x2"):
         SparseAttack().run(model, images, labels, Patch(2))
-    with pytest.raises(InvalidInput, match="at least once, got selections=0"):
+    with pytest.raises(InvalidInput, match="selections is 0; expected at least 1"):
         SparseAttack(selections=0)
-    with pytest.raises(InvalidInput, match="got restarts=0"):
+    with pytest.raises(InvalidInput, match="restarts is 0"):
         SparseAttack(restarts=0)

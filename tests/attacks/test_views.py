@@ -6,32 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from attacked_models import normal
 from patchcert.attacks import PatchAttack, views
 from patchcert.attacks.views import ImageView, ImageViews, Slide, WindowViews, patch_views, put, stamp_cells
 from patchcert.models import Normalize
+from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, shapes
 
 HEIGHT, WIDTH, CHANNELS = 11, 9, 2
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def prepared(*layers, seed=0) -> nn.Sequential:
-    model = nn.Sequential(*layers).double().eval()
-    generator = seeded(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
-    return model
 
 
 def ended(*layers, seed=0, size=(HEIGHT, WIDTH)) -> nn.Sequential:
     """The layers, flattened and with two linear layers after them."""
     front = nn.Sequential(*layers, nn.Flatten()).double().eval()
     features = front(torch.zeros(1, CHANNELS, *size, dtype=torch.float64)).shape[1]
-    return prepared(*layers, nn.Flatten(), nn.Linear(features, 7), nn.ReLU(), nn.Linear(7, 4), seed=seed)
+    head = nn.Flatten(), nn.Linear(features, 7), nn.ReLU(), nn.Linear(7, 4)
+    return normal(nn.Sequential(*layers, *head).double(), 0.4, seed)
 
 
 def images_of(count=3, seed=0, size=(HEIGHT, WIDTH)) -> torch.Tensor:

@@ -242,7 +242,7 @@ def test_patches_in_turn_find_nearly_all_that_brute_force_finds_and_nothing_else
 
 
 def test_rounds_are_at_least_one():
-    with pytest.raises(InvalidInput, match="rounds=0"):
+    with pytest.raises(InvalidInput, match="rounds is 0"):
         PatchesInTurn(pc.PatchAttack(), rounds=0)
 
 

@@ -277,7 +277,7 @@ def test_nothing_certified_is_said(capsys, run_folder):
         (["--defense", "lgs", "--certified-only"], "is about the model itself"),
         (["--certified-only", "--loss", "margin"], "tries every placement with every loss"),
         (["--restarts", "0"], "at least one restart, got restarts=0"),
-        (["--steps", "-1"], "0 steps or more, got steps=-1"),
+        (["--steps", "-1"], "steps is -1; expected at least 0"),
         (["--loss", "hinge"], "unknown loss 'hinge'"),
         (["--search", "grid"], "unknown search 'grid'"),
         (["--out", "rows.txt"], "--out rows.txt is not the name of an evidence file"),

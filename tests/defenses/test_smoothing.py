@@ -8,10 +8,7 @@ from hypothesis import strategies as st
 from patchcert.defenses import Defended, LocalGradientSmoothing
 from patchcert.defenses.smoothing import normalised_gradient
 from patchcert.errors import InvalidInput
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from patchcert.testing.conformance import seeded
 
 
 def smoothed_by_loops(image, window, overlap, threshold, smoothing):

@@ -14,10 +14,7 @@ from patchcert.defenses.watermarking import (
     saliency,
 )
 from patchcert.errors import InvalidInput, ModelError
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from patchcert.testing.conformance import seeded
 
 
 def small_network(channels: int = 2, size: int = 8, classes: int = 4) -> nn.Sequential:
@@ -210,8 +207,8 @@ def test_imagenet_window_is_larger_than_the_patch_by_a_fifth():
 @pytest.mark.parametrize(
     ("settings_given", "message"),
     [
-        ({"window": 0}, "at least 1 pixel, got 0 and 2"),
-        ({"window": 3, "opening": 0}, "at least 1 pixel, got 3 and 0"),
+        ({"window": 0}, "window is 0; expected at least 1"),
+        ({"window": 3, "opening": 0}, "opening is 0; expected at least 1"),
         ({"window": 3, "quantile": 1.2}, r"quantile must lie in \[0, 1\], got 1.2"),
         ({"window": 3, "saliency_kind": "best"}, "unknown saliency kind 'best'"),
         ({"window": 3, "fill": "grey"}, r"'ring' or values in \[0, 1\], got 'grey'"),

@@ -1,7 +1,4 @@
-"""What tests of training share: small networks and batches, and real processes.
-
-A server with everything imported forks each process in milliseconds.
-"""
+"""Real processes for tests of training: a server with everything imported forks each in milliseconds."""
 
 import json
 import os
@@ -11,99 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Generator, nn
 
 import patchcert
-from patchcert.bounds import Interval
-from patchcert.models import ModelSpec
-from patchcert.train.strategy import Batch, Subject, margin_loss
-
-CLASSES = 4
-
-
-def seeded(seed=0):
-    return Generator().manual_seed(seed)
-
-
-def _make_model(kind, channels=1, side=8, seed=0):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if kind == "mlp":
-            return nn.Sequential(
-                nn.Flatten(), nn.Linear(channels * side * side, 12), nn.ReLU(), nn.Linear(12, CLASSES)
-            ).eval()
-        return nn.Sequential(
-            nn.Conv2d(channels, 3, 3, 1, 1),
-            nn.ReLU(),
-            nn.Conv2d(3, 4, 4, 2, 1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(4 * (side // 2) ** 2, 10),
-            nn.ReLU(),
-            nn.Linear(10, CLASSES),
-        ).eval()
-
-
-def _make_batch(count=3, channels=1, side=8, seed=0, dtype=torch.float32):
-    generator = seeded(seed)
-    images = torch.rand(count, channels, side, side, generator=generator, dtype=dtype)
-    return Batch(images, torch.randint(CLASSES, (count,), generator=generator))
-
-
-def _bind(strategy, model, threat, windows=None):
-    return strategy.bind(Subject(model, ModelSpec("mlp", 1, 8, 8, CLASSES), threat, windows=windows))
-
-
-def _worst_margins(strategy, model, threat, batch, epsilon, windows=None):
-    return _bind(strategy, model, threat, windows).worst_case(batch, epsilon, seeded()).margins
-
-
-def _dense_margins(network, batch, threat, epsilon):
-    """Margins (n, p, classes) at every placement, one ordinary differentiable pass for each."""
-    corners = threat.placements(*batch.images.shape[2:]).corners
-    maps = []
-    for corner in corners:
-        box = threat.boxes(batch.images, corner[None], epsilon)
-        maps.append(network.margins(Interval(box.lower[:, 0], box.upper[:, 0]), batch.labels))
-    return torch.stack(maps, dim=1)
-
-
-def _gradient(model, margins, labels):
-    loss = margin_loss(margins, labels, len(labels))
-    parts = torch.autograd.grad(loss, list(model.parameters()))
-    return loss.detach(), torch.cat([part.flatten() for part in parts])
-
-
-@pytest.fixture(scope="session")
-def make_model():
-    return _make_model
-
-
-@pytest.fixture(scope="session")
-def make_batch():
-    return _make_batch
-
-
-@pytest.fixture(scope="session")
-def bind():
-    return _bind
-
-
-@pytest.fixture(scope="session")
-def worst_margins():
-    return _worst_margins
-
-
-@pytest.fixture(scope="session")
-def dense_margins():
-    return _dense_margins
-
-
-@pytest.fixture(scope="session")
-def gradient():
-    return _gradient
-
 
 SERVER = Path(__file__).with_name("fork_server.py")
 

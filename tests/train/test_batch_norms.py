@@ -10,8 +10,6 @@ from patchcert.errors import ModelError
 from patchcert.models import ModelSpec, build
 from patchcert.threats import Patch, SparsePixels
 from patchcert.train.batch_norms import NormedNetwork, trainable_network
-from patchcert.train.checkpoint import Best, load_state, save_state
-from patchcert.train.loop import Position, train
 from patchcert.train.recipe import BoundSettings
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, Spec
@@ -25,6 +23,7 @@ from patchcert.train.strategies import (
     Weakest,
 )
 from patchcert.train.strategy import Subject
+from small_trainings import check_resumes, dense_margins, make_batch, watched
 
 SIDE, CLASSES = 10, 4
 MODEL = ModelSpec("cnn2_bn", 1, SIDE, SIDE, CLASSES, hidden=12, filters=3)
@@ -102,7 +101,7 @@ def test_every_strategy_on_bounds_moves_batch_norms_once_a_step(kind):
     assert not torch.equal(trainee.model.bn1.weight, gain)
 
 
-def test_margins_are_those_of_the_network_that_normalises_by_the_batch(dense_margins, make_batch):
+def test_margins_are_those_of_the_network_that_normalises_by_the_batch():
     trainee, plan = make(AllPlacements())
     batch = make_batch(6, side=SIDE)
     step = TrainingStep(trainee, plan)
@@ -114,8 +113,7 @@ def test_margins_are_those_of_the_network_that_normalises_by_the_batch(dense_mar
 
 
 def test_a_network_trained_with_statistics_of_bounds_is_deployed_with_running_ones():
-    trainee, plan = make(AllPlacements())
-    train(trainee, plan, Watcher(trainee))
+    trainee = watched(*make(AllPlacements())).trainee
     assert trainee.average is not None
     for model in (trainee.model, trainee.average):
         assert int(model.bn1.num_batches_tracked) == 9
@@ -123,33 +121,13 @@ def test_a_network_trained_with_statistics_of_bounds_is_deployed_with_running_on
         torch.testing.assert_close(deployed, model.eval()(images()), rtol=1e-4, atol=1e-4)
 
 
-class Watcher:
-    def __init__(self, trainee, stop=None, path=None):
-        self.trainee, self.stop, self.path = trainee, stop, path
-
-    def after_batch(self, position):
-        if self.stop == (position.epoch, position.batch):
-            save_state(self.path, self.trainee, position, Best())
-
-    def after_epoch(self, summary):
-        pass
-
-
 @pytest.mark.parametrize("stop", [(0, 2), (1, 1), (2, 2)])
 def test_training_resumes_bit_for_bit_with_averages_statistics_and_attacks(stop, tmp_path):
     bounds = BoundSettings(tightness=0.5, relu_balance=0.5)
-    straight, plan = make(STRATEGIES["mixture"], bounds)
-    train(straight, plan, Watcher(straight, stop, tmp_path / "state"))
-    second, plan = make(STRATEGIES["mixture"], bounds)
-    position, _ = load_state(tmp_path / "state", second)
-    assert position == Position(*stop, position.seconds)
-    train(second, plan, Watcher(second), position)
-    for one, other in ((straight.model, second.model), (straight.average, second.average)):
-        for name, value in one.state_dict().items():
-            assert torch.equal(value, other.state_dict()[name]), name
+    check_resumes(lambda: make(STRATEGIES["mixture"], bounds), stop, tmp_path / "state")
 
 
-def test_the_placements_observed_do_not_depend_on_who_shares_the_batch(make_batch, monkeypatch):
+def test_the_placements_observed_do_not_depend_on_who_shares_the_batch(monkeypatch):
     trainee, plan = make(AllPlacements())
     seen = []
     network = trainee.objective.network

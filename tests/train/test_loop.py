@@ -1,7 +1,5 @@
 """The loop follows its schedule, learns, and resumes from any batch exactly as if it had never stopped."""
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 from torch import Generator, nn
@@ -11,7 +9,7 @@ from patchcert.errors import InvalidInput, RunError
 from patchcert.models import ModelSpec
 from patchcert.threats import Patch, SparsePixels
 from patchcert.train.checkpoint import Best, load_state, save_state
-from patchcert.train.loop import EpochSummary, Position, train
+from patchcert.train.loop import Position
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
 from patchcert.train.step import Plan, Trainee
@@ -24,6 +22,7 @@ from patchcert.train.strategies import (
     SparseChanges,
 )
 from patchcert.train.strategy import Subject
+from small_trainings import check_resumes, same_weights, watched
 
 SIDE, CLASSES = 8, 3
 SCHEDULE = Schedule(4, EpsilonSchedule(1, 2), LearningRateSchedule(0.01, decay_every=1))
@@ -54,109 +53,46 @@ def make_plan(kind="all", schedule=SCHEDULE, data=VARIED, cuda_graph="auto"):
     return Plan(spec, make_data())
 
 
-def make_trainee(plan):
+def make(plan):
+    """A trainee, and its plan."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = nn.Flatten(), nn.Linear(SIDE * SIDE, 6), nn.ReLU(), nn.Linear(6, CLASSES)
         model = nn.Sequential(*layers).eval()
     subject = Subject(model, ModelSpec("mlp", 1, SIDE, SIDE, CLASSES), plan.spec.threat, seed=1)
-    return Trainee(model, plan.spec.strategy.bind(subject), plan.spec.optimiser)
-
-
-@dataclass
-class Recorder:
-    """Remembers everything, and saves the state at one position."""
-
-    trainee: Trainee
-    save_at: Position | None = None
-    path: object = None
-    positions: list[Position] = field(default_factory=list)
-    summaries: list[EpochSummary] = field(default_factory=list)
-    epsilons: list[float] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    draws: list[bytes] = field(default_factory=list)
-
-    def after_batch(self, position):
-        self.positions.append(position)
-        self.epsilons.append(float(self.trainee.epsilon))
-        self.rates.append(float(self.trainee.learning_rate))
-        self.draws.append(self.trainee.generator.get_state().numpy().tobytes())
-        here = self.save_at is not None and (position.epoch, position.batch) == (
-            self.save_at.epoch,
-            self.save_at.batch,
-        )
-        if here:
-            save_state(self.path, self.trainee, position, Best(0.5, 1, {"b": torch.ones(2)}))
-
-    def after_epoch(self, summary):
-        self.summaries.append(summary)
-
-
-def weights(trainee):
-    return {name: value.clone() for name, value in trainee.model.state_dict().items()}
+    return Trainee(model, plan.spec.strategy.bind(subject), plan.spec.optimiser), plan
 
 
 def test_every_batch_has_the_epsilon_and_rate_of_the_schedule():
-    plan = make_plan()
-    recorder = Recorder(make_trainee(plan))
-    train(recorder.trainee, plan, recorder)
-    assert plan.batches == 3
+    watcher = watched(*make(make_plan()))
+    assert make_plan().batches == 3
     wanted = [SCHEDULE.epsilon.for_batch(t, b, 3) for t in range(4) for b in range(3)]
-    assert recorder.epsilons == pytest.approx(wanted)
-    assert recorder.rates == pytest.approx([SCHEDULE.rate(t) for t in range(4) for _ in range(3)])
-    ends = [(p.epoch, p.batch) for p in recorder.positions]
-    assert ends == [(t + (b == 2), (b + 1) % 3) for t in range(4) for b in range(3)]
-    assert [s.epsilon for s in recorder.summaries] == [0.0, 0.5, 1.0, 1.0]
+    assert watcher.epsilons == pytest.approx(wanted)
+    assert watcher.rates == pytest.approx([SCHEDULE.rate(t) for t in range(4) for _ in range(3)])
+    assert watcher.positions == [(t + (b == 2), (b + 1) % 3) for t in range(4) for b in range(3)]
+    assert [s.epsilon for s in watcher.summaries] == [0.0, 0.5, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("stop", [(0, 2), (1, 0), (2, 1)])
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_training_resumes_bit_for_bit_from_any_batch(kind, tmp_path):
-    plan = make_plan(kind)
-    straight = Recorder(make_trainee(plan))
-    train(straight.trainee, plan, straight)
-    for stop in (Position(0, 2), Position(1, 0), Position(2, 1)):
-        path = tmp_path / f"{stop.epoch}-{stop.batch}.safetensors"
-        plan = make_plan(kind)
-        first = Recorder(make_trainee(plan), save_at=stop, path=path)
-        train(first.trainee, plan, first)
-        plan = make_plan(kind)
-        second = Recorder(make_trainee(plan))
-        position, best = load_state(path, second.trainee)
-        assert (position.epoch, position.batch) == (stop.epoch, stop.batch)
-        assert (best.accuracy, best.epoch) == (0.5, 1)
-        assert torch.equal(best.weights["b"], torch.ones(2))
-        train(second.trainee, plan, second, position)
-        for name, value in weights(straight.trainee).items():
-            assert torch.equal(value, second.trainee.model.state_dict()[name]), (kind, stop, name)
-        if straight.trainee.objective.helper is not None:
-            pairs = zip(
-                straight.trainee.objective.helper.parameters(),
-                second.trainee.objective.helper.parameters(),
-                strict=True,
-            )
-            assert all(torch.equal(a, b) for a, b in pairs)
-        assert [s.loss for s in second.summaries] == [s.loss for s in straight.summaries[stop.epoch :]]
+def test_training_resumes_bit_for_bit_from_any_batch(kind, stop, tmp_path):
+    check_resumes(lambda: make(make_plan(kind)), stop, tmp_path / "state")
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_every_strategy_lowers_its_loss(kind):
     schedule = Schedule(30, EpsilonSchedule(0, 0), LearningRateSchedule(0.01))
-    plan = make_plan(kind, schedule, DataSettings())
-    recorder = Recorder(make_trainee(plan))
-    train(recorder.trainee, plan, recorder)
-    assert recorder.summaries[-1].loss < 0.9 * recorder.summaries[0].loss
-    assert recorder.summaries[-1].robust_accuracy > 0.5
+    watcher = watched(*make(make_plan(kind, schedule, DataSettings())))
+    assert watcher.losses[-1] < 0.9 * watcher.losses[0]
+    assert watcher.summaries[-1].robust_accuracy > 0.5
 
 
 def test_the_seed_alone_decides_the_weights():
-    runs = []
+    models = []
     for _ in range(2):
-        plan = make_plan("random")
-        trainee = make_trainee(plan)
-        train(trainee, plan, Recorder(trainee))
-        runs.append(weights(trainee))
+        models.append(watched(*make(make_plan("random"))).trainee.model)
         torch.rand(7)
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert same_weights(*models)
 
 
 def test_every_image_is_seen_once_in_every_epoch():
@@ -167,39 +103,31 @@ def test_every_image_is_seen_once_in_every_epoch():
 
 
 def test_random_draws_differ_between_epochs_and_not_between_runs():
-    plan = make_plan("random")
-    recorders = [Recorder(make_trainee(plan)) for _ in range(2)]
-    for recorder in recorders:
-        train(recorder.trainee, plan, recorder)
-    first, second = (recorder.draws for recorder in recorders)
+    first, second = (watched(*make(make_plan("random"))).draws for _ in range(2))
     assert first == second
-    assert len({first[epoch * plan.batches] for epoch in range(4)}) == 4
+    assert len({first[epoch * 3] for epoch in range(4)}) == 4
 
 
 def test_a_loss_that_is_no_number_ends_the_training():
-    plan = make_plan("natural")
-    trainee = make_trainee(plan)
+    trainee, plan = make(make_plan("natural"))
     with torch.no_grad():
         trainee.model[1].weight[0, 0] = float("nan")
     with pytest.raises(RunError, match="the loss became nan in epoch 0") as caught:
-        train(trainee, plan, Recorder(trainee))
+        watched(trainee, plan)
     assert "learning_rate" in caught.value.hint
 
 
 def test_a_graph_is_refused_where_there_is_no_gpu():
-    plan = make_plan("all", cuda_graph="on")
-    trainee = make_trainee(plan)
     with pytest.raises(InvalidInput, match="cuda_graph is 'on', but the training runs on cpu"):
-        train(trainee, plan, Recorder(trainee))
+        watched(*make(make_plan("all", cuda_graph="on")))
 
 
 def test_a_state_that_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "state.safetensors"
-    plan = make_plan("natural")
-    save_state(path, make_trainee(plan), Position(1), Best())
-    guided = make_trainee(make_plan("guided"))
+    natural, guided = (make(make_plan(kind))[0] for kind in ("natural", "guided"))
+    save_state(path, natural, Position(1), Best())
     with pytest.raises(RunError, match=r"does not fit the model of its specification: helper\."):
         load_state(path, guided)
     path.write_bytes(b"nonsense")
     with pytest.raises(RunError, match="is not a readable training state"):
-        load_state(path, make_trainee(plan))
+        load_state(path, natural)

@@ -93,6 +93,7 @@ def test_a_minimal_file_gets_the_stated_defaults(tmp_path):
         ('kind = "all"', 'kind = "pooled"\nblocks = ["a"]', "strategy.blocks.0 is 'a'; expected a whole", ""),
         ('kind = "all"', "", "strategy.kind is missing", "choose one of natural, all"),
         ('[strategy]\nkind = "all"', "", "strategy is missing", "add a section [strategy]"),
+        ('name = "mnist"', 'name = "mnist"\nrotation = nan', "rotation is nan; expected at least 0", ""),
         ('name = "mnist"', 'name = "mnist"\nflip = 1', "data.flip is 1; expected true or false", ""),
         ('stamp = "5x5"', 'stmp = "5x5"', "threat.stmp is not a known key", "did you mean stamp?"),
         ('stamp = "5x5"', "", "threat is not a valid threat", ""),

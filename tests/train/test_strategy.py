@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Generator
 
 from patchcert.errors import InvalidThreat
+from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, SparsePixels
 from patchcert.train.strategies import (
     AllPlacements,
@@ -16,16 +16,11 @@ from patchcert.train.strategies import (
     SparseChanges,
 )
 from patchcert.train.strategy import Batch, derived_seed, is_robust, margin_loss
-
-
-def seeded(seed=0):
-    return Generator().manual_seed(seed)
+from small_trainings import bind, make_batch, make_model, worst_margins
 
 
 @pytest.mark.parametrize("make", [AllPlacements, PooledPlacements])
-def test_the_search_and_the_pass_with_a_gradient_share_one_clean_pass(
-    make_model, make_batch, bind, make, monkeypatch
-):
+def test_the_search_and_the_pass_with_a_gradient_share_one_clean_pass(make, monkeypatch):
     model, batch, passes = make_model("cnn"), make_batch(), []
     objective = bind(make(), model, Patch(3))
     objective.worst_case(batch, 1.0, seeded())
@@ -38,7 +33,7 @@ def test_the_search_and_the_pass_with_a_gradient_share_one_clean_pass(
     assert passes == [len(batch)]
 
 
-def test_natural_training_is_plain_cross_entropy(make_model, make_batch, worst_margins):
+def test_natural_training_is_plain_cross_entropy():
     model, batch = make_model("cnn"), make_batch()
     margins = worst_margins(Natural(), model, Patch(3), batch, torch.tensor(1.0))
     loss = margin_loss(margins, batch.labels, len(batch))
@@ -57,7 +52,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("kind", SHARED)
-def test_shares_of_a_batch_add_up_to_the_whole(make_model, make_batch, bind, kind):
+def test_shares_of_a_batch_add_up_to_the_whole(kind):
     model, batch, epsilon = make_model("cnn"), make_batch(5), torch.tensor(0.8)
     whole, *parts = [
         bind(SHARED[kind][0], model, SHARED[kind][1]).worst_case(
@@ -71,7 +66,7 @@ def test_shares_of_a_batch_add_up_to_the_whole(make_model, make_batch, bind, kin
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SHARED if kind != "natural"])
-def test_a_threat_of_the_other_kind_is_refused(make_model, bind, kind):
+def test_a_threat_of_the_other_kind_is_refused(kind):
     strategy, threat = SHARED[kind]
     other = Patch(3) if isinstance(threat, SparsePixels) else SparsePixels(2)
     with pytest.raises(InvalidThreat, match="trained against, but the threat is"):

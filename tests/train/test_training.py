@@ -21,6 +21,7 @@ from patchcert.train.training import (
     summarise,
     train_run,
 )
+from small_trainings import same_weights
 
 CPU = Workplace(torch.device("cpu"))
 TINY = (
@@ -37,33 +38,27 @@ TINY = (
 )
 
 
+MASKED = (
+    "data.name=mnist-mini",
+    "model.name=wideresnet",
+    "model.depth=10",
+    "model.filters=4",
+    "strategy.bfloat16=false",
+    "strategy.worst_of=2",
+)
+ABLATED = (
+    "data.name=mnist-mini",
+    "data.limit=40",
+    "model.hidden=8",
+    "strategy.retained=100",
+    "optimiser.batch_size=16",
+    "schedule.epochs=3",
+    "schedule.learning_rate.decay_every=2",
+)
+
+
 def tiny(*changes):
     return read_spec("paper-mnist", [*TINY, *changes])
-
-
-class Stopper:
-    """Asks to stop after a number of batches, as Ctrl-C would."""
-
-    def __init__(self, after, monkeypatch):
-        self.left, self.request = after, StopRequest()
-        monkeypatch.setattr("patchcert.train.training.StopRequest", lambda: self.request)
-
-    def on_start(self, pace):
-        pass
-
-    def on_stop(self):
-        pass
-
-    def on_batch(self, position, batches):
-        self.left -= 1
-        self.request.is_made = self.left <= 0
-
-    def on_epoch(self, row):
-        pass
-
-
-def weights(run):
-    return {name: value for name, value in run.model().state_dict().items()}
 
 
 class Watcher:
@@ -86,14 +81,26 @@ class Watcher:
         pass
 
 
+class Stopper(Watcher):
+    """Asks to stop after a number of batches, as Ctrl-C would."""
+
+    def __init__(self, after, monkeypatch):
+        super().__init__()
+        self.after, self.request = after, StopRequest()
+        monkeypatch.setattr("patchcert.train.training.StopRequest", lambda: self.request)
+
+    def on_batch(self, position, batches):
+        super().on_batch(position, batches)
+        self.request.is_made = self.batches >= self.after
+
+
 def test_whoever_watches_knows_how_long_it_takes_and_changes_nothing(tmp_path):
     watcher = Watcher()
     watched = train_run(tiny(), tmp_path / "watched", CPU, listener=watcher)
     assert set(watcher.pace.tried) == {True, False}
     assert all(0 < seconds < 5 for seconds in watcher.pace.tried.values())
     assert (watcher.batches, watcher.pace.remaining) == (12, 0)
-    alone = weights(train_run(tiny(), tmp_path / "alone", CPU))
-    assert all(torch.equal(value, alone[name]) for name, value in weights(watched).items())
+    assert same_weights(watched.model(), train_run(tiny(), tmp_path / "alone", CPU).model())
 
 
 def test_a_first_interrupt_is_answered_at_once_and_a_second_one_interrupts():
@@ -123,9 +130,23 @@ def test_a_run_leaves_everything_the_next_commands_need(tmp_path):
     assert train_run(tiny(), tmp_path / "run", CPU, resume=True).metrics() == rows
 
 
-@pytest.mark.parametrize("after", [1, 4, 6])
-def test_an_interrupted_run_saves_and_resumes_to_the_same_weights(after, tmp_path, monkeypatch):
-    spec = tiny("strategy.kind=random", "strategy.placements=3", "data.flip=true", "data.crop_padding=2")
+INTERRUPTED = {
+    "random": tiny("strategy.kind=random", "strategy.placements=3", "data.flip=true", "data.crop_padding=2"),
+    "masked": read_spec(
+        "masked-mnist-5x5", [*MASKED, "data.limit=40", "optimiser.batch_size=16", "schedule.epochs=3"]
+    ),
+    "ablated": read_spec("paper-mnist-ablation", ABLATED),
+}
+
+
+def rows_of(run):
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in run.metrics()]
+
+
+@pytest.mark.parametrize("after", [1, 4, 7])
+@pytest.mark.parametrize("kind", INTERRUPTED)
+def test_an_interrupted_run_saves_and_resumes_to_the_same_weights(kind, after, tmp_path, monkeypatch):
+    spec = INTERRUPTED[kind]
     straight = train_run(spec, tmp_path / "straight", CPU)
     with pytest.raises(Interrupted, match=r"resume with: patchcert train .*broken --resume"):
         train_run(spec, tmp_path / "broken", CPU, listener=Stopper(after, monkeypatch))
@@ -134,10 +155,8 @@ def test_an_interrupted_run_saves_and_resumes_to_the_same_weights(after, tmp_pat
     with pytest.raises(RunError, match="holds this run, unfinished"):
         train_run(spec, tmp_path / "broken", CPU)
     resumed = train_run(spec, tmp_path / "broken", CPU, resume=True)
-    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(straight).items())
-    ignored = {"seconds"}
-    plain = [{k: v for k, v in row.items() if k not in ignored} for row in straight.metrics()]
-    assert [{k: v for k, v in row.items() if k not in ignored} for row in resumed.metrics()] == plain
+    assert same_weights(straight.model(), resumed.model())
+    assert rows_of(resumed) == rows_of(straight)
     assert len(resumed.environment()["sessions"]) == 2
 
 
@@ -162,7 +181,7 @@ def test_the_best_weights_survive_an_interruption(tmp_path, monkeypatch):
         train_run(spec, tmp_path / "broken", CPU, listener=Stopper(3 * (best + 1) + 1, monkeypatch))
     monkeypatch.undo()
     resumed = train_run(spec, tmp_path / "broken", CPU, resume=True)
-    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(straight).items())
+    assert same_weights(straight.model(), resumed.model())
 
 
 def test_the_seed_decides_the_weights_and_the_run_settings_do_not(tmp_path):
@@ -170,8 +189,8 @@ def test_the_seed_decides_the_weights_and_the_run_settings_do_not(tmp_path):
         train_run(tiny(c), tmp_path / c, CPU) for c in ("run.check_every=0", "run.checkpoint_seconds=0.0")
     ]
     other = train_run(tiny("seed=1"), tmp_path / "other", CPU)
-    assert all(torch.equal(value, weights(same[1])[name]) for name, value in weights(same[0]).items())
-    assert not all(torch.equal(value, weights(other)[name]) for name, value in weights(same[0]).items())
+    assert same_weights(*(run.model() for run in same))
+    assert not same_weights(other.model(), same[0].model())
 
 
 def test_other_data_files_are_refused_on_resume(tmp_path):
@@ -290,31 +309,6 @@ def test_a_threat_that_does_not_fit_the_strategy_is_refused():
         replace(tiny(), strategy=read_spec("paper-mnist-sparse").strategy)
 
 
-MASKED = (
-    "data.name=mnist-mini",
-    "model.name=wideresnet",
-    "model.depth=10",
-    "model.filters=4",
-    "strategy.bfloat16=false",
-    "strategy.worst_of=2",
-)
-
-
-@pytest.mark.parametrize("after", [1, 5, 7])
-def test_interrupted_training_behind_masks_resumes_to_the_same_weights(after, tmp_path, monkeypatch):
-    short = ("data.limit=40", "optimiser.batch_size=16", "schedule.epochs=3")
-    spec = read_spec("masked-mnist-5x5", [*MASKED, *short])
-    whole = train_run(spec, tmp_path / "whole", CPU)
-    with pytest.raises(Interrupted):
-        train_run(spec, tmp_path / "broken", CPU, listener=Stopper(after, monkeypatch))
-    monkeypatch.undo()
-    resumed = train_run(spec, tmp_path / "broken", CPU, resume=True)
-    assert [row["loss"] for row in resumed.metrics()] == [row["loss"] for row in whole.metrics()]
-    theirs = weights(resumed)
-    for name, value in weights(whole).items():
-        assert torch.equal(value, theirs[name]), name
-
-
 def test_training_behind_masks_learns(tmp_path):
     changes = (
         "data.limit=1500",
@@ -345,31 +339,6 @@ def test_natural_training_with_batch_norms_is_checked_as_it_is_deployed(tmp_path
     assert run.metrics()[-1]["clean_accuracy"] == pytest.approx(float(correct))
 
 
-ABLATED = (
-    "data.name=mnist-mini",
-    "data.limit=40",
-    "model.hidden=8",
-    "strategy.retained=100",
-    "optimiser.batch_size=16",
-    "schedule.epochs=3",
-    "schedule.learning_rate.decay_every=2",
-)
-
-
-@pytest.mark.parametrize("after", [1, 4, 7])
-def test_interrupted_training_on_ablated_images_resumes_to_the_same_weights(after, tmp_path, monkeypatch):
-    spec = read_spec("paper-mnist-ablation", ABLATED)
-    whole = train_run(spec, tmp_path / "whole", CPU)
-    with pytest.raises(Interrupted):
-        train_run(spec, tmp_path / "broken", CPU, listener=Stopper(after, monkeypatch))
-    monkeypatch.undo()
-    resumed = train_run(spec, tmp_path / "broken", CPU, resume=True)
-    assert [row["epoch"] for row in resumed.metrics()] == [0, 1, 2]
-    theirs = weights(resumed)
-    for name, value in weights(whole).items():
-        assert torch.equal(value, theirs[name]), name
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -391,10 +360,8 @@ def test_settings_that_cannot_train_behind_masks_are_refused(changes, message, t
         (("strategy.retained=0",), "retained is 0; expected at least 1"),
         (("strategy.masks=none",), "strategy.masks is 'none'; expected one of 'image', 'batch'"),
         (("optimiser.momentum=1.0",), "momentum is 1.0; expected at least 0 and below 1"),
-        (("select=best-validation", "data.validation=5"), "nothing is certified while 'ablated' trains"),
         (("threat.kind=patch", "threat.stamp=5x5"), "'ablated' cannot train against"),
         (("strategy.retained=785",), "785 pixels cannot be retained in images of 28x28"),
-        (("schedule.epsilon.ramp_epochs=3",), "has no epsilon, but the schedule has natural or ramp epochs"),
         (("model.name=mlp",), "'mlp' does not take ablated images, encoded in 2 channels"),
     ],
 )

@@ -74,3 +74,17 @@ def test_numbers_under_a_stamp_are_counted_over_channels():
 def test_other_networks_are_refused(model):
     with pytest.raises(UnsupportedLayer, match="exist for networks of one hidden layer"):
         hidden_layer(trace(model.eval()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slope", SLOPES, ids=lambda slope: slope.__name__)
+def test_what_a_gpu_computes_is_the_same_up_to_the_rounding_of_lines(slope):
+    model, generator = make("plain").float(), Generator().manual_seed(1)
+    images, labels = torch.rand(4, 2, 7, 7, generator=generator), torch.tensor([0, 4, 2, 2])
+    found = []
+    for device in ("cpu", "cuda"):
+        network, given = trace(model.to(device)), images.to(device)
+        sweep = LinearSweep.of(network, given, Patch(3), 2**14)
+        found.append(sweep.margins(given, labels.to(device), torch.tensor(0.7, device=device), slope).cpu())
+    # 8 bits of a line, of which margins are sums: 2^-8 of the largest is more than all roundings move.
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=found[0].abs().max().item() * 2**-8)

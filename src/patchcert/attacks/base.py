@@ -13,18 +13,15 @@ from torch import Generator, Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from patchcert.bounds import precise_arithmetic
-from patchcert.certificates.checks import check_inputs, check_labels, logits_as_given
+from patchcert.certificates.checks import check_inputs, check_labels, check_logits, logits_as_given
 from patchcert.errors import InvalidInput, ModelError, PatchcertError
 from patchcert.progress import Progress
-from patchcert.tensors import Images, Labels, Logits
+from patchcert.tensors import Images, Labels, Logits, PerImage
 from patchcert.threats import Threat
 
 # Sums of 10,000 terms in another order differ by about sqrt(10,000) units of rounding. No verdict rests on it: the
 # model is asked again about every image that is handed out.
 _ROUNDING = 100.0
-
-PerImage = Annotated[Tensor, "n"]
-"""One number, or one flag, for every image."""
 
 _MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 
@@ -115,10 +112,10 @@ class AttackedModel:
         """Logits, and the classes that the judge predicts."""
         if isinstance(self.judge, nn.Module):
             logits = self.judge(images)
-            check_logits(logits, labels)
+            check_logits(logits, images)
             return logits, logits.argmax(dim=1)
         predictions, logits = self.judge.predict(images), self.surrogate(images)
-        check_logits(logits, labels)
+        check_logits(logits, images)
         if predictions.shape != labels.shape or predictions.is_floating_point():
             raise ModelError(
                 f"{type(self.judge).__name__}.predict must give one class per image ({len(labels)},), "
@@ -139,7 +136,7 @@ class AttackedModel:
         if len(images):
             with torch.no_grad():
                 logits = logits_as_given(self.surrogate, images[:1])
-            check_logits(logits, labels[:1])
+            check_logits(logits, images[:1])
             check_labels(labels, logits.shape[1])
 
 
@@ -172,21 +169,6 @@ def require_finite(is_finite: Tensor) -> None:
         raise ModelError(
             "the model gave NaN or infinite logits, which neither break nor withstand an attack",
             hint="check the weights and the normalisation of the model",
-        )
-
-
-def check_logits(logits: Tensor, labels: Tensor) -> None:
-    """Refuse anything but a table of at least two classes with one row per image."""
-    if not isinstance(logits, Tensor):
-        raise ModelError(
-            f"a model must give one tensor of logits, got {type(logits).__name__}",
-            hint="return the logits alone from the forward pass",
-        )
-    if logits.ndim != 2 or len(logits) != len(labels) or logits.shape[1] < 2:
-        raise ModelError(
-            f"a model must give logits of shape ({len(labels)}, classes) with two classes or more, "
-            f"got {tuple(logits.shape)}",
-            hint="end the model with a linear layer of as many outputs as there are classes",
         )
 
 

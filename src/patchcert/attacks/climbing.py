@@ -13,14 +13,13 @@ from patchcert.attacks.base import (
     Attack,
     AttackedModel,
     AttackJob,
-    PerImage,
     require_finite,
     sure_lead,
     wrong_lead,
 )
 from patchcert.attacks.views import View, put
-from patchcert.errors import InvalidInput
-from patchcert.tensors import Images, Labels
+from patchcert.errors import InvalidInput, at_least
+from patchcert.tensors import Images, Labels, Logits, PerImage
 
 Loss = Literal["cross-entropy", "margin"]
 
@@ -129,23 +128,12 @@ class GradientAttack(Attack):
 
     def __post_init__(self) -> None:
         """Refuse settings with which no ascent can run."""
-        if self.steps < 0:
-            raise InvalidInput(
-                f"an attack needs 0 steps or more, got steps={self.steps}", hint="150 is usual"
-            )
+        at_least(0, "steps", self.steps)
+        at_least(1, "restarts", self.restarts)
+        at_least(1, "batch_size", self.batch_size)
         if not 0 < self.step_size < math.inf:
             raise InvalidInput(
-                f"an attack needs a positive step size, got step_size={self.step_size}", hint="0.05 is usual"
-            )
-        if self.restarts < 1:
-            raise InvalidInput(
-                f"an attack needs at least one restart, got restarts={self.restarts}",
-                hint="the first start counts as one",
-            )
-        if self.batch_size < 1:
-            raise InvalidInput(
-                f"an attack needs a batch of at least one image, got batch_size={self.batch_size}",
-                hint="use as many as the memory holds",
+                f"step_size is {self.step_size}; expected a number above 0", hint="0.05 is usual"
             )
         check_choice("loss", self.loss, tuple(LOSSES))
 
@@ -180,20 +168,26 @@ class GradientAttack(Attack):
                 return climbers
         return record.update(self._finish(record.labels, climbers))
 
+    def gradient(
+        self, look: Callable[[Tensor], Logits], point: Tensor, labels: Labels
+    ) -> tuple[Logits, Tensor]:
+        """The logits at a point, and the gradient there of the sum of their losses."""
+        with torch.enable_grad():
+            point = point.detach().requires_grad_()
+            logits = look(point)
+            (gradient,) = torch.autograd.grad(LOSSES[self.loss](logits, labels).sum(), point)
+        return logits.detach(), gradient
+
     def _advance(self, labels: Labels, climbers: Climbers, steps: int) -> Climbers:
         """The ascents after `steps` steps; every point is evaluated before it is left.
 
         `labels` are those of the attacked images, not of the climbers. Waits for the device only at the end.
         """
-        truth, loss = labels[climbers.owner], LOSSES[self.loss]
-        current, best, lead = climbers.current, climbers.best, climbers.lead
+        truth, current, best, lead = labels[climbers.owner], climbers.current, climbers.best, climbers.lead
         peak = torch.zeros_like(lead)
         for _ in range(steps):
-            with torch.enable_grad():
-                point = current.detach().requires_grad_()
-                logits = climbers.view.logits(point)
-                (gradient,) = torch.autograd.grad(loss(logits, truth).sum(), point)
-            best, lead, size = self._better(best, lead, current, logits.detach(), truth)
+            logits, gradient = self.gradient(climbers.view.logits, current, truth)
+            best, lead, size = self._better(best, lead, current, logits, truth)
             peak = torch.maximum(peak, size)
             current = torch.add(current, gradient.sign(), alpha=self.step_size).clamp(0, 1)
         require_finite(peak.isfinite().all())

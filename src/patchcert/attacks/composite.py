@@ -7,13 +7,13 @@ from typing import ClassVar, Self, final
 
 import torch
 
-from patchcert.attacks.base import Attack, AttackedModel, AttackJob, Findings, PerImage
+from patchcert.attacks.base import Attack, AttackedModel, AttackJob, Findings
 from patchcert.attacks.climbing import Loss
 from patchcert.attacks.patch import PatchAttack
 from patchcert.attacks.sparse import SparseAttack
 from patchcert.defenses import Defended
-from patchcert.errors import InvalidInput
-from patchcert.tensors import Images
+from patchcert.errors import InvalidInput, at_least
+from patchcert.tensors import Images, PerImage
 from patchcert.threats import Patch, Patches, SparsePixels, Threat
 
 
@@ -157,10 +157,7 @@ class PatchesInTurn(WrappedAttack):
     rounds: int = 2
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise InvalidInput(
-                f"patches in turn need one round at least, got rounds={self.rounds}", hint="2 is usual"
-            )
+        at_least(1, "rounds", self.rounds)
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest image met with no more patches than the threat has; it has no one placement."""

@@ -20,7 +20,7 @@ from patchcert.attacks.climbing import (
 from patchcert.attacks.views import ImageViews, WindowViews, patch_views, put, stamp_cells
 from patchcert.bounds import precise_arithmetic
 from patchcert.certificates import placement_margins as interval_placement_margins
-from patchcert.errors import InvalidInput
+from patchcert.errors import InvalidInput, at_least
 from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
 
@@ -67,13 +67,9 @@ class PatchAttack(GradientAttack):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("search", self.search, get_args(Search))
-        if self.sweep_steps < 0 or self.sweep_vertices < 0 or self.check_every < 1:
-            raise InvalidInput(
-                "an attack needs sweep_steps >= 0, sweep_vertices >= 0 and check_every >= 1, got "
-                f"sweep_steps={self.sweep_steps}, sweep_vertices={self.sweep_vertices} and "
-                f"check_every={self.check_every}",
-                hint="5, 0 and 25 are usual",
-            )
+        at_least(0, "sweep_steps", self.sweep_steps)
+        at_least(0, "sweep_vertices", self.sweep_vertices)
+        at_least(1, "check_every", self.check_every)
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest patched image met, at any placement and restart."""

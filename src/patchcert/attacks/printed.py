@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.attacks.base import AttackedModel, AttackJob, Findings
-from patchcert.attacks.climbing import LOSSES, GradientAttack, Loss
+from patchcert.attacks.climbing import GradientAttack, Loss
 from patchcert.attacks.composite import better
 from patchcert.attacks.views import put, stamp_cells, stamp_offsets
 from patchcert.certificates.checks import check_inputs
-from patchcert.errors import InvalidInput
+from patchcert.errors import InvalidInput, at_least
 from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch, Placements, Threat
 
@@ -56,7 +56,8 @@ class Transform:
 
     def apply(self, contents: Contents, stamp: Tensor, behind: Contents, generator: Generator) -> Contents:
         """Each patch after one random draw, in front of what lies behind it; with a gradient to the contents."""
-        turn, size, light = (2 * _uniform(contents, 3, generator) - 1).unbind(dim=1)
+        drawn = torch.rand(len(contents), 3, generator=generator, device=generator.device)
+        turn, size, light = (2 * drawn.to(contents) - 1).unbind(dim=1)
         contents = (contents * (1 + self.brightness * light)[:, None, None, None]).clamp(0, 1)
         if not self.rotation and not self.scale:
             return contents
@@ -79,11 +80,6 @@ class Transform:
         inside = ((drawn >= 0) & (drawn < torch.tensor(allowed.shape))).all(dim=1)
         places = torch.where(inside[:, None], drawn, own)
         return torch.where(allowed[tuple(places.T)][:, None], places, own).to(corners)
-
-
-def _uniform(like: Tensor, count: int, generator: Generator) -> Annotated[Tensor, "n _"]:
-    drawn = torch.rand(len(like), count, generator=generator, device=generator.device)
-    return drawn.to(like)
 
 
 def _grid(
@@ -127,32 +123,15 @@ class Printer:
         """A random corner for each image."""
         return self.placements(images).sample((len(images),), self.generator).to(images.device)
 
+    def moved(self, images: Images, corners: CornersOf) -> CornersOf:
+        """The corners after a draw."""
+        return self.transform.moved(corners, self.placements(images), self.generator)
+
     def noise(self, images: Images) -> Contents:
         """Random contents, one for each image."""
         shape = (len(images), images.shape[1], self.patch.height, self.patch.width)
         drawn = torch.rand(shape, generator=self.generator, device=self.generator.device, dtype=images.dtype)
         return drawn.to(images.device)
-
-    @torch.no_grad()
-    def strongest(
-        self,
-        target: AttackedModel,
-        job: AttackJob,
-        contents: Annotated[Tensor, "_ c _ _"],
-        draw_corners: Callable[[], CornersOf],
-        trials: int,
-        batch_size: int,
-    ) -> Findings:
-        """Of fresh draws for each image the one with the largest margin."""
-        best = Findings.unchanged(job.images)
-        margins = job.images.new_full((len(job.images),), -torch.inf)
-        for _ in range(trials):
-            corners = draw_corners()
-            images = self.show(job.images, corners, contents)
-            reached = target.evaluate(images, job.labels, batch_size).margins
-            best = better(best, Findings(images, corners, torch.zeros_like(best.steps)), reached > margins)
-            margins = torch.maximum(margins, reached)
-        return best
 
 
 class PrintedAttack(GradientAttack):
@@ -163,8 +142,7 @@ class PrintedAttack(GradientAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.trials < 1:
-            raise InvalidInput(f"an attack shows its patch at least once, got trials={self.trials}")
+        at_least(1, "trials", self.trials)
 
     def exhaustive(self) -> Self:
         """The same attack: it has no early stop."""
@@ -187,12 +165,32 @@ class PrintedAttack(GradientAttack):
         labels: Labels,
         corners: CornersOf,
     ) -> Annotated[Tensor, "_ c _ _"]:
-        """The contents after one sign-gradient step on the mean loss of the images that show them."""
-        with torch.enable_grad():
-            point = contents.detach().requires_grad_()
-            loss = LOSSES[self.loss](model(printer.show(images, corners, point)), labels).mean()
-            (gradient,) = torch.autograd.grad(loss, point)
+        """The contents after one sign-gradient step on the loss of the images that show them."""
+        _, gradient = self.gradient(
+            lambda point: model(printer.show(images, corners, point)), contents, labels
+        )
         return torch.add(contents, gradient.sign(), alpha=self.step_size).clamp(0, 1)
+
+    @torch.no_grad()
+    def strongest(
+        self,
+        target: AttackedModel,
+        printer: Printer,
+        job: AttackJob,
+        contents: Annotated[Tensor, "_ c _ _"],
+        draw_corners: Callable[[], CornersOf],
+    ) -> Findings:
+        """Of fresh draws for each image the one with the largest margin."""
+        best = Findings.unchanged(job.images)
+        steps = torch.full_like(best.steps, self.steps * self.restarts)
+        margins = job.images.new_full((len(job.images),), -torch.inf)
+        for _ in range(self.trials):
+            corners = draw_corners()
+            images = printer.show(job.images, corners, contents)
+            reached = target.evaluate(images, job.labels, self.batch_size).margins
+            best = better(best, Findings(images, corners, best.steps), reached > margins)
+            margins = torch.maximum(margins, reached)
+        return replace(best, steps=steps)
 
 
 @final
@@ -230,10 +228,7 @@ class UniversalAttack(PrintedAttack):
         """The learned patch on each image."""
         printer = self.printer(job.threat, job.generator)
         content = self._best(target.surrogate, printer, job)
-        found = printer.strongest(
-            target, job, content, lambda: printer.corners(job.images), self.trials, self.batch_size
-        )
-        return replace(found, steps=torch.full_like(found.steps, self.steps * self.restarts))
+        return self.strongest(target, printer, job, content, lambda: printer.corners(job.images))
 
     def learn(
         self, model: nn.Module, threat: Patch, generator: Generator
@@ -310,8 +305,7 @@ class TransformedAttack(PrintedAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.samples < 1:
-            raise InvalidInput(f"an expectation needs one sample at least, got samples={self.samples}")
+        at_least(1, "samples", self.samples)
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The patch of each image under a fresh draw."""
@@ -328,15 +322,7 @@ class TransformedAttack(PrintedAttack):
             best = torch.where(is_better[:, None, None, None], contents, best)
             place = torch.where(is_better[:, None], corners, place)
             most = torch.maximum(most, lead)
-        found = printer.strongest(
-            target,
-            job,
-            best,
-            lambda: self._moved(printer, job.images, place),
-            self.trials,
-            self.batch_size,
-        )
-        return replace(found, steps=torch.full_like(found.steps, self.steps * self.restarts))
+        return self.strongest(target, printer, job, best, lambda: printer.moved(job.images, place))
 
     def _climbed(
         self, model: nn.Module, printer: Printer, job: AttackJob, corners: CornersOf, contents: Contents
@@ -345,16 +331,11 @@ class TransformedAttack(PrintedAttack):
         size, parts = max(1, self.batch_size // self.samples), []
         for start in range(0, len(contents), size):
             rows = slice(start, start + size)
-            images, labels = (
-                job.images[rows].repeat(self.samples, 1, 1, 1),
-                job.labels[rows].repeat(self.samples),
-            )
-            places = self._moved(printer, images, corners[rows].repeat(self.samples, 1))
+            images = job.images[rows].repeat(self.samples, 1, 1, 1)
+            labels = job.labels[rows].repeat(self.samples)
+            places = printer.moved(images, corners[rows].repeat(self.samples, 1))
             parts.append(self.climbed(model, printer, contents[rows], images, labels, places))
         return torch.cat(parts)
-
-    def _moved(self, printer: Printer, images: Images, corners: CornersOf) -> CornersOf:
-        return self.transform.moved(corners, printer.placements(images), printer.generator)
 
     @torch.no_grad()
     def _mean_lead(
@@ -363,6 +344,6 @@ class TransformedAttack(PrintedAttack):
         """By how much the best wrong class leads in the mean over fresh draws."""
         total = job.images.new_zeros(len(job.images))
         for _ in range(self.samples):
-            images = printer.show(job.images, self._moved(printer, job.images, corners), contents)
+            images = printer.show(job.images, printer.moved(job.images, corners), contents)
             total += target.evaluate(images, job.labels, self.batch_size).margins
         return total / self.samples

@@ -8,9 +8,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from patchcert.attacks.base import AttackedModel, AttackJob, Findings
-from patchcert.attacks.climbing import LOSSES, Climbers, GradientAttack, Loss, Record
+from patchcert.attacks.climbing import Climbers, GradientAttack, Loss, Record
 from patchcert.attacks.views import ImageView, put
-from patchcert.errors import InvalidInput
+from patchcert.errors import InvalidInput, at_least
 from patchcert.tensors import Images, Labels
 from patchcert.threats import SparsePixels
 
@@ -35,11 +35,7 @@ class SparseAttack(GradientAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.selections < 1:
-            raise InvalidInput(
-                f"a sparse attack chooses its pixels at least once, got selections={self.selections}",
-                hint="10 is usual",
-            )
+        at_least(1, "selections", self.selections)
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest image met with no more changed pixels than the threat allows."""
@@ -66,7 +62,7 @@ class SparseAttack(GradientAttack):
         """One ascent per owner: choose pixels, climb, choose again from where the climb ended."""
         model = record.target.surrogate
         for steps in self._shares():
-            gradient = self._gradient(model, current, record.labels[owner])
+            _, gradient = self.gradient(model, current, record.labels[owner])
             climbers = freed(model, owner, record.clean[owner], current, gradient, threat)
             climbers = self.ascend(climbers, record, [steps] if steps else [])
             if not len(climbers):
@@ -78,12 +74,6 @@ class SparseAttack(GradientAttack):
         """How many steps follow each selection; together all of them."""
         ends = [number * self.steps // self.selections for number in range(self.selections + 1)]
         return [end - start for start, end in itertools.pairwise(ends)]
-
-    def _gradient(self, model: nn.Module, images: Images, labels: Labels) -> Images:
-        with torch.enable_grad():
-            point = images.detach().requires_grad_()
-            loss = LOSSES[self.loss](model(point), labels).sum()
-            return torch.autograd.grad(loss, point)[0]
 
 
 def _start(restart: int, images: Images, threat: SparsePixels, generator: Generator) -> Images:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from patchcert.defenses.preprocessing import Defense, Surrogate, straight_through
-from patchcert.errors import InvalidInput, ModelError
+from patchcert.errors import InvalidInput, ModelError, at_least
 from patchcert.tensors import Images
 
 Fill = Literal["ring"] | tuple[float, ...]
@@ -192,11 +192,8 @@ def _within(start: Corner, length: int, size: int) -> Annotated[Tensor, "n size"
 
 
 def _check_settings(window: int, quantile: float, opening: int, kind: str, fill: Fill) -> None:
-    if window < 1 or opening < 1:
-        raise InvalidInput(
-            f"watermarking needs a window and an opening of at least 1 pixel, got {window} and {opening}",
-            hint="use opening=1 to keep isolated pixels",
-        )
+    at_least(1, "window", window)
+    at_least(1, "opening", opening)
     if not 0 <= quantile <= 1:
         raise InvalidInput(f"the saliency quantile must lie in [0, 1], got {quantile}", hint="0.95 is usual")
     if kind not in get_args(SaliencyKind):

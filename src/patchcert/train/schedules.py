@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from patchcert.errors import InvalidInput
-from patchcert.train.toml import at_least
+from patchcert.errors import InvalidInput, at_least
 
 Ramp = Literal["linear", "smooth"]
 Phase = Literal["natural", "growing", "full"]
@@ -97,7 +96,7 @@ class LearningRateSchedule:
         if not 0 < self.decay_factor <= 1:
             raise InvalidInput(f"decay_factor is {self.decay_factor}; expected above 0 and at most 1")
         at_least(1, "decay_every", self.decay_every)
-        at_least(0, "decay_from", self.decay_from or 0)
+        at_least(0, "decay_from", self.decay_from)
         if self.one_cycle is None:
             return
         if not 0 < self.one_cycle < 1:

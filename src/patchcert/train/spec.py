@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any, Literal
 
 from patchcert.data import Dataset, Split, load_dataset
 from patchcert.data.folder import FOLDER, ImageShape
-from patchcert.errors import DataError, SpecError
+from patchcert.errors import DataError, SpecError, at_least
 from patchcert.models import ModelSpec
 from patchcert.threats import Patch, SparsePixels
 from patchcert.train.recipe import BoundSettings
@@ -20,9 +19,9 @@ from patchcert.train.schedules import Schedule
 from patchcert.train.strategies import AnyStrategy, Natural
 from patchcert.train.toml import (
     Place,
-    at_least,
     decode,
     nearest,
+    parse_size,
     parse_toml,
     parse_value,
     to_table,
@@ -36,6 +35,11 @@ longer count as done. A test holds training to its version."""
 
 PAPER_SCHEDULE = Schedule()
 PLAIN_BOUNDS = BoundSettings()
+
+
+def _below_one(name: str, value: float | None) -> None:
+    if not 0 <= (value or 0.0) < 1:
+        raise SpecError(f"{name} is {value}; expected at least 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +66,8 @@ class DataSettings:
         at_least(1, "limit", self.limit)
         at_least(0, "crop_padding", self.crop_padding)
         at_least(0, "rotation", self.rotation)
-        for name, share in (("stretch", self.stretch), ("colours", self.colours)):
-            if not 0 <= share < 1:
-                raise SpecError(f"{name} is {share}; expected at least 0 and below 1")
+        _below_one("stretch", self.stretch)
+        _below_one("colours", self.colours)
         if self.size is None:
             return
         if not self.name.startswith(FOLDER):
@@ -72,17 +75,14 @@ class DataSettings:
                 f"size is {self.size!r}, but the images of {self.name} have a size of their own",
                 hint='leave data.size out, or name an image folder: data.name = "folder:PATH"',
             )
-        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", self.size):
-            raise SpecError(
-                f"size is {self.size!r}; expected height x width", hint='write data.size = "32x32"'
-            )
+        parse_size("data.size", self.size)
 
     @property
     def image_shape(self) -> ImageShape | None:
         """What the images of a folder are brought to where that is set: three channels of the given size."""
         if self.size is None:
             return None
-        height, width = map(int, self.size.split("x"))
+        height, width = parse_size("data.size", self.size)
         return ImageShape(height=height, width=width)
 
     def load(self, data_dir: Path | None) -> Dataset:
@@ -170,12 +170,9 @@ class OptimiserSettings:
         at_least(1, "batch_size", self.batch_size)
         if self.nesterov and not self.momentum:
             raise SpecError("nesterov is true, but there is no momentum", hint="set optimiser.momentum = 0.9")
-        if not 0 <= self.label_smoothing < 1:
-            raise SpecError(f"label_smoothing is {self.label_smoothing}; expected at least 0 and below 1")
-        if not 0 <= (self.average_decay or 0.0) < 1:
-            raise SpecError(f"average_decay is {self.average_decay}; expected at least 0 and below 1")
-        if not 0 <= (self.momentum or 0.0) < 1:
-            raise SpecError(f"momentum is {self.momentum}; expected at least 0 and below 1")
+        _below_one("label_smoothing", self.label_smoothing)
+        _below_one("average_decay", self.average_decay)
+        _below_one("momentum", self.momentum)
         if not 0 <= self.natural_weight <= 1:
             raise SpecError(f"natural_weight is {self.natural_weight}; expected between 0 and 1")
 

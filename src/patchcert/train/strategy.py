@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.bounds import Network, trace
-from patchcert.errors import ModelError
+from patchcert.errors import InvalidThreat, ModelError, PatchcertError, SpecError
 from patchcert.models import ModelSpec
 from patchcert.tensors import Images, Labels, Margins
 from patchcert.threats import Patch, SparsePixels
-from patchcert.train.batch_norms import batch_norms, trainable_network
+from patchcert.train.batch_norms import batch_norms
 
 Threat = Patch | SparsePixels
 
@@ -76,6 +76,13 @@ class Subject:
     def device(self) -> torch.device:
         """The device of the model's weights."""
         return next(self.model.parameters()).device
+
+    @property
+    def patch(self) -> Patch:
+        """The threat, which must be a patch."""
+        if not isinstance(self.threat, Patch):
+            raise InvalidThreat(f"placements of a patch are trained against, but the threat is {self.threat}")
+        return self.threat
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +171,43 @@ def whole_model(model: nn.Module) -> WholeModel:
     return WholeModel((), model.train())
 
 
-def bounded_model(subject: Subject) -> Network:
-    """The traced model, for training on its bounds; its batch norms normalise by what is observed of a batch."""
-    return trainable_network(subject.model, subject.model_spec)
+@final
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """How a strategy without bounds carries its model out: on a GPU with channels last and, where that is asked for, as
+    torch.compile fuses its layers; with products rounded to bfloat16, where that is."""
+
+    network: WholeModel
+    run: Callable[[Images], Tensor]
+    layout: torch.memory_format
+    bfloat16: bool
+
+    @staticmethod
+    def of(subject: Subject, bfloat16: bool, compiled: bool) -> "Forward":
+        """The model in training mode, its weights laid out so from now on."""
+        on_gpu = subject.device.type == "cuda"
+        layout = torch.channels_last if on_gpu else torch.contiguous_format
+        subject.model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
+        network = whole_model(subject.model)
+        run = torch.compile(network.model, dynamic=False) if compiled and on_gpu else network.model
+        return Forward(network, run, layout, bfloat16)
+
+    def logits(self, images: Images) -> Tensor:
+        """What the model gives, in float32 whatever its products are rounded to."""
+        laid_out = images.contiguous(memory_format=self.layout)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.bfloat16, cache_enabled=False):
+            return self.run(laid_out).float()
+
+
+def check_takes(subject: Subject, channels: int, what: str, hint: str) -> None:
+    """Refuse a model that does not take images as they are encoded in this many channels; it is left in eval mode."""
+    spec = subject.model_spec
+    try:
+        with torch.no_grad():
+            subject.model.eval()(torch.zeros(1, channels, spec.height, spec.width, device=subject.device))
+    except (RuntimeError, PatchcertError) as error:
+        message = f"the model {spec.name!r} does not take {what}, encoded in {channels} channels"
+        raise SpecError(message, hint) from error
 
 
 def natural_objective(network: Network) -> Objective:

@@ -8,13 +8,14 @@ A dataclass is a table with its fields as keys. A union of dataclasses is told a
 import dataclasses
 import difflib
 import json
+import re
 import tomllib
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from patchcert.errors import InvalidInput, PatchcertError, SpecError
+from patchcert.errors import PatchcertError, SpecError
 from patchcert.threats import Patch, SparsePixels
 
 THREAT_KEYS = {"patch": ("kind", "stamp", "placements"), "sparse": ("kind", "pixels", "bound")}
@@ -38,10 +39,12 @@ class Place:
         return SpecError(f"{source}: {self.key or 'the specification'} {message}", hint=hint)
 
 
-def at_least(least: int, name: str, value: float | None) -> None:
-    """Refuse the value of a field that is set and below the least that makes sense."""
-    if value is not None and value < least:
-        raise InvalidInput(f"{name} is {value}; expected at least {least}")
+def parse_size(key: str, text: str) -> tuple[int, int]:
+    """Height and width, as they stand under a key."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise SpecError(f"{key} is {text!r}; expected height x width", hint=f'write {key} = "32x32"')
+    height, width = map(int, text.split("x"))
+    return height, width
 
 
 def decode(kind: Any, value: Any, place: Place) -> Any:

@@ -11,8 +11,6 @@ from patchcert.tensors import Images
 from patchcert.windows.passes import is_fused
 
 _MOST_CHANNELS = 64
-_MOST_TAPS = 63
-"""The kernels keep each tap as a bit of a 64-bit number."""
 _MOST_NUMBERS = 2**31
 """The kernels count in 32 bits."""
 
@@ -130,6 +128,11 @@ class SmallConv2d(nn.Conv2d):
     They compute in TF32 whatever the process allows, so the layer is for guesses and never for bounds.
     """
 
+    def __init__(
+        self, channels: int, width: int, kernel: int, stride: int = 1, padding: int = 0, bias: bool = True
+    ) -> None:
+        super().__init__(channels, width, kernel, stride, padding, bias=bias)
+
     def forward(self, input: Tensor) -> Tensor:
         """As `nn.Conv2d`, which also takes over where the kernels do not apply."""
         if not self._is_small(input):
@@ -138,15 +141,8 @@ class SmallConv2d(nn.Conv2d):
 
         return small_convolution(input, self.weight, self.bias, self.stride[0], int(self.padding[0]))
 
-    def _is_small(self, images: Tensor) -> bool:
-        is_plain = self.groups == 1 and self.dilation == (1, 1) and self.padding_mode == "zeros"
-        is_square = self.stride[0] == self.stride[1] and self.padding[0] == self.padding[1]
-        is_whole = images.dim() == 4 and images.numel() > 0 and images.shape[1] == self.in_channels
-        if not (is_plain and is_square and is_whole and is_fused(images) and is_fused(self.weight)):
-            return False
-        height, width = self.kernel_size
-        shrinks = 2 * int(self.padding[0]) < min(height, width)
+    def _is_small(self, images: Images) -> bool:
         channels = max(self.in_channels, self.out_channels)
         numbers = images.shape[0] * images.shape[2] * images.shape[3] * channels
-        is_counted = height * width <= _MOST_TAPS and numbers < _MOST_NUMBERS
-        return shrinks and is_counted and channels <= _MOST_CHANNELS
+        is_few = channels <= _MOST_CHANNELS and numbers < _MOST_NUMBERS
+        return is_few and is_fused(images) and is_fused(self.weight)

@@ -203,10 +203,10 @@ def correlate_maps(
 def small_convolution(
     images: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int, precision: str = "tf32"
 ) -> Tensor:
-    """As `F.conv2d` on float32 images, with a gradient by each of the three.
+    """As `F.conv2d` on float32 images, with a gradient by each of the three, for paddings of less than half the kernel.
 
-    The precision is that of the products: "tf32", or "tf32x3" which has nearly float32's. Sums are in float32 and
-    in the same order every time.
+    A kernel has 63 taps at most, each of which is a bit of a 64-bit number. The precision is that of the products:
+    "tf32", or "tf32x3" which has nearly float32's. Sums are in float32 and in the same order every time.
     """
     return _SmallConvolution.apply(images, weight, bias, stride, padding, precision)  # pyright: ignore[reportReturnType]
 

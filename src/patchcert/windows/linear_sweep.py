@@ -3,7 +3,9 @@ intervals: what a patch does to the hidden layer is linear in its few pixels. Th
 rounded to nearest.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated
 
 import torch
@@ -62,7 +64,9 @@ class LinearSweep:
 
     @torch.no_grad()
     def margins(self, images: Images, labels: Labels, epsilon: Epsilon, slope: Slope) -> PlacementMargins:
-        """Margins at all placements; products may run in TF32."""
+        """Margins at all placements; products may run in TF32, and on a GPU the lines' in bfloat16."""
+        on_gpu = images.device.type == "cuda"
+        of_some, short = (_compiled(), torch.bfloat16) if on_gpu else (some_margins, images.dtype)
         with fast_arithmetic():
             hidden = self.network.values(images)[-3].flatten(1)
             weight, head = self._weight(images), self.network.head
@@ -70,41 +74,10 @@ class LinearSweep:
             forms = head.weight()[labels].unsqueeze(1) - head.weight()  # n k units
             constant = 0.0 if head.bias is None else head.bias()[labels].unsqueeze(1) - head.bias()
             parts = [
-                self._part(images, hidden, weight[pixels], forms, pixels, epsilon, slope)
-                for pixels in self.pixels.split(self._at_once(forms))
+                of_some(images.flatten(1)[:, pixels], hidden, weight[pixels], forms, epsilon, slope, short)
+                for pixels in self._slices(forms)
             ]
-            return (torch.cat(parts) + constant).transpose(0, 1)
-
-    def _part(
-        self,
-        images: Images,
-        hidden: Annotated[Tensor, "n units"],
-        weight: Annotated[Tensor, "p q units"],
-        forms: Annotated[Tensor, "n k units"],
-        pixels: Pixels,
-        epsilon: Epsilon,
-        slope: Slope,
-    ) -> Annotated[Tensor, "p n k"]:
-        """Margins at some placements, without the bias of the last layer."""
-        clean = images.flatten(1)[:, pixels].transpose(0, 1)  # p n q
-        patch = Interval((clean - epsilon).clamp(min=0), (clean + epsilon).clamp(max=1))
-        centre = hidden + (patch.centre - clean) @ weight
-        box = Interval.around(centre, patch.radius @ weight.abs())
-        is_bent, straight = (box.lower < 0) & (box.upper > 0), (box.lower >= 0).to(centre.dtype)
-        low = torch.where(is_bent, slope(box), straight)
-        chord = torch.where(is_bent, box.upper / (box.upper - box.lower).where(is_bent, 1), straight)
-        lifted = torch.where(is_bent, chord * -box.lower, 0.0)
-        rising, falling = forms.clamp(min=0), forms.clamp(max=0)
-        middle = self._product(rising, low * centre) + self._product(falling, chord * centre + lifted)
-        lines = torch.addcmul(rising * low.unsqueeze(2), falling, chord.unsqueeze(2))  # p n k units
-        moved = (lines.flatten(1, 2) @ weight.transpose(1, 2)).unflatten(1, lines.shape[1:3]).abs_()
-        return middle - (moved @ patch.radius.unsqueeze(3)).squeeze(3)
-
-    @staticmethod
-    def _product(
-        forms: Annotated[Tensor, "n k units"], values: Annotated[Tensor, "p n units"]
-    ) -> Annotated[Tensor, "p n k"]:
-        return (forms @ values.permute(1, 2, 0)).permute(2, 0, 1)
+            return (torch.cat(parts)[: len(self.pixels)] + constant).transpose(0, 1)
 
     def _weight(self, images: Images) -> Annotated[Tensor, "numbers units"]:
         """The hidden layer as one matrix."""
@@ -115,6 +88,51 @@ class LinearSweep:
             rows = operation.map(rows, precise=False) if is_affine else operation.forward(rows)
         return rows.flatten(1)
 
-    def _at_once(self, forms: Annotated[Tensor, "n k units"]) -> int:
-        """As many placements as keep their lines, and what is made of them, within the budget."""
-        return max(1, self.memory_budget // (3 * forms.numel() * forms.element_size()))
+    def _slices(self, forms: Annotated[Tensor, "n k units"]) -> Iterator[Pixels]:
+        """As many placements at a time as keep their lines, and what is made of them, within the budget.
+
+        All slices have one size, for which code is compiled once: the last repeats the last placement.
+        """
+        at_once = max(1, self.memory_budget // (3 * forms.numel() * forms.element_size()))
+        slices = -(-len(self.pixels) // at_once)
+        size = -(-len(self.pixels) // slices)
+        repeated = self.pixels[-1:].expand(slices * size - len(self.pixels), -1)
+        return iter(torch.cat([self.pixels, repeated]).split(size))
+
+
+@cache
+def _compiled() -> Callable[..., Annotated[Tensor, "p n k"]]:
+    """`some_margins` as torch.compile fuses it: unfused, a GPU spends its time on reading and writing lines."""
+    return torch.compile(some_margins, dynamic=False)
+
+
+def some_margins(
+    clean: Annotated[Tensor, "n p q"],
+    hidden: Annotated[Tensor, "n units"],
+    weight: Annotated[Tensor, "p q units"],
+    forms: Annotated[Tensor, "n k units"],
+    epsilon: Epsilon,
+    slope: Slope,
+    short: torch.dtype,
+) -> Annotated[Tensor, "p n k"]:
+    """Margins at some placements, without the bias of the last layer; lines are kept in the `short` precision."""
+    clean = clean.transpose(0, 1)
+    patch = Interval((clean - epsilon).clamp(min=0), (clean + epsilon).clamp(max=1))
+    centre = hidden + (patch.centre - clean) @ weight
+    box = Interval.around(centre, patch.radius @ weight.abs())
+    is_bent, straight = (box.lower < 0) & (box.upper > 0), (box.lower >= 0).to(centre.dtype)
+    low = torch.where(is_bent, slope(box), straight)
+    chord = torch.where(is_bent, box.upper / (box.upper - box.lower).where(is_bent, 1), straight)
+    lifted = torch.where(is_bent, chord * -box.lower, 0.0)
+    rising, falling = forms.clamp(min=0), forms.clamp(max=0)
+    middle = _product(rising, low * centre) + _product(falling, chord * centre + lifted)
+    lines = (rising * low.unsqueeze(2) + falling * chord.unsqueeze(2)).to(short)  # p n k units
+    moved = lines.flatten(1, 2) @ weight.transpose(1, 2).to(short)
+    reach = moved.unflatten(1, lines.shape[1:3]).to(centre.dtype).abs() * patch.radius.unsqueeze(2)
+    return middle - reach.sum(dim=3)
+
+
+def _product(
+    forms: Annotated[Tensor, "n k units"], values: Annotated[Tensor, "p n units"]
+) -> Annotated[Tensor, "p n k"]:
+    return (forms @ values.permute(1, 2, 0)).permute(2, 0, 1)

@@ -7,14 +7,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Generator, nn
+from torch import nn
 
 from patchcert.data import Split
 from patchcert.errors import ModelError, SpecError
 from patchcert.models import ModelSpec, build
+from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch
-from patchcert.train.checkpoint import Best, load_state, save_state
-from patchcert.train.loop import Position, train
+from patchcert.train.checkpoint import load_state
+from patchcert.train.loop import train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
 from patchcert.train.step import Plan, Trainee
@@ -23,7 +24,8 @@ from patchcert.train.strategies import (
     Natural,
 )
 from patchcert.train.strategies.masked import MaskedTraining
-from patchcert.train.strategy import Batch, Subject, WholeModel, derived_seed
+from patchcert.train.strategy import Batch, Forward, Subject, WholeModel, derived_seed
+from small_trainings import Watcher, check_resumes, watched
 
 SIDE, CLASSES, COUNT, BATCH, EPOCHS = 8, 3, 43, 8, 4
 MODEL = ModelSpec("wideresnet", 2, SIDE, SIDE, CLASSES, filters=2, depth=10, mean=(0.4, 0.5), std=(0.2, 0.3))
@@ -43,10 +45,6 @@ SETTINGS = OptimiserSettings(
 THREAT = Patch(2)
 
 
-def seeded(seed=0):
-    return Generator().manual_seed(seed)
-
-
 def make_data():
     images = torch.randint(256, (COUNT, 2, SIDE, SIDE), generator=seeded(5), dtype=torch.uint8)
     return Split(images, torch.randint(CLASSES, (COUNT,), generator=seeded(6)))
@@ -55,7 +53,7 @@ def make_data():
 def make_training(strategy=STRATEGY, layout=torch.contiguous_format):
     model = build(MODEL, seeded()).to(memory_format=layout).train()
     fill = torch.tensor(strategy.fill)[:, None, None]
-    return MaskedTraining(strategy, WholeModel((), model), fill, layout, model)
+    return MaskedTraining(strategy, Forward(WholeModel((), model), model, layout, strategy.bfloat16), fill)
 
 
 def make(strategy=STRATEGY, device="cpu", cuda_graph="auto", layout=torch.contiguous_format, **settings):
@@ -66,21 +64,6 @@ def make(strategy=STRATEGY, device="cpu", cuda_graph="auto", layout=torch.contig
     run = RunSettings(cuda_graph=cuda_graph)
     spec = Spec(DataSettings(flip=True), ModelSettings(), THREAT, strategy, SCHEDULE, optimiser, run=run)
     return Trainee(model, objective, optimiser), Plan(spec, make_data().to(device))
-
-
-class Watcher:
-    """Keeps the weights after every step and, where asked to, saves the state at one position."""
-
-    def __init__(self, trainee, stop=None, path=None):
-        self.trainee, self.stop, self.path, self.states, self.losses = trainee, stop, path, [], []
-
-    def after_batch(self, position):
-        self.states.append({name: value.clone() for name, value in self.trainee.model.state_dict().items()})
-        if (position.epoch, position.batch) == self.stop:
-            save_state(self.path, self.trainee, position, Best())
-
-    def after_epoch(self, summary):
-        self.losses.append(summary.loss)
 
 
 def slowly_hidden(images, masks, wanted, strategy):
@@ -141,7 +124,7 @@ def test_the_stated_shares_have_no_mask_or_one(clean, single):
 
 def test_the_hardest_pair_is_the_one_with_the_largest_loss():
     training = make_training()
-    model = training.network.model
+    model = training.forward.network.model
     images, labels = make_data().floats()[:12], make_data().labels[:12]
     model(images)  # moves the statistics away from 0 and 1
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -161,10 +144,10 @@ def test_the_hardest_pair_is_the_one_with_the_largest_loss():
 def test_the_greedy_search_takes_the_worst_mask_and_then_the_worst_beside_it():
     training = make_training(replace(STRATEGY, search="greedy"))
     images, labels = make_data().floats()[:12], make_data().labels[:12]
-    training.network.model(images)
+    training.forward.network.model(images)
     masks, wanted = training.draw(12, 7, SIDE, SIDE, seeded(1))
     chosen = training.hardest_greedily(images, labels, masks, wanted)
-    deployed = training.network.model.eval()
+    deployed = training.forward.network.model.eval()
 
     def loss(number, pair, flags):
         one = slice(number, number + 1)
@@ -190,7 +173,7 @@ def test_worst_pairs_are_trained_on_from_the_stated_epoch():
 def plain_loop(strategy):
     """The same training as a plain loop: the model, and a list of its states after every step."""
     training, data, states = make_training(strategy), make_data(), []
-    model = training.network.model
+    model = training.forward.network.model
     matrices = [each for each in model.parameters() if each.dim() > 1]
     vectors = [each for each in model.parameters() if each.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors}]
@@ -227,8 +210,7 @@ def plain_loop(strategy):
 @pytest.mark.parametrize("strategy", [STRATEGY, replace(STRATEGY, worst_of=1)], ids=["worst", "random"])
 def test_training_is_that_of_a_plain_loop(strategy):
     trainee, plan = make(strategy)
-    watcher = Watcher(trainee)
-    train(trainee, plan, watcher)
+    watcher = watched(trainee, plan)
     theirs = plain_loop(strategy)
     assert len(watcher.states) == len(theirs) == EPOCHS * plan.batches
     for number in (0, 5, len(theirs) - 1):
@@ -241,8 +223,7 @@ def test_training_is_that_of_a_plain_loop(strategy):
 
 def test_the_average_is_that_of_all_steps_with_falling_weights():
     trainee, plan = make()
-    watcher = Watcher(trainee)
-    train(trainee, plan, watcher)
+    watcher = watched(trainee, plan)
     count = len(watcher.states)
     weights = torch.tensor([0.8 ** (count - 1 - step) for step in range(count)], dtype=torch.float64)
     for name, value in trainee.average.state_dict().items():
@@ -256,7 +237,7 @@ def test_the_average_is_that_of_all_steps_with_falling_weights():
 
 def test_the_deployed_model_is_the_average_at_rest():
     trainee, plan = make()
-    train(trainee, plan, Watcher(trainee))
+    watched(trainee, plan)
     with trainee.deployed() as model:
         assert model is trainee.average
         assert not model.training
@@ -271,24 +252,18 @@ def test_the_deployed_model_is_the_average_at_rest():
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
 @pytest.mark.parametrize("stop", [(0, 2), (1, 0), (2, 0), (3, 5)])
 def test_training_resumes_bit_for_bit_from_any_batch(stop, layout, tmp_path):
-    straight, plan = make(layout=layout)
-    train(straight, plan, Watcher(straight, stop, tmp_path / "state"))
-    second, plan = make(layout=layout)
-    position, _ = load_state(tmp_path / "state", second)
-    assert position == Position(*stop, position.seconds)
-    for parameter in second.parameters:
-        assert second.optimiser.state[parameter]["momentum_buffer"].stride() == parameter.stride()
-    train(second, plan, Watcher(second), position)
-    for one, other in ((straight.model, second.model), (straight.average, second.average)):
-        for name, value in one.state_dict().items():
-            assert torch.equal(value, other.state_dict()[name]), name
+    check_resumes(lambda: make(layout=layout), stop, tmp_path / "state")
+    trainee, _ = make(layout=layout)
+    load_state(tmp_path / "state", trainee)
+    for parameter in trainee.parameters:
+        assert trainee.optimiser.state[parameter]["momentum_buffer"].stride() == parameter.stride()
 
 
 def test_channels_that_are_laid_out_last_are_trained_alike():
     found = []
     for layout in (torch.contiguous_format, torch.channels_last):
         trainee, plan = make(layout=layout)
-        train(trainee, plan, Watcher(trainee))
+        watched(trainee, plan)
         found.append(trainee.model.state_dict())
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-2, atol=1e-3, msg=name)
@@ -297,7 +272,7 @@ def test_channels_that_are_laid_out_last_are_trained_alike():
 def test_bfloat16_rounds_the_network_and_not_the_logits():
     images = make_data().floats()[:5]
     exact, rounded = (
-        make_training(replace(STRATEGY, bfloat16=flag)).logits(images) for flag in (False, True)
+        make_training(replace(STRATEGY, bfloat16=flag)).forward.logits(images) for flag in (False, True)
     )
     assert exact.dtype == rounded.dtype == torch.float32
     assert not torch.equal(exact, rounded)
@@ -339,7 +314,7 @@ def test_impossible_settings_are_refused(changes, message):
 
 def test_natural_training_moves_batch_norms_and_refuses_dropout():
     trainee, plan = make(Natural(), average_decay=None)
-    train(trainee, plan, Watcher(trainee))
+    watched(trainee, plan)
     assert int(trainee.model.bn.num_batches_tracked) == EPOCHS * plan.batches
     assert trainee.model.bn.running_mean.abs().sum() > 0
     dropping = nn.Sequential(
@@ -355,9 +330,7 @@ def test_natural_training_moves_batch_norms_and_refuses_dropout():
 def test_a_recorded_run_equals_a_plain_one(bfloat16):
     watchers, strategy = [], replace(STRATEGY, worst_of=1, bfloat16=bfloat16)
     for cuda_graph in ("off", "on"):
-        trainee, plan = make(strategy, "cuda", cuda_graph)
-        watchers.append(Watcher(trainee))
-        train(trainee, plan, watchers[-1])
+        watchers.append(watched(*make(strategy, "cuda", cuda_graph)))
     plain, recorded = watchers
     assert recorded.losses == pytest.approx(plain.losses, rel=5e-2 if bfloat16 else 1e-3)
     for part in () if bfloat16 else ("model", "average"):
@@ -369,10 +342,9 @@ def test_a_recorded_run_equals_a_plain_one(bfloat16):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_recorded_run_with_a_later_stage_learns_and_resumes(tmp_path):
-    straight, plan = make(replace(STRATEGY, bfloat16=True), "cuda", "on")
-    watcher = Watcher(straight, (2, 3), tmp_path / "state")
-    train(straight, plan, watcher)
-    assert straight.model.blocks[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    straight = make(replace(STRATEGY, bfloat16=True), "cuda", "on")
+    watcher = watched(*straight, (2, 3), tmp_path / "state")
+    assert watcher.trainee.model.blocks[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
     second, plan = make(replace(STRATEGY, bfloat16=True), "cuda", "on")
     position, _ = load_state(tmp_path / "state", second)
     resumed = Watcher(second)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from torch import Generator, nn
+from torch import nn
 
 from patchcert.bounds import trace
+from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, shapes
 from patchcert.train.strategies import (
     AllPlacements,
@@ -14,12 +15,9 @@ from patchcert.train.strategies import (
 from patchcert.train.strategies.placements import PlacedPatch
 from patchcert.train.strategy import Batch, margin_loss
 from patchcert.train.unet import build_unet
+from small_trainings import bind, dense_margins, gradient, make_batch, make_model, worst_margins
 
 CLASSES = 4
-
-
-def seeded(seed=0):
-    return Generator().manual_seed(seed)
 
 
 THREATS = [
@@ -35,7 +33,7 @@ THREATS = [
 @pytest.mark.parametrize("threat", THREATS, ids=str)
 @pytest.mark.parametrize(("kind", "channels", "epsilon"), [("mlp", 1, 0.3), ("cnn", 2, 1.0), ("cnn", 1, 0.6)])
 def test_all_placements_has_the_loss_and_gradient_of_a_pass_over_every_placement(
-    make_model, make_batch, worst_margins, dense_margins, gradient, kind, channels, epsilon, threat, dtype
+    kind, channels, epsilon, threat, dtype
 ):
     model = make_model(kind, channels).to(dtype)
     network, batch = trace(model), make_batch(4, channels, dtype=dtype)
@@ -51,9 +49,7 @@ def test_all_placements_has_the_loss_and_gradient_of_a_pass_over_every_placement
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
-def test_windows_of_few_digits_change_margins_and_gradient_little(
-    make_model, make_batch, worst_margins, gradient, kind
-):
+def test_windows_of_few_digits_change_margins_and_gradient_little(kind):
     model, batch = make_model(kind), make_batch(4)
     exact, rounded = (
         worst_margins(RandomPlacements(placements=5), model, Patch(3), batch, 1.0, windows)
@@ -66,14 +62,14 @@ def test_windows_of_few_digits_change_margins_and_gradient_little(
     assert (slope - rough).norm() <= 0.05 * slope.norm()
 
 
-def test_a_plain_number_for_epsilon_means_the_same_as_a_tensor(make_model, make_batch, bind):
+def test_a_plain_number_for_epsilon_means_the_same_as_a_tensor():
     batch, objective = make_batch(), bind(AllPlacements(), make_model("cnn"), Patch(3))
     by_number = objective.worst_case(batch, 1.0, seeded()).margins
     by_tensor = objective.worst_case(batch, torch.tensor(1.0), seeded()).margins
     torch.testing.assert_close(by_number, by_tensor)
 
 
-def test_random_placements_lie_between_one_and_all(make_model, make_batch, worst_margins, dense_margins):
+def test_random_placements_lie_between_one_and_all():
     model, batch, threat = make_model("cnn"), make_batch(), Patch((2, 3))
     everywhere = dense_margins(trace(model), batch, threat, 1.0)
     found = worst_margins(RandomPlacements(placements=5), model, threat, batch, torch.tensor(1.0))
@@ -86,12 +82,12 @@ def test_random_placements_lie_between_one_and_all(make_model, make_batch, worst
 class TrueMap(nn.Module):
     """Stands for a U-net that has learned the margins perfectly."""
 
-    def __init__(self, dense_margins, network, labels, threat):
+    def __init__(self, network, labels, threat):
         super().__init__()
-        self.dense_margins, self.network, self.labels, self.threat = dense_margins, network, labels, threat
+        self.network, self.labels, self.threat = network, labels, threat
 
     def forward(self, images):
-        found = self.dense_margins(self.network, Batch(images, self.labels), self.threat, 1.0).detach()
+        found = dense_margins(self.network, Batch(images, self.labels), self.threat, 1.0).detach()
         placements = self.threat.placements(*images.shape[2:])
         guess = torch.full((len(images), CLASSES, *images.shape[2:]), 1e3)
         for number, (top, left) in enumerate(placements.corners.tolist()):
@@ -102,11 +98,9 @@ class TrueMap(nn.Module):
 @pytest.mark.parametrize(
     "threat", [Patch(3), Patch((2, 5)), Patch((5, 2)), Patch((1, 6), "corners")], ids=str
 )
-def test_a_unet_that_knows_the_margins_picks_the_weakest_placements(
-    make_model, make_batch, dense_margins, threat
-):
+def test_a_unet_that_knows_the_margins_picks_the_weakest_placements(threat):
     network, batch = trace(make_model("cnn")), make_batch(5)
-    helper = TrueMap(dense_margins, network, batch.labels, threat)
+    helper = TrueMap(network, batch.labels, threat)
     strategy = GuidedPlacements(inverse_temperature=1e6)
     objective = strategy.guided_by(helper, PlacedPatch(network, threat))
     worst = objective.worst_case(batch, torch.tensor(1.0), seeded())
@@ -131,7 +125,7 @@ def test_guided_draws_follow_the_softmax_and_never_repeat_within_a_class():
     torch.testing.assert_close(shares, (-guesses[0, 0]).softmax(0), atol=0.015, rtol=0)
 
 
-def test_the_helper_learns_from_its_own_error_alone(make_model, make_batch):
+def test_the_helper_learns_from_its_own_error_alone():
     model = make_model("cnn")
     helper = build_unet(1, CLASSES, 2, seeded())
     batch, patch = make_batch(4), PlacedPatch(trace(model), Patch((3, 2)))

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Generator, nn
+from torch import nn
 
 from patchcert.bounds import Interval, trace
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.models import ModelSpec, Normalize, build
+from patchcert.testing.conformance import seeded
 from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
 from patchcert.train.strategies import (
@@ -21,12 +22,9 @@ from patchcert.train.strategies import (
 from patchcert.train.strategies.placements import PlacedPatch
 from patchcert.train.strategies.pooled import PooledPatch
 from patchcert.train.strategy import Batch
+from small_trainings import dense_margins, gradient, make_batch, make_model, worst_margins
 
 CLASSES = 4
-
-
-def seeded(seed=0):
-    return Generator().manual_seed(seed)
 
 
 @settings(max_examples=20, deadline=None)
@@ -37,9 +35,7 @@ def seeded(seed=0):
     st.floats(0, 1),
     st.integers(0, 2**16),
 )
-def test_pooled_margins_never_exceed_those_of_all_placements(
-    make_model, make_batch, worst_margins, dense_margins, kind, size, blocks, epsilon, seed
-):
+def test_pooled_margins_never_exceed_those_of_all_placements(kind, size, blocks, epsilon, seed):
     blocks = tuple(blocks) if kind == "cnn" else tuple(blocks[:1])
     model = make_model(kind, seed=seed).double()
     network, batch = trace(model), make_batch(2, seed=seed, dtype=torch.float64)
@@ -48,9 +44,7 @@ def test_pooled_margins_never_exceed_those_of_all_placements(
     assert (found <= everywhere + 1e-9).all()
 
 
-def test_blocks_of_one_lose_nothing_and_large_blocks_lose_something(
-    make_model, make_batch, worst_margins, dense_margins
-):
+def test_blocks_of_one_lose_nothing_and_large_blocks_lose_something():
     model = make_model("cnn").double()
     network, batch = trace(model), make_batch(dtype=torch.float64)
     everywhere = dense_margins(network, batch, Patch(2), 1.0).amin(dim=1)
@@ -60,7 +54,7 @@ def test_blocks_of_one_lose_nothing_and_large_blocks_lose_something(
     assert (merged < everywhere - 1e-3).any()
 
 
-def test_pooled_bounds_contain_every_member_of_their_block(make_model, make_batch, worst_margins):
+def test_pooled_bounds_contain_every_member_of_their_block():
     """Merging by hand: the block's box is the hull of its members' pre-activation boxes."""
     model = make_model("cnn").double()
     network, batch, threat = trace(model), make_batch(1, dtype=torch.float64), Patch((3, 4))
@@ -87,7 +81,7 @@ def test_pooled_bounds_contain_every_member_of_their_block(make_model, make_batc
     st.integers(0, 2**16),
 )
 def test_pooling_on_windows_has_the_margins_and_gradients_of_the_dense_way(
-    make_model, make_batch, gradient, kind, patch, blocks, epsilon, seed
+    kind, patch, blocks, epsilon, seed
 ):
     blocks = tuple(blocks[:1]) if kind == "mlp" else tuple(blocks)
     assume(math.prod(blocks) <= 9 - max(patch.height, patch.width))
@@ -127,7 +121,7 @@ def _pooled(seed):
 DEEPER = {"strided": _strided, "pooled": _pooled}
 
 
-def test_pooling_takes_the_dense_way_where_a_block_is_larger_than_the_image_allows(make_model, make_batch):
+def test_pooling_takes_the_dense_way_where_a_block_is_larger_than_the_image_allows():
     batch, pooled = (
         make_batch(2, dtype=torch.float64),
         pooled_patch(make_model("cnn").double(), Patch(6), (4,)),
@@ -137,7 +131,7 @@ def test_pooling_takes_the_dense_way_where_a_block_is_larger_than_the_image_allo
     torch.testing.assert_close(found, pooled.dense_worst_case(batch, 1.0).margins)
 
 
-def test_pooling_takes_the_dense_way_past_branches_and_says_so(make_batch, caplog):
+def test_pooling_takes_the_dense_way_past_branches_and_says_so(caplog):
     inner = ResidualBlock(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()), nn.Identity())
     layers = [nn.Conv2d(1, 3, 3, 1, 1), nn.ReLU(), inner, nn.Flatten(), nn.Linear(3 * 64, CLASSES)]
     model = randomise(nn.Sequential(*layers), seeded()).double()
@@ -149,7 +143,7 @@ def test_pooling_takes_the_dense_way_past_branches_and_says_so(make_batch, caplo
     torch.testing.assert_close(found, pooled.dense_worst_case(batch, 1.0).margins)
 
 
-def test_pooling_in_small_parts_changes_neither_margins_nor_gradients(make_model, make_batch, gradient):
+def test_pooling_in_small_parts_changes_neither_margins_nor_gradients():
     model, batch = make_model("cnn").double(), make_batch(5, dtype=torch.float64)
     results = []
     for budget in (1, 2**40):
@@ -163,7 +157,7 @@ def test_pooling_in_small_parts_changes_neither_margins_nor_gradients(make_model
         torch.testing.assert_close(results[0], result)
 
 
-def test_pooling_needs_a_full_grid_and_enough_layers(make_model, make_batch, worst_margins):
+def test_pooling_needs_a_full_grid_and_enough_layers():
     model, batch = make_model("mlp"), make_batch()
     with pytest.raises(InvalidThreat, match="full grid of placements to merge, but .* allows only 4 of 36"):
         worst_margins(PooledPlacements(), model, Patch(3, "corners"), batch, 1.0)

@@ -9,13 +9,12 @@ from patchcert.bounds.sparse import sparse_margins
 from patchcert.data import Split
 from patchcert.models import ModelSpec
 from patchcert.threats import SparsePixels
-from patchcert.train.checkpoint import Best, load_state, save_state
-from patchcert.train.loop import Position, train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
 from patchcert.train.step import Plan, Trainee, TrainingStep
 from patchcert.train.strategies import Ablated, SparseChanges
 from patchcert.train.strategy import Batch, Subject
+from small_trainings import check_resumes, gradient, make_batch, make_model, watched, worst_margins
 
 SIDE, CLASSES = 6, 3
 SCHEDULE = Schedule(4, EpsilonSchedule(0, 0), LearningRateSchedule(0.05, 0.1, 2, decay_from=0))
@@ -47,9 +46,7 @@ def make(strategy=None, device="cpu", cuda_graph="auto", flip=True):
 
 @pytest.mark.parametrize("bound", ["tight", "per-pixel", "per-value"])
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
-def test_sparse_training_uses_the_bound_it_is_given(
-    make_model, make_batch, worst_margins, gradient, kind, bound
-):
+def test_sparse_training_uses_the_bound_it_is_given(kind, bound):
     model, batch = make_model(kind, 2), make_batch(3, 2)
     wanted = sparse_margins(trace(model), batch.images, batch.labels, 3, bound, 0.4)
     for strategy, threat in (
@@ -59,19 +56,6 @@ def test_sparse_training_uses_the_bound_it_is_given(
         margins = worst_margins(strategy, model, threat, batch, torch.tensor(0.4))
         torch.testing.assert_close(margins, wanted)
         assert gradient(model, margins, batch.labels)[1].abs().sum() > 0
-
-
-class SaveAt:
-    def __init__(self, trainee, stop=None, path=None):
-        self.trainee, self.stop, self.path, self.rates, self.losses = trainee, stop, path, [], []
-
-    def after_batch(self, position):
-        self.rates.append(float(self.trainee.learning_rate))
-        if (position.epoch, position.batch) == self.stop:
-            save_state(self.path, self.trainee, position, Best())
-
-    def after_epoch(self, summary):
-        self.losses.append(summary.loss)
 
 
 class Spy(nn.Module):
@@ -126,25 +110,17 @@ def test_steps_are_those_of_gradient_descent_with_momentum():
 
 
 def test_training_follows_its_rates_and_moves_the_batch_norms():
-    trainee, plan = make()
-    watcher = SaveAt(trainee)
-    train(trainee, plan, watcher)
+    watcher = watched(*make())
+    norm = watcher.trainee.model[1]
     assert watcher.rates == pytest.approx([0.05] * 12 + [0.005] * 12)
     assert watcher.losses[-1] < watcher.losses[0]
-    assert int(trainee.model[1].num_batches_tracked) == 24
-    assert float(trainee.model[1].running_mean.abs().sum()) > 0
+    assert int(norm.num_batches_tracked) == 24
+    assert float(norm.running_mean.abs().sum()) > 0
 
 
 @pytest.mark.parametrize("stop", [(0, 2), (1, 0), (2, 5)])
 def test_training_resumes_bit_for_bit_from_any_batch(stop, tmp_path):
-    straight, plan = make()
-    train(straight, plan, SaveAt(straight, stop, tmp_path / "state"))
-    second, plan = make()
-    position, _ = load_state(tmp_path / "state", second)
-    assert position == Position(*stop, position.seconds)
-    train(second, plan, SaveAt(second), position)
-    for name, value in straight.model.state_dict().items():
-        assert torch.equal(value, second.model.state_dict()[name]), name
+    check_resumes(make, stop, tmp_path / "state")
 
 
 def test_bfloat16_rounds_the_network_and_not_the_loss():
@@ -168,8 +144,7 @@ def test_bfloat16_rounds_the_network_and_not_the_loss():
 def test_a_recorded_run_equals_a_plain_one(bfloat16):
     found = []
     for cuda_graph in ("off", "on"):
-        trainee, plan = make(Ablated(retained=9, bfloat16=bfloat16), "cuda", cuda_graph)
-        train(trainee, plan, SaveAt(trainee))
-        found.append(trainee.model.state_dict())
+        watcher = watched(*make(Ablated(retained=9, bfloat16=bfloat16), "cuda", cuda_graph))
+        found.append(watcher.trainee.model.state_dict())
     for name, value in found[0].items():
         torch.testing.assert_close(value, found[1][name], rtol=1e-2, atol=1e-2 if bfloat16 else 1e-4)

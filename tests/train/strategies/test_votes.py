@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Generator
 
 from patchcert.certificates.band_votes import encode_visible
 from patchcert.certificates.local_votes import LocalVotes
@@ -14,6 +13,7 @@ from patchcert.certificates.votes import Scores, masked_margins, masked_totals, 
 from patchcert.cli.app import run
 from patchcert.errors import PatchcertError, SpecError
 from patchcert.models import ModelSpec, build
+from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch
 from patchcert.train.spec import read_spec
 from patchcert.train.strategies import Bands, Blocks, LocalMargins
@@ -22,10 +22,6 @@ from patchcert.train.strategy import Batch, Subject, logit_margins
 
 PARTS = ModelSpec("resnet18_parts", 1, 8, 8, 3, filters=2)
 LOCAL = ModelSpec("bagnet", 1, 8, 8, 3, filters=4, depth=2, receptive_field=5)
-
-
-def seeded(seed=0):
-    return Generator().manual_seed(seed)
 
 
 def subject(spec, threat=None):

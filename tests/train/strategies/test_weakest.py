@@ -19,6 +19,7 @@ from patchcert.train.strategies.placements import PlacedPatch, other_classes
 from patchcert.train.strategies.weakest import WeakestTraining, attacked_margins, hardest
 from patchcert.train.strategy import Batch, Subject
 from patchcert.windows.dense import dense_linear_margins, dense_margins
+from small_trainings import gradient, make_batch, make_model, worst_margins
 
 CLASSES, PATCH = 4, Patch((3, 2))
 
@@ -36,7 +37,7 @@ def everywhere(model, batch, threat=PATCH):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
-def test_the_margin_at_a_placement_is_the_linear_bound_of_certificates_there(make_model, make_batch, kind):
+def test_the_margin_at_a_placement_is_the_linear_bound_of_certificates_there(kind):
     model, batch = make_model(kind), make_batch(5)
     margins = everywhere(model, batch)
     by_class, by_image = (training(Weakest(placements=kind), model) for kind in ("class", "image"))
@@ -49,7 +50,7 @@ def test_the_margin_at_a_placement_is_the_linear_bound_of_certificates_there(mak
     torch.testing.assert_close(found, margins[torch.arange(5), placement], rtol=1e-4, atol=1e-5)
 
 
-def test_margins_are_those_that_refinement_proves(make_model, make_batch):
+def test_margins_are_those_that_refinement_proves():
     model, batch = make_model("mlp").double(), make_batch(6, dtype=torch.float64)
     one_place = Patch((3, 2), placements=[(2, 3)])
     found = training(Weakest(), model, one_place).worst_case(batch, 1.0, Generator()).margins
@@ -61,7 +62,7 @@ def test_margins_are_those_that_refinement_proves(make_model, make_batch):
     assert torch.equal(proven.certified, others > 0)
 
 
-def test_no_point_of_the_box_is_below_its_margin(make_model, make_batch):
+def test_no_point_of_the_box_is_below_its_margin():
     for kind, epsilon in itertools.product(("mlp", "cnn"), (0.3, 1.0)):
         model, batch = make_model(kind), make_batch(4)
         at_work = training(Weakest(placements="image"), model)
@@ -69,7 +70,7 @@ def test_no_point_of_the_box_is_below_its_margin(make_model, make_batch):
             batch.images, batch.labels, at_work.ranked(batch.images, batch.labels, epsilon), epsilon
         )
         bounds = at_work.bounded(batch.images, batch.labels, chosen, epsilon)
-        box = at_work._boxes(batch.images, chosen, epsilon)
+        box = at_work.patch.boxes(batch.images, chosen, epsilon)
         for seed in range(40):
             share = torch.rand(box.lower.shape, generator=Generator().manual_seed(seed))
             share = share.round() if seed % 2 else share
@@ -78,7 +79,7 @@ def test_no_point_of_the_box_is_below_its_margin(make_model, make_batch):
             assert (margins >= bounds - 1e-5).all()
 
 
-def test_the_gradient_is_that_of_differences(make_model, make_batch):
+def test_the_gradient_is_that_of_differences():
     model, batch = make_model("mlp").double(), make_batch(3, dtype=torch.float64)
     at_work = training(Weakest(slopes="parallel"), model)
     weight = model[1].weight
@@ -101,13 +102,13 @@ def test_the_gradient_is_that_of_differences(make_model, make_batch):
 
 
 @torch.no_grad()
-def test_a_single_slope_is_that_of_the_slow_twin(make_model, make_batch):
+def test_a_single_slope_is_that_of_the_slow_twin():
     model, batch = make_model("cnn").double(), make_batch(1, dtype=torch.float64)
     at_work = training(Weakest(slopes="adaptive"), model)
     chosen, label = torch.tensor([[7]]), int(batch.labels)
     targets = torch.arange(CLASSES)[None, None]
     found = at_work.linear(batch.images, batch.labels, chosen, targets, 1.0)[0, 0]
-    box = at_work._boxes(batch.images, chosen, 1.0)
+    box = at_work.patch.boxes(batch.images, chosen, 1.0)
     interval = trace(model).margins(box, batch.labels)[0]
     for target in range(CLASSES):
         slow = reference_margin(trace(model), box, label, target, adaptive)
@@ -116,9 +117,7 @@ def test_a_single_slope_is_that_of_the_slow_twin(make_model, make_batch):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
-def test_intervals_at_the_weakest_placement_of_each_class_are_all_placements(
-    make_model, make_batch, worst_margins, gradient, kind
-):
+def test_intervals_at_the_weakest_placement_of_each_class_are_all_placements(kind):
     model, batch = make_model(kind), make_batch(4)
     ours = worst_margins(Weakest(bound="interval"), model, PATCH, batch, 0.6)
     theirs = worst_margins(AllPlacements(), model, PATCH, batch, 0.6)
@@ -127,9 +126,7 @@ def test_intervals_at_the_weakest_placement_of_each_class_are_all_placements(
 
 
 @pytest.mark.parametrize("placements", ["class", "image"])
-def test_enough_candidates_find_the_placement_that_is_weakest_by_linear_bounds(
-    make_model, make_batch, placements
-):
+def test_enough_candidates_find_the_placement_that_is_weakest_by_linear_bounds(placements):
     model, batch = make_model("cnn"), make_batch(6)
     margins = everywhere(model, batch)
     at_work = training(Weakest(placements=placements, candidates=1000), model)
@@ -145,7 +142,7 @@ def test_enough_candidates_find_the_placement_that_is_weakest_by_linear_bounds(
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_search_by_linear_bounds_finds_the_weakest_placement(make_model, make_batch):
+def test_a_search_by_linear_bounds_finds_the_weakest_placement():
     model, batch = make_model("mlp"), make_batch(6)
     found = training(Weakest(search="linear", slopes="adaptive"), model)
     few = training(Weakest(candidates=1000, slopes="adaptive"), model)
@@ -156,10 +153,10 @@ def test_a_search_by_linear_bounds_finds_the_weakest_placement(make_model, make_
         Weakest(search="linear").bind(Subject(make_model("cnn"), ModelSpec("m", 1, 8, 8, CLASSES), PATCH))
 
 
-def test_an_attack_lies_in_the_box_and_is_worse_than_where_it_began(make_model, make_batch):
+def test_an_attack_lies_in_the_box_and_is_worse_than_where_it_began():
     model, batch = make_model("cnn"), make_batch(6)
     at_work = training(Weakest(mixture=0.0), model)
-    box = at_work._boxes(batch.images, torch.full((6, 1), 9), 1.0)
+    box = at_work.patch.boxes(batch.images, torch.full((6, 1), 9), 1.0)
     seen = []
     network = trace(nn.Sequential(model))
 
@@ -179,7 +176,7 @@ def test_an_attack_lies_in_the_box_and_is_worse_than_where_it_began(make_model, 
     torch.testing.assert_close(margins, logits.gather(1, batch.labels[:, None]) - logits)
 
 
-def test_a_mixture_lies_between_attack_and_bound_and_counts_what_the_bound_proves(make_model, make_batch):
+def test_a_mixture_lies_between_attack_and_bound_and_counts_what_the_bound_proves():
     model, batch = make_model("mlp"), make_batch(6)
     ends = {}
     for mixture in (0.0, 0.25, 1.0):
@@ -192,7 +189,7 @@ def test_a_mixture_lies_between_attack_and_bound_and_counts_what_the_bound_prove
     assert torch.equal(ends[0.25].bounded, ends[1.0].margins)
 
 
-def test_what_is_drawn_does_not_depend_on_who_shares_the_batch(make_model, make_batch):
+def test_what_is_drawn_does_not_depend_on_who_shares_the_batch():
     model, batch = make_model("mlp"), make_batch(6)
     at_work = training(Weakest(mixture=0.5), model)
     whole = at_work.worst_case(batch, 1.0, Generator().manual_seed(0)).margins
@@ -202,9 +199,24 @@ def test_what_is_drawn_does_not_depend_on_who_shares_the_batch(make_model, make_
     torch.testing.assert_close(whole[2:5], part)
 
 
+def test_intervals_of_all_placements_are_trained_on_until_linear_bounds_start():
+    model, batch = make_model("mlp"), make_batch(6)
+    subject = Subject(model, ModelSpec("m", 1, 8, 8, CLASSES), PATCH)
+    early, always = (Weakest(starts_at=share).bind(subject) for share in (0.6, 0.0))
+    intervals = AllPlacements().bind(subject)
+
+    def margins(objective):
+        return objective.worst_case(batch, 1.0, Generator()).margins
+
+    assert torch.equal(margins(early.at(0.59)), margins(intervals))
+    assert torch.equal(margins(early.at(0.6)), margins(always))
+    assert not torch.equal(margins(always), margins(intervals))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (["starts_at=1.5"], "starts_at is 1.5; expected a share of the epochs, from 0 to 1"),
         (["mixture=1.5"], "mixture is 1.5; expected a share of the bound, from 0 to 1"),
         (["candidates=0"], "candidates"),
         (["attack_steps=0"], "attack_steps"),

@@ -1,8 +1,6 @@
 """Training a classifier to be right when two rectangles of an image are hidden, as double masking asks of it."""
 
 import math
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, final
 
@@ -10,20 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from patchcert.errors import SpecError
-from patchcert.tensors import Images, Labels, Logits
+from patchcert.errors import SpecError, at_least
+from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch, Threat
 from patchcert.train.strategy import (
     Batch,
+    Forward,
     Objective,
     Strategy,
     Subject,
-    WholeModel,
     WorstCase,
     logit_margins,
-    whole_model,
 )
-from patchcert.train.toml import at_least
+from patchcert.train.toml import parse_size
 
 Masks = Annotated[Tensor, "n 2 2"]
 """For each image the (top, left) corners of two masks."""
@@ -33,9 +30,6 @@ Pairs = Annotated[Tensor, "n p 2 2"]
 
 Wanted = Annotated[Tensor, "n 2"]
 """Which of its two masks hide something of an image."""
-
-Run = Callable[[Images], Logits]
-"""How the network is carried out."""
 
 
 @final
@@ -52,7 +46,6 @@ class Masked(Strategy):
     those of the loss are not. With `compiled` a GPU carries the network out as torch.compile fuses its layers.
     """
 
-    threats: ClassVar = (Patch,)
     has_bounds: ClassVar = False
     has_epsilon: ClassVar = False
     kind: Literal["masked"] = "masked"
@@ -67,10 +60,7 @@ class Masked(Strategy):
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", self.size):
-            raise SpecError(
-                f"size is {self.size!r}; expected height x width", hint='write strategy.size = "6x6"'
-            )
+        parse_size("strategy.size", self.size)
         if min(self.clean_share, self.single_share) < 0 or not self.clean_share + self.single_share <= 1:
             raise SpecError(
                 f"clean_share is {self.clean_share} and single_share {self.single_share}; expected shares of the "
@@ -94,24 +84,14 @@ class Masked(Strategy):
     @property
     def mask_size(self) -> tuple[int, int]:
         """Height and width of a mask."""
-        height, width = map(int, self.size.split("x"))
-        return height, width
+        return parse_size("strategy.size", self.size)
 
     def bind(self, subject: Subject) -> Objective:
-        """The margins of one masked copy of each image by the model in training mode.
-
-        On a GPU the model's weights are laid out with their channels last, which its convolutions are fastest with.
-        """
+        """The margins of one masked copy of each image by the model in training mode."""
         self._check_fit(subject)
-        is_on_cuda = subject.device.type == "cuda"
-        layout = torch.channels_last if is_on_cuda else torch.contiguous_format
-        subject.model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
-        network = whole_model(subject.model)
-        fill = torch.tensor(self.fill, device=subject.device)[:, None, None]
-        run: Run = network.model
-        if self.compiled and is_on_cuda:
-            run = torch.compile(network.model, dynamic=False)
-        trainer = MaskedTraining(self, network, fill, layout, run)
+        forward = Forward.of(subject, self.bfloat16, self.compiled)
+        network, fill = forward.network, torch.tensor(self.fill, device=subject.device)[:, None, None]
+        trainer = MaskedTraining(self, forward, fill)
         if self.worst_of == 1:
             return Objective(network, trainer.random_case)
         hardest = Objective(network, trainer.hardest_case)
@@ -141,10 +121,8 @@ class MaskedTraining:
     """The strategy at work on a model, whose colour of masks lies on its device."""
 
     strategy: Masked
-    network: WholeModel
+    forward: Forward
     fill: Annotated[Tensor, "_ 1 1"]
-    layout: torch.memory_format
-    run: Run
 
     def random_case(self, batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
         """The margins with one random pair of masks on each image."""
@@ -200,23 +178,18 @@ class MaskedTraining:
         self, images: Images, labels: Labels, masks: Pairs, wanted: Wanted
     ) -> Annotated[Tensor, "n p"]:
         """The cross entropy with each pair, by the model in eval mode."""
-        model = self.network.model
+        model = self.forward.network.model
         model.eval()
         try:
             losses = [
-                F.cross_entropy(self.logits(self.hide(images, pair, wanted)), labels, reduction="none")
+                F.cross_entropy(
+                    self.forward.logits(self.hide(images, pair, wanted)), labels, reduction="none"
+                )
                 for pair in masks.unbind(dim=1)
             ]
         finally:
             model.train()
         return torch.stack(losses, dim=1)
-
-    def logits(self, images: Images) -> Logits:
-        """The logits in float32, whatever the network is rounded to."""
-        laid_out = images.contiguous(memory_format=self.layout)
-        rounded = self.strategy.bfloat16
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=rounded, cache_enabled=False):
-            return self.run(laid_out).float()
 
     def _draw(self, batch: Batch, pairs: int, generator: Generator) -> tuple[Pairs, Wanted]:
         """What is drawn for the images of this process, among draws for the whole batch."""
@@ -225,5 +198,5 @@ class MaskedTraining:
         return masks[batch.rows], wanted[batch.rows]
 
     def _margins(self, batch: Batch, masks: Masks, wanted: Wanted) -> WorstCase:
-        logits = self.logits(self.hide(batch.own_images, masks, wanted))
+        logits = self.forward.logits(self.hide(batch.own_images, masks, wanted))
         return WorstCase(logit_margins(logits, batch.own_labels))

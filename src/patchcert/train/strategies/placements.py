@@ -7,20 +7,19 @@ import torch
 from torch import Generator, Tensor, nn
 
 from patchcert.bounds import Interval, Network
-from patchcert.errors import InvalidThreat
+from patchcert.errors import at_least
 from patchcert.models import Normalize
 from patchcert.tensors import Corners, Images, Labels, Margins
 from patchcert.threats import Patch
+from patchcert.train.batch_norms import trainable_network
 from patchcert.train.strategy import (
     Batch,
     Objective,
     Strategy,
     Subject,
     WorstCase,
-    bounded_model,
     derived_seed,
 )
-from patchcert.train.toml import at_least
 from patchcert.train.unet import build_unet
 from patchcert.windows.passes import Clean
 from patchcert.windows.training import DifferentiablePlacements, WeakestPlacements, covering_placements
@@ -159,11 +158,8 @@ class PlacedPatch:
     @staticmethod
     def of(subject: Subject) -> "PlacedPatch":
         """The subject's patch on its model."""
-        if not isinstance(subject.threat, Patch):
-            raise InvalidThreat(
-                f"placements of a patch are trained against, but the threat is {subject.threat}"
-            )
-        return PlacedPatch(bounded_model(subject), subject.threat, subject.windows)
+        threat, network = subject.patch, trainable_network(subject.model, subject.model_spec)
+        return PlacedPatch(network, threat, subject.windows)
 
     def corners(self, images: Images) -> Corners:
         """All allowed corners, copied to the device once."""
@@ -198,10 +194,13 @@ class PlacedPatch:
         self, images: Images, labels: Labels, chosen: Chosen, epsilon: float | Tensor
     ) -> Annotated[Tensor, "n m k"]:
         """The same margins the slow, obvious way: one whole image per placement."""
-        boxes = self.threat.boxes(images, self.corners(images)[chosen], epsilon)
-        flat = Interval(boxes.lower.flatten(0, 1), boxes.upper.flatten(0, 1))
         repeated = labels.unsqueeze(1).expand_as(chosen).flatten()
-        return self.network.margins(flat, repeated).unflatten(0, tuple(chosen.shape))
+        margins = self.network.margins(self.boxes(images, chosen, epsilon), repeated)
+        return margins.unflatten(0, tuple(chosen.shape))
+
+    def boxes(self, images: Images, chosen: Chosen, epsilon: float | Tensor) -> Interval:
+        """Whole images with the patch at the chosen placements; those of an image are together."""
+        return self.threat.boxes(images, self.corners(images)[chosen], epsilon).flatten(0, 1)
 
     def _cover(self, images: Images) -> DifferentiablePlacements | None:
         key = (images.device, images.dtype, *images.shape[1:])

@@ -3,28 +3,26 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, final
 
-import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from patchcert.bounds.sparse import sparse_margins
 from patchcert.certificates.ablation import draw_retained, encode_ablated
-from patchcert.errors import InvalidThreat, SpecError
-from patchcert.models import ModelSpec
+from patchcert.errors import InvalidThreat, SpecError, at_least
 from patchcert.tensors import Images
 from patchcert.threats import SparsePixels
 from patchcert.threats.sparse import SparseBound
+from patchcert.train.batch_norms import trainable_network
 from patchcert.train.strategy import (
     Batch,
+    Forward,
     Objective,
     Strategy,
     Subject,
     Threat,
     WorstCase,
-    bounded_model,
+    check_takes,
     logit_margins,
-    whole_model,
 )
-from patchcert.train.toml import at_least
 
 
 @final
@@ -38,7 +36,7 @@ class SparseChanges(Strategy):
 
     def bind(self, subject: Subject) -> Objective:
         """The margins that are left whichever pixels change."""
-        threat, network = subject.threat, bounded_model(subject)
+        threat, network = subject.threat, trainable_network(subject.model, subject.model_spec)
         if not isinstance(threat, SparsePixels):
             raise InvalidThreat(f"changes of single pixels are trained against, but the threat is {threat}")
         pixels, bound = threat.pixels, self.bound or threat.bound
@@ -79,17 +77,15 @@ class Ablated(Strategy):
                 f"{self.retained} pixels cannot be retained in images of {spec.height}x{spec.width}",
                 hint="set strategy.retained to fewer",
             )
-        _check_takes_ablated(subject.model, spec)
-        network = whole_model(subject.model)
+        hint = "set model.name to cnn2_ablation or resnet18_ablation"
+        check_takes(subject, 2 * spec.channels, "ablated images", hint)
+        forward = Forward.of(subject, self.bfloat16, compiled=False)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
-            encoded = self.ablate(batch, generator)
-            device = encoded.device.type
-            with torch.autocast(device, torch.bfloat16, enabled=self.bfloat16, cache_enabled=False):
-                logits = network.values(encoded)[-1]
-            return WorstCase(logit_margins(logits.float(), batch.own_labels))
+            logits = forward.logits(self.ablate(batch, generator))
+            return WorstCase(logit_margins(logits, batch.own_labels))
 
-        return Objective(network, worst_case)
+        return Objective(forward.network, worst_case)
 
     def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
         return "ablation", {"retained": self.retained}
@@ -102,16 +98,3 @@ class Ablated(Strategy):
             return encode_ablated(batch.own_images, mask)
         masks = draw_retained(len(batch), height, width, self.retained, generator)
         return encode_ablated(batch.own_images, masks[batch.rows])
-
-
-def _check_takes_ablated(model: nn.Module, spec: ModelSpec) -> None:
-    """Refuse a model that does not take images in their encoding of twice the channels."""
-    blank = torch.zeros(1, 2 * spec.channels, spec.height, spec.width)
-    try:
-        with torch.no_grad():
-            model(blank.to(next(model.parameters()).device))
-    except RuntimeError as error:
-        raise SpecError(
-            f"the model {spec.name!r} does not take ablated images, encoded in {2 * spec.channels} channels",
-            hint="set model.name to cnn2_ablation or resnet18_ablation",
-        ) from error

@@ -17,21 +17,21 @@ from patchcert.certificates.local_votes import (
     trace_local,
 )
 from patchcert.certificates.votes import LARGEST, Windows, masked_totals, maximal, sum_totals
-from patchcert.errors import InvalidInput, InvalidThreat, PatchcertError, SpecError
+from patchcert.errors import InvalidInput, PatchcertError, SpecError, at_least
 from patchcert.tensors import Images, Labels, Margins
 from patchcert.threats import Patch
 from patchcert.train.strategy import (
     Batch,
+    Forward,
     Objective,
     Strategy,
     Subject,
     Threat,
     WholeModel,
     WorstCase,
+    check_takes,
     logit_margins,
-    whole_model,
 )
-from patchcert.train.toml import at_least
 
 Draw = Literal["image", "batch"]
 """Whether every image shows a part of its own, or all images of a batch show the same."""
@@ -41,8 +41,11 @@ class _Parts(Strategy):
     """Plain cross entropy on one random part of each image, whatever epsilon is."""
 
     __slots__ = ()
+    has_bounds: ClassVar = False
+    has_epsilon: ClassVar = False
     draw: Draw
     bfloat16: bool
+    compiled: bool
 
     @abstractmethod
     def views(self, height: int, width: int) -> Views:
@@ -55,19 +58,18 @@ class _Parts(Strategy):
             views = self.views(spec.height, spec.width).to(subject.device)
         except InvalidInput as error:
             raise SpecError(error.message, error.hint) from error
-        layout = _lay_out(subject)
-        network = whole_model(subject.model)
-        _check_takes_parts(subject)
+        hint = 'set model.name = "resnet18_parts" and model.normalise = false'
+        check_takes(subject, spec.channels + 1, "parts of images", hint)
+        forward = Forward.of(subject, self.bfloat16, self.compiled)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
             count = len(batch) if self.draw == "image" else 1
             drawn = torch.randint(len(views), (count,), generator=generator, device=generator.device)
             chosen = drawn[batch.rows] if self.draw == "image" else drawn
-            encoded = encode_visible(batch.own_images, views[chosen])
-            logits = _rounded(network, encoded.contiguous(memory_format=layout), self.bfloat16)
+            logits = forward.logits(encode_visible(batch.own_images, views[chosen]))
             return WorstCase(logit_margins(logits, batch.own_labels))
 
-        return Objective(network, worst_case)
+        return Objective(forward.network, worst_case)
 
 
 @final
@@ -75,19 +77,16 @@ class _Parts(Strategy):
 class Bands(_Parts):
     """Plain cross entropy on a random band of `width` columns, rows, or either, for `patchcert.BandVotes`.
 
-    Every image shows a band of its own, or a batch shares one (`draw`). With `bfloat16` the products of the network
-    are rounded to it, those of the loss are not.
+    Every image shows a band of its own, or a batch shares one (`draw`). `bfloat16` and `compiled` are as for `masked`.
     """
 
-    threats: ClassVar = (Patch,)
-    has_bounds: ClassVar = False
-    has_epsilon: ClassVar = False
     kind: Literal["bands"] = "bands"
     width: int = 4
     orientation: Orientation = "column"
     wrap: bool = True
     draw: Draw = "image"
     bfloat16: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         at_least(1, "width", self.width)
@@ -104,14 +103,12 @@ class Bands(_Parts):
 class Blocks(_Parts):
     """Plain cross entropy on a random block of `size` x `size` pixels, for `patchcert.BlockVotes`; else as `bands`."""
 
-    threats: ClassVar = (Patch,)
-    has_bounds: ClassVar = False
-    has_epsilon: ClassVar = False
     kind: Literal["blocks"] = "blocks"
     size: int = 12
     wrap: bool = True
     draw: Draw = "image"
     bfloat16: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         at_least(1, "size", self.size)
@@ -131,18 +128,16 @@ class LocalMargins(Strategy):
 
     Margins are those of the mean local score, times `scale`. Scores have the gradients of smooth ones (`soften`). A
     masked sum is trained on a bound that is cheaper than its certificate and never above it: the label loses the
-    weightiest window as it is, also where it overlaps the patch. With `bfloat16` the products of the network are
-    rounded to it, those of the scores are not.
+    weightiest window as it is, also where it overlaps the patch. `bfloat16` and `compiled` are as for `masked`.
     """
 
-    threats: ClassVar = (Patch,)
     has_bounds: ClassVar = False
-    has_epsilon: ClassVar = True
     kind: Literal["local-votes"] = "local-votes"
     aggregation: Aggregation = "sum"
     scores: LocalScores = "one-hot"
     scale: float = 10.0
     bfloat16: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         if not self.scale > 0:
@@ -155,20 +150,15 @@ class LocalMargins(Strategy):
 
     def bind(self, subject: Subject) -> Objective:
         """The margins at the weakest placement, by the model in training mode."""
-        if not isinstance(subject.threat, Patch):
-            raise InvalidThreat(
-                f"placements of a patch are trained against, but the threat is {subject.threat}"
-            )
-        windows = self.windows(subject, subject.threat)
-        layout = _lay_out(subject)
-        network = whole_model(subject.model)
+        windows = self.windows(subject, subject.patch)
+        forward = Forward.of(subject, self.bfloat16, self.compiled)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
-            logits = _rounded(network, batch.own_images.contiguous(memory_format=layout), self.bfloat16)
-            margins = weakest_margins(self, self.local_scores(logits), batch.own_labels, windows, epsilon)
+            scores = self.local_scores(forward.logits(batch.own_images))
+            margins = weakest_margins(self, scores, batch.own_labels, windows, epsilon)
             return WorstCase(margins * (self.scale / windows.shape[1]))
 
-        clean = WholeModel((), _Totals(self, subject.model, windows))
+        clean = WholeModel((), _Totals(self, forward, windows))
         return Objective(clean, worst_case)
 
     def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
@@ -236,42 +226,13 @@ def weakest_margins(
 class _Totals(nn.Module):
     """The logits of clean images that a loss may look at: their mean local scores, times the strategy's scale."""
 
-    def __init__(self, strategy: LocalMargins, model: nn.Module, windows: Windows) -> None:
+    def __init__(self, strategy: LocalMargins, forward: Forward, windows: Windows) -> None:
         super().__init__()
-        self.strategy, self.model, self.windows = strategy, model, windows
+        self.strategy, self.run, self.windows = strategy, forward, windows
+        self.model = forward.network.model
 
     def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
-        logits = _rounded(WholeModel((), self.model), images, self.strategy.bfloat16)
-        scores = self.strategy.local_scores(logits)
+        scores = self.strategy.local_scores(self.run.logits(images))
         is_sum = self.strategy.aggregation == "sum"
         totals = sum_totals(scores) if is_sum else masked_totals(scores, self.windows)
         return totals * (self.strategy.scale / scores.shape[2])
-
-
-def _lay_out(subject: Subject) -> torch.memory_format:
-    """Channels last on a GPU, where convolutions are fastest with them: that of the weights from now on."""
-    layout = torch.channels_last if subject.device.type == "cuda" else torch.contiguous_format
-    subject.model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
-    return layout
-
-
-def _rounded(network: WholeModel, images: Images, bfloat16: bool) -> Tensor:
-    """What the network gives, in float32, whatever its products are rounded to."""
-    with torch.autocast(images.device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False):
-        return network.values(images)[-1].float()
-
-
-def _check_takes_parts(subject: Subject) -> None:
-    """Refuse a model that does not take parts of images with a channel that says what is seen."""
-    spec, model = subject.model_spec, subject.model
-    blank = torch.zeros(2, spec.channels + 1, spec.height, spec.width, device=subject.device)
-    try:
-        with torch.no_grad():
-            model.eval()(blank)
-    except (RuntimeError, PatchcertError) as error:
-        raise SpecError(
-            f"the model {spec.name!r} does not take parts of images, encoded in {spec.channels + 1} channels",
-            hint='set model.name = "resnet18_parts" and model.normalise = false',
-        ) from error
-    finally:
-        model.train()

@@ -4,7 +4,7 @@ All placements are ranked without a gradient, as in training on all of them; lin
 look only at the weakest.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, final
 
 import torch
@@ -22,11 +22,16 @@ from patchcert.bounds.linear import (
     margin_forms,
     parallel,
 )
-from patchcert.errors import SpecError
+from patchcert.errors import SpecError, at_least
 from patchcert.tensors import Images, Labels, Margins, PlacementMargins
-from patchcert.train.strategies.placements import Chosen, PlacedPatch, in_class_order, other_classes
+from patchcert.train.strategies.placements import (
+    AllPlacements,
+    Chosen,
+    PlacedPatch,
+    in_class_order,
+    other_classes,
+)
 from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase, logit_margins
-from patchcert.train.toml import at_least
 from patchcert.windows.linear_sweep import LinearSweep, hidden_layer
 from patchcert.windows.passes import Clean
 from patchcert.windows.training import WeakestPlacements, search_budget
@@ -56,6 +61,8 @@ class Weakest(Strategy):
     Margins to learn from are `mixture` times the bound's and, for the rest, those of an attack: `attack_steps` steps by
     the sign of the gradient, from a random patch at the weakest placement. A network that is trained on less of the
     bound keeps more accuracy and needs a tighter certificate: `IntervalBounds(model, refine="linear" or "split")`.
+
+    Until the share `starts_at` of the epochs is done, margins are those of `all`, which cost a fraction of the time.
     """
 
     kind: Literal["weakest"] = "weakest"
@@ -66,12 +73,15 @@ class Weakest(Strategy):
     candidates: int = 1
     mixture: float = 1.0
     attack_steps: int = 8
+    starts_at: float = 0.0
 
     def __post_init__(self) -> None:
         at_least(1, "candidates", self.candidates)
         at_least(1, "attack_steps", self.attack_steps)
         if not 0 <= self.mixture <= 1:
             raise SpecError(f"mixture is {self.mixture}; expected a share of the bound, from 0 to 1")
+        if not 0 <= self.starts_at <= 1:
+            raise SpecError(f"starts_at is {self.starts_at}; expected a share of the epochs, from 0 to 1")
         if self.bound == "interval" and (self.candidates > 1 or self.search == "linear"):
             raise SpecError(
                 f"candidates is {self.candidates} and search {self.search!r}, but intervals are trained on, which "
@@ -84,7 +94,10 @@ class Weakest(Strategy):
         training = WeakestTraining(self, PlacedPatch.of(subject), subject.model_spec.classes)
         if self.search == "linear":
             hidden_layer(training.patch.network)
-        return Objective(training.patch.network, training.worst_case)
+        weakest = Objective(training.patch.network, training.worst_case)
+        if self.starts_at == 0:
+            return weakest
+        return replace(AllPlacements().bind(subject), later=weakest, later_from=self.starts_at)
 
 
 class WeakestTraining:
@@ -106,7 +119,7 @@ class WeakestTraining:
             return WorstCase(bounded)
         noise = torch.rand(batch.images.shape, generator=generator, device=generator.device)[batch.rows]
         placement = chosen if chosen.shape[1] == 1 else hardest(ranked, 1)
-        box = self._boxes(images, placement, epsilon)
+        box = self.patch.boxes(images, placement, epsilon)
         attacked = attacked_margins(self.patch.network, box, noise, labels, self.strategy.attack_steps)
         return WorstCase(torch.lerp(attacked, bounded, mixture), bounded=bounded)
 
@@ -172,16 +185,11 @@ class WeakestTraining:
     ) -> Targets:
         """Margins against the targets at each placement: linear bounds, or the interval's where that is better."""
         network, repeated = self.patch.network, labels.unsqueeze(1).expand_as(chosen).flatten()
-        intervals = network.intervals(self._boxes(images, chosen, epsilon))
+        intervals = network.intervals(self.patch.boxes(images, chosen, epsilon))
         forms = margin_forms(repeated, targets.flatten(0, 1), self.classes, images.dtype)
         found = best_bound(network, intervals, forms, slopes=_CHOICES[self.strategy.slopes])
         found = torch.maximum(found, interval_bound(network, intervals, forms))
         return found.unflatten(0, tuple(chosen.shape))
-
-    def _boxes(self, images: Images, chosen: Chosen, epsilon: float | Tensor) -> Interval:
-        """One after the other, those of an image together."""
-        corners = self.patch.corners(images)[chosen]
-        return self.patch.threat.boxes(images, corners, epsilon).flatten(0, 1)
 
 
 def hardest(ranked: PlacementMargins, count: int) -> Chosen:
