@@ -16,3 +16,6 @@ Logits = Annotated[Tensor, "n k"]
 Margins = Annotated[Tensor, "n k"]
 PlacementMargins = Annotated[Tensor, "n p k"]
 Corners = Annotated[Tensor, "p 2"]
+
+Epsilon = float | Tensor
+"""How far a pixel may change: a number, or a tensor of one."""

@@ -11,6 +11,7 @@ from scipy.optimize import linprog
 from torch import nn
 
 import patchcert as pc
+from boxes import OUTWARD, boxes_of
 from linear_programs import least_margin, relaxed_margin
 from patchcert.bounds import NEAREST, Interval, Rounding, trace
 from patchcert.bounds.linear import (
@@ -29,15 +30,7 @@ from patchcert.bounds.reduction import reduced
 from patchcert.bounds.splitting import Problems, Splitting
 from patchcert.testing.networks import ResidualBlock, linear, randomise
 from strategies import cases, seeds
-
-OUTWARD = Rounding.outward(torch.float64)
-
-
-def box_of(case):
-    """The boxes of the first image at all placements."""
-    corners = case.threat.placements(*case.images.shape[2:]).corners
-    boxes = case.threat.boxes(case.images[:1], corners[:6])
-    return Interval(boxes.lower[0], boxes.upper[0])
+from written_models import unit_box
 
 
 def all_targets(box, classes):
@@ -60,7 +53,7 @@ def reached(case, members):
 @torch.no_grad()
 @given(cases(dtype=torch.float64), seeds())
 def test_every_member_of_a_box_has_at_least_the_bound(case, seed):
-    box, generator = box_of(case), torch.Generator().manual_seed(seed)
+    box, generator = boxes_of(case), torch.Generator().manual_seed(seed)
     lower = margins_of(case, box)
     for round_ in range(4):
         mix = torch.rand(box.lower.shape, generator=generator, dtype=torch.float64)
@@ -72,7 +65,7 @@ def test_every_member_of_a_box_has_at_least_the_bound(case, seed):
 @torch.no_grad()
 @given(cases(dtype=torch.float64))
 def test_rounding_to_nearest_goes_through_other_products_to_nearly_the_same_bound(case):
-    box = box_of(case)
+    box = boxes_of(case)
     sound, nearest = margins_of(case, box), margins_of(case, box, NEAREST)
     assert (sound <= nearest + 1e-9).all()
     torch.testing.assert_close(sound, nearest, rtol=1e-6, atol=1e-6)
@@ -81,7 +74,7 @@ def test_rounding_to_nearest_goes_through_other_products_to_nearly_the_same_boun
 @torch.no_grad()
 @given(cases(dtype=torch.float64))
 def test_the_bound_of_forms_by_intervals_is_that_of_margins(case):
-    box, network = box_of(case), trace(case.model)
+    box, network = boxes_of(case), trace(case.model)
     classes = case.model(case.images[:1]).shape[1]
     labels = case.labels[:1].expand(len(box.lower))
     forms = margin_forms(labels, all_targets(box, classes), classes, torch.float64)
@@ -92,7 +85,7 @@ def test_the_bound_of_forms_by_intervals_is_that_of_margins(case):
 @torch.no_grad()
 @given(cases(dtype=torch.float64))
 def test_the_minimisers_of_the_form_are_members_too(case):
-    box, network = box_of(case), trace(case.model)
+    box, network = boxes_of(case), trace(case.model)
     classes = case.model(case.images[:1]).shape[1]
     forms = margin_forms(
         case.labels[:1].expand(len(box.lower)), all_targets(box, classes), classes, box.lower.dtype
@@ -110,7 +103,7 @@ def test_the_minimisers_of_the_form_are_members_too(case):
 @torch.no_grad()
 @given(cases(dtype=torch.float64))
 def test_batches_give_the_bounds_of_the_slow_reference(case):
-    box, network = box_of(case), trace(case.model)
+    box, network = boxes_of(case), trace(case.model)
     box = Interval(box.lower[:2], box.upper[:2])
     label, classes = int(case.labels[0]), case.model(case.images[:1]).shape[1]
     has_pools = any(isinstance(layer, nn.MaxPool2d) for layer in case.model.modules())
@@ -138,7 +131,7 @@ def test_a_box_of_one_point_has_the_margins_of_the_forward_pass(case):
 @torch.no_grad()
 @given(cases())
 def test_outward_rounding_only_lowers_bounds_and_by_little(case):
-    box, dtype = box_of(case), case.images.dtype
+    box, dtype = boxes_of(case), case.images.dtype
     sound = margins_of(case, box, Rounding.outward(dtype))
     nearest = margins_of(case, box, Rounding(0.0, 0.0))
     scale = 1 + nearest.abs().amax()
@@ -162,7 +155,7 @@ def two_hidden_layers(seed, widths=(3, 2), gain=2.0):
 @pytest.mark.parametrize("seed", range(12))
 def test_bounds_lie_below_the_linear_program_and_that_below_the_least_margin(seed):
     network = trace(two_hidden_layers(seed))
-    box = Interval(torch.zeros(1, 1, 2, 2).double(), torch.ones(1, 1, 2, 2).double())
+    box = unit_box(1, 1, 2, 2)
     intervals = network.intervals(box)
     ours = float(linear_margins(network, box, torch.tensor([0]), torch.tensor([[1]]), 2, OUTWARD))
     program, least = relaxed_margin(network, intervals, 0, 1), least_margin(network, intervals, 0, 1)
@@ -177,7 +170,7 @@ def test_linear_bounds_attain_the_linear_program_on_some_networks():
     attained = 0
     for seed in range(12):
         network = trace(two_hidden_layers(seed, (3, 1)))
-        box = Interval(torch.zeros(1, 1, 2, 2).double(), torch.ones(1, 1, 2, 2).double())
+        box = unit_box(1, 1, 2, 2)
         ours = float(linear_margins(network, box, torch.tensor([0]), torch.tensor([[1]]), 2, OUTWARD))
         attained += ours > relaxed_margin(network, network.intervals(box), 0, 1) - 1e-6
     assert attained >= 4
@@ -191,7 +184,7 @@ def test_units_that_move_together_are_better_than_intervals():
         nn.Flatten(), first, nn.ReLU(), linear(torch.tensor([[1.0, -1.0], [0.0, 0.0]]), [0.125, 0.0])
     )
     network, labels = trace(model.double()), torch.tensor([0])
-    box = Interval(torch.zeros(1, 1, 1, 1).double(), torch.ones(1, 1, 1, 1).double())
+    box = unit_box(1, 1, 1, 1)
     assert float(network.margins(box, labels, rounding=OUTWARD)[0, 1]) < -0.37
     ours = float(linear_margins(network, box, labels, torch.tensor([[1]]), 2, OUTWARD))
     assert ours == pytest.approx(0.125, abs=1e-9)
@@ -206,7 +199,7 @@ def test_one_layer_is_bounded_exactly(generator):
         generator,
     )
     network = trace(model.double())
-    box = Interval(torch.zeros(1, 2, 4, 4).double(), torch.ones(1, 2, 4, 4).double())
+    box = unit_box(1, 2, 4, 4)
     ours = linear_margins(network, box, torch.tensor([1]), torch.tensor([[0, 2]]), 3, OUTWARD)
     matrix = torch.eye(32).double().reshape(32, 2, 4, 4)
     offset = model(torch.zeros_like(box.lower))
@@ -220,7 +213,7 @@ def test_one_layer_is_bounded_exactly(generator):
 def test_a_step_without_a_rule_counts_by_its_interval_and_is_named():
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 2)).double()
     network = trace(model)
-    box = Interval(torch.zeros(1, 1, 2, 2).double(), torch.ones(1, 1, 2, 2).double())
+    box = unit_box(1, 1, 2, 2)
     intervals = network.intervals(box, OUTWARD)
     forms = margin_forms(torch.tensor([0]), torch.tensor([[1]]), 2, torch.float64)
     found = BackwardPass(network, intervals, rounding=OUTWARD).bound(forms, len(network.steps))
@@ -239,7 +232,7 @@ def test_the_largest_of_values_that_move_together_is_better_than_its_interval():
     same.weight.copy_(torch.tensor([[[[-1.0, 0.0]]]]))
     head = linear(torch.tensor([[1.0], [0.0]]), [0.5, 0.0])
     network = trace(nn.Sequential(first, ResidualBlock(pool, same), nn.Flatten(), head).double())
-    box = Interval(torch.zeros(1, 1, 1, 2).double(), torch.ones(1, 1, 1, 2).double())
+    box = unit_box(1, 1, 1, 2)
     labels = torch.tensor([0])
     assert float(network.margins(box, labels)[0, 1]) == pytest.approx(-0.5)
     assert float(linear_margins(network, box, labels, torch.tensor([[1]]), 2, OUTWARD)) == pytest.approx(0.5)
@@ -253,7 +246,7 @@ def test_branches_that_share_a_value_move_together():
     head = linear(torch.tensor([[1.0], [0.0]]), [0.25, 0.0])
     model = nn.Sequential(ResidualBlock(mirror, nn.Identity()), nn.Flatten(), head).double()
     network, labels = trace(model), torch.tensor([0])
-    box = Interval(torch.zeros(1, 1, 1, 1).double(), torch.ones(1, 1, 1, 1).double())
+    box = unit_box(1, 1, 1, 1)
     assert float(network.margins(box, labels)[0, 1]) == pytest.approx(-0.75)
     assert float(linear_margins(network, box, labels, torch.tensor([[1]]), 2, OUTWARD)) == pytest.approx(0.25)
 
@@ -265,7 +258,7 @@ def test_what_is_not_finite_is_never_a_positive_bound(bad):
         model[1].weight[0, 0] = bad
         model[3].bias.copy_(torch.tensor([1e6, 0.0]))
         network = trace(model)
-        box = Interval(torch.zeros(1, 1, 2, 2).double(), torch.ones(1, 1, 2, 2).double())
+        box = unit_box(1, 1, 2, 2)
         found = linear_margins(network, box, torch.tensor([0]), torch.tensor([[1]]), 2, OUTWARD)
     assert not (found.isfinite() & (found > 0)).any()
 
@@ -294,7 +287,7 @@ def test_the_linear_program_is_itself_sound():
         linear(torch.tensor([[-1.0], [0.0]]), [0.0, 0.0]),
     )
     network = trace(model.double())
-    box = Interval(torch.zeros(1, 1, 1, 1).double(), torch.ones(1, 1, 1, 1).double())
+    box = unit_box(1, 1, 1, 1)
     with torch.no_grad():
         intervals = network.intervals(box)
         assert relaxed_margin(network, intervals, 0, 1) == pytest.approx(-3.0)

@@ -14,7 +14,7 @@ from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.bounds.operations import Add, AveragePool, Convolution, Linear, Reshape
 from patchcert.errors import UnsupportedLayer
 from patchcert.testing.networks import ResidualBlock, randomise
-from written_models import images, model_of
+from written_models import images, model_of, unit_box
 
 
 def functional(self, x):
@@ -210,7 +210,7 @@ def test_one_image_alone_has_the_margins_that_it_has_among_others(model, threat,
 def test_a_network_that_does_not_end_linearly_has_separate_margins():
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU()).double()
     box, labels = (
-        Interval(torch.zeros(1, 1, 2, 2).double(), torch.ones(1, 1, 2, 2).double()),
+        unit_box(1, 1, 2, 2),
         torch.tensor([1]),
     )
     logits = trace(model).bounds(box)

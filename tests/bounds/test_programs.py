@@ -6,10 +6,11 @@ from torch import nn
 
 from linear_programs import relaxed_margin
 from patchcert.bounds import Interval, Rounding, trace
-from patchcert.bounds.linear import BackwardPass, Halves, intervals_within
+from patchcert.bounds.linear import BackwardPass, Halves
 from patchcert.bounds.programs import solve
 from patchcert.bounds.reduction import reduced
 from patchcert.testing.networks import randomise
+from written_models import unit_box
 
 OUTWARD = Rounding.outward(torch.float64)
 
@@ -17,7 +18,7 @@ OUTWARD = Rounding.outward(torch.float64)
 def reduced_network(seed):
     layers = [nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)]
     model = randomise(nn.Sequential(nn.Flatten(), *layers), torch.Generator().manual_seed(seed), 2.0).double()
-    box = Interval(torch.zeros(1, 1, 2, 2).double(), torch.ones(1, 1, 2, 2).double())
+    box = unit_box(1, 1, 2, 2)
     with torch.no_grad():
         return (
             trace(model),
@@ -52,7 +53,7 @@ def solved(small, intervals, signs):
 def test_the_bound_by_dual_variables_is_the_optimum_of_another_program(seed):
     """The other program is of the whole network, with the intervals of the reduced one at its units."""
     network, small, box = reduced_network(seed)
-    intervals = intervals_within(small.network, small.box, small.known, OUTWARD)
+    intervals = small.network.intervals(small.box, OUTWARD, small.known)
     signs = no_sides(small)
     ours = bound(small, intervals, signs, solved(small, intervals, signs))
     known = {}
@@ -61,13 +62,13 @@ def test_the_bound_by_dual_variables_is_the_optimum_of_another_program(seed):
         small.known.values(),
         strict=False,
     ):
-        before = intervals_within(network, box, known, OUTWARD)[step.inputs[0]]
+        before = network.intervals(box, OUTWARD, known)[step.inputs[0]]
         is_bent = (before.lower < 0) & (before.upper > 0)
         lower, upper = before.lower.clone(), before.upper.clone()
         lower[is_bent], upper[is_bent] = units.lower[0], units.upper[0]
         known[step.inputs[0]] = Interval(lower, upper)
         assert number > step.inputs[0]
-    program = relaxed_margin(network, intervals_within(network, box, known, OUTWARD), 0, 1)
+    program = relaxed_margin(network, network.intervals(box, OUTWARD, known), 0, 1)
     assert ours == pytest.approx(program, rel=1e-6, abs=1e-6)
 
 
@@ -78,13 +79,13 @@ def test_sides_raise_the_bound_and_sides_that_exclude_each_other_prove_anything(
         _, small, _ = reduced_network(seed)
         first = min(small.known)
         units = small.known[first].lower.shape[1]
-        whole = intervals_within(small.network, small.box, small.known, OUTWARD)
+        whole = small.network.intervals(small.box, OUTWARD, small.known)
         plain = bound(small, whole, no_sides(small), solved(small, whole, no_sides(small)))
         for number in range(2**units):
             signs = no_sides(small)
             signs[first][0] = torch.tensor([2.0 * (number >> unit & 1) - 1 for unit in range(units)])
             known = {**small.known, first: sided(small.known[first], signs[first])}
-            intervals = intervals_within(small.network, small.box, known, OUTWARD)
+            intervals = small.network.intervals(small.box, OUTWARD, known)
             if any((box.lower > box.upper).any() for box in intervals):
                 continue
             solution = solved(small, intervals, signs)
@@ -103,7 +104,7 @@ def sided(box, signs):
 @torch.no_grad()
 def test_the_least_point_lies_in_the_box_and_gaps_are_those_of_bent_units():
     _, small, _ = reduced_network(1)
-    intervals = intervals_within(small.network, small.box, small.known, OUTWARD)
+    intervals = small.network.intervals(small.box, OUTWARD, small.known)
     solution = solved(small, intervals, no_sides(small))
     assert ((solution.values >= -1e-9) & (solution.values <= 1 + 1e-9)).all()
     for number, duals in solution.duals.items():

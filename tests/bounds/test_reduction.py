@@ -5,19 +5,13 @@ import torch
 from hypothesis import event, given
 from torch import nn
 
-from patchcert.bounds import Interval, Rounding, trace
-from patchcert.bounds.linear import BackwardPass, intervals_within, linear_margins
+from boxes import OUTWARD, boxes_of
+from patchcert.bounds import Interval, trace
+from patchcert.bounds.linear import BackwardPass, linear_margins
 from patchcert.bounds.reduction import marked, reduced
 from patchcert.testing.networks import ResidualBlock, randomise
 from strategies import cases, seeds
-
-OUTWARD = Rounding.outward(torch.float64)
-
-
-def boxes_of(case):
-    corners = case.threat.placements(*case.images.shape[2:]).corners
-    boxes = case.threat.boxes(case.images[:1], corners[:5])
-    return Interval(boxes.lower[0], boxes.upper[0])
+from written_models import unit_box
 
 
 def reduced_case(case, box):
@@ -70,7 +64,7 @@ def test_reduced_bounds_are_no_worse_and_better_where_units_are_tightened(genera
     labels, targets = torch.zeros(6, dtype=torch.long), torch.tensor([1, 2]).expand(6, -1)
     whole = linear_margins(network, box, labels, targets, 3, OUTWARD)
     small = reduced(network, box, labels, targets, 3, OUTWARD)
-    intervals = intervals_within(small.network, small.box, small.known, OUTWARD)
+    intervals = small.network.intervals(small.box, OUTWARD, small.known)
     forms = torch.eye(2).double().expand(6, -1, -1)
     ours = (
         BackwardPass(small.network, intervals, rounding=OUTWARD).bound(forms, len(small.network.steps)).lower
@@ -101,7 +95,7 @@ def test_what_bends_otherwise_is_not_reduced(layer):
     model = nn.Sequential(
         nn.Conv2d(1, 1, 1), layer, nn.Flatten(), nn.Linear(4 if isinstance(layer, nn.MaxPool2d) else 16, 2)
     ).double()
-    box = Interval(torch.zeros(1, 1, 4, 4).double(), torch.ones(1, 1, 4, 4).double())
+    box = unit_box(1, 1, 4, 4)
     with torch.no_grad():
         assert reduced(trace(model), box, torch.tensor([0]), torch.tensor([[1]]), 2, OUTWARD) is None
 
@@ -110,7 +104,7 @@ def test_an_average_of_different_counts_is_not_reduced():
     model = nn.Sequential(
         nn.AvgPool2d(2, 2, 1, count_include_pad=False), nn.Flatten(), nn.Linear(9, 2)
     ).double()
-    box = Interval(torch.zeros(1, 1, 4, 4).double(), torch.ones(1, 1, 4, 4).double())
+    box = unit_box(1, 1, 4, 4)
     with torch.no_grad():
         assert reduced(trace(model), box, torch.tensor([0]), torch.tensor([[1]]), 2, OUTWARD) is None
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import patchcert as pc
+from boxes import seeded
 from patchcert.bounds import NEAREST, Interval, Rounding, trace
 from patchcert.bounds.sparse import (
     FirstLayer,
@@ -30,10 +31,6 @@ from strategies import seeds
 
 GEOMETRIES = [(3, 1, 1), (2, 2, 1), (1, 1, 0), (2, 1, 1, 2), ((3, 2), (2, 1), (1, 2), (1, 2))]
 """Kernel, stride, padding and dilation of convolutions over 3x2 pixels."""
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def first_layer_box(model, images, pixels, bound, epsilon=1.0, rounding=NEAREST):

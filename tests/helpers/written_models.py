@@ -1,8 +1,9 @@
-"""Models that tests write as functions."""
+"""Models that tests write as functions, and images and boxes for them."""
 
 import torch
 from torch import nn
 
+from patchcert.bounds import Interval
 from patchcert.testing.networks import randomise
 
 
@@ -26,3 +27,8 @@ def model_of(forward, **layers):
 def images(count=3, channels=2, height=6, width=5):
     generator = torch.Generator().manual_seed(1)
     return torch.rand(count, channels, height, width, generator=generator, dtype=torch.float64)
+
+
+def unit_box(*shape):
+    """All images of this shape with pixels from 0 to 1."""
+    return Interval(torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64))

@@ -16,9 +16,10 @@ from patchcert.certificates import certify, placement_margins
 from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
 from patchcert.windows import passes
-from patchcert.windows.passes import Cells, clean_pass, exact_clean_pass
+from patchcert.windows.passes import Cells, clean_pass
 from patchcert.windows.sweep import covering_sweep
 from patchcert.windows.training import covering_placements
+from sweeps import swept
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("patchcert.windows.kernels")
@@ -281,28 +282,15 @@ def test_rows_under_the_kernel_are_those_of_a_convolution(geometry, channels):
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-4)
 
 
-def swept(model, images, labels, patch, rounding):
-    """The margins of the windows engine on the device of the images."""
-    network = trace(model)
-    sweep = covering_sweep(network, images, patch, 2**26)
-    assert sweep is not None
-    with torch.no_grad(), precise_arithmetic():
-        if rounding.is_outward:
-            clean = exact_clean_pass(trace(copy.deepcopy(model).double()), images, labels, images.dtype)
-        else:
-            clean = clean_pass(network, images, labels)
-        return sweep.margins(clean, labels, rounding=rounding)
-
-
 @pytest.mark.parametrize("rounding", [NEAREST, Rounding.outward(torch.float32)], ids=["nearest", "outward"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "dense way"])
 def test_sweeps_are_the_same_with_and_without_kernels(name, rounding, monkeypatch):
     model = built(name).cuda()
     images, labels = (part.cuda() for part in batch())
-    fused = swept(model, images, labels, Patch(3), rounding)
+    fused = swept(model, images, labels, Patch(3), rounding=rounding)
     assert passes.is_fused(images)
     monkeypatch.setattr(passes, "is_fused", lambda value: False)
-    plain = swept(model, images, labels, Patch(3), rounding)
+    plain = swept(model, images, labels, Patch(3), rounding=rounding)
     assert distance(fused, plain) < 2e-6
 
 
@@ -318,7 +306,7 @@ def test_cuda_margins_are_those_of_the_cpu_in_float64(name, patch):
     assert bool((margins.double().cpu() <= exact + 1e-9 * exact.abs().max()).all())
     nearest = exact
     if name != "dense way":
-        nearest = swept(model, images.cuda(), labels.cuda(), patch, NEAREST)
+        nearest = swept(model, images.cuda(), labels.cuda(), patch)
     assert distance(nearest, exact) < 1e-5
     double = placement_margins(model, images.cuda(), labels.cuda(), patch, dtype=torch.float64)
     assert distance(double, exact) < 1e-9
@@ -355,17 +343,21 @@ def test_shortcuts_of_the_process_do_not_reach_the_bounds():
     assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("name", ["hidden", "deep"])
-def test_sweeps_of_half_precision_rank_placements_as_well_as_tf32(name):
-    model = built(name).cuda()
-    images, labels = (part.cuda() for part in batch())
+def swept_in_half(model, images, labels):
     network = trace(model)
     sweep = covering_sweep(network, images, Patch(3), 2**26)
     assert sweep is not None
     assert sweep.takes_half_precision(images)
     with torch.no_grad(), fast_arithmetic():
-        half = sweep.margins(clean_pass(network, images, labels), labels, dtype=torch.float16)
-    exact = swept(model, images, labels, Patch(3), NEAREST)
+        return sweep.margins(clean_pass(network, images, labels), labels, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("name", ["hidden", "deep"])
+def test_sweeps_of_half_precision_rank_placements_as_well_as_tf32(name):
+    model = built(name).cuda()
+    images, labels = (part.cuda() for part in batch())
+    half = swept_in_half(model, images, labels)
+    exact = swept(model, images, labels, Patch(3))
     assert half.dtype == torch.float32
     assert distance(half, exact) < 3e-3
     chosen = exact.gather(1, half.argmin(dim=1, keepdim=True))
@@ -377,12 +369,7 @@ def test_sweeps_of_half_precision_do_not_overflow_into_nan():
     with torch.no_grad():
         model[0].weight.mul_(1e4)
     images, labels = (part.cuda() for part in batch())
-    network = trace(model)
-    sweep = covering_sweep(network, images, Patch(3), 2**26)
-    assert sweep is not None
-    with torch.no_grad(), fast_arithmetic():
-        half = sweep.margins(clean_pass(network, images, labels), labels, dtype=torch.float16)
-    assert bool(half.isfinite().all())
+    assert bool(swept_in_half(model, images, labels).isfinite().all())
 
 
 @pytest.mark.parametrize("name", ["linear", "strided", "pooled", "residual"])

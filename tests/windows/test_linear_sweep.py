@@ -77,6 +77,7 @@ def test_other_networks_are_refused(model):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("slope", SLOPES, ids=lambda slope: slope.__name__)
 def test_what_a_gpu_computes_is_the_same_up_to_the_rounding_of_lines(slope):
     model, generator = make("plain").float(), Generator().manual_seed(1)

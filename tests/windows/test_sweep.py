@@ -9,22 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, trace
+from boxes import seeded
+from patchcert.bounds import NEAREST, Rounding, trace
 from patchcert.certificates import certify, placement_margins
 from patchcert.models import Normalize
 from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
 from patchcert.windows import passes
 from patchcert.windows.dense import reference_margins
-from patchcert.windows.passes import clean_pass, exact_clean_pass
-from patchcert.windows.sweep import PlacementSweep, covering_sweep
+from patchcert.windows.passes import clean_pass
+from patchcert.windows.sweep import covering_sweep
 from strategies import FunctionalHead, cases, seeds, threats
+from sweeps import swept
+from written_models import model_of
 
 BUDGET = 2**22
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def strided():
@@ -158,19 +157,6 @@ def slow(model, images, labels, patch, epsilon=1.0):
         return reference_margins(network, images.double(), labels, patch, epsilon)
 
 
-def fast(model, images, labels, patch, epsilon=1.0, rounding=NEAREST, budget=BUDGET):
-    """The windows engine alone."""
-    network = trace(model)
-    sweep = covering_sweep(network, images, patch, budget)
-    assert sweep is not None
-    with torch.no_grad(), precise_arithmetic():
-        if rounding.is_outward:
-            clean = exact_clean_pass(trace(copy.deepcopy(model).double()), images, labels, images.dtype)
-        else:
-            clean = clean_pass(network, images, labels)
-        return sweep.margins(clean, labels, epsilon, rounding)
-
-
 def test_a_mean_has_the_margins_of_a_global_pooling_to_the_last_bit():
     model, (images, labels) = built("a mean over height and width"), batch()
     twin = nn.Sequential(model[0], model[1], nn.AdaptiveAvgPool2d(1), nn.Flatten(), model[2].output)
@@ -192,9 +178,9 @@ PATCHES = [Patch(2), Patch((3, 1), "corners"), Patch(shapes.diamond(5), [(0, 0),
 def test_windows_give_the_margins_of_the_reference(name, patch):
     model, (images, labels) = built(name), batch()
     reference = slow(model, images, labels, patch)
-    assert distance(fast(model, images, labels, patch), reference) < 1e-5
+    assert distance(swept(model, images, labels, patch), reference) < 1e-5
     double = copy.deepcopy(model).double()
-    assert distance(fast(double, images.double(), labels, patch), reference) < 1e-12
+    assert distance(swept(double, images.double(), labels, patch), reference) < 1e-12
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=str)
@@ -221,7 +207,7 @@ def test_proven_margins_follow_the_reference_on_any_network(case):
     assert distance(rounded, slow(single, images, case.labels, case.threat)) < 1e-3
     network = trace(single)
     if covering_sweep(network, images, case.threat, BUDGET) is not None:
-        assert distance(fast(single, images, case.labels, case.threat), reference) < 1e-5
+        assert distance(swept(single, images, case.labels, case.threat), reference) < 1e-5
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0, torch.tensor(0.7)], ids=str)
@@ -229,7 +215,7 @@ def test_proven_margins_follow_the_reference_on_any_network(case):
 def test_smaller_boxes_are_swept_alike(name, epsilon):
     model, (images, labels) = built(name).double(), batch(dtype=torch.float64)
     reference = slow(model, images, labels, Patch(2), epsilon)
-    assert distance(fast(model, images, labels, Patch(2), epsilon), reference) < 1e-12
+    assert distance(swept(model, images, labels, Patch(2), epsilon), reference) < 1e-12
 
 
 STAMPS = {
@@ -244,7 +230,7 @@ STAMPS = {
 @pytest.mark.parametrize("name", STAMPS)
 def test_every_shape_is_swept_as_it_is(name):
     model, (images, labels), patch = built("odd strides and kernels"), batch(), Patch(STAMPS[name])
-    assert distance(fast(model, images, labels, patch), slow(model, images, labels, patch)) < 1e-5
+    assert distance(swept(model, images, labels, patch), slow(model, images, labels, patch)) < 1e-5
 
 
 @given(threats(*SHAPE[1:]), st.sampled_from(["max pools", "dilation and groups"]))
@@ -300,14 +286,27 @@ def test_a_larger_threat_has_no_larger_margins(seed, name):
     assert (small <= few + 1e-12).all()
 
 
-def test_the_dense_way_takes_over_and_says_so(caplog):
-    model = nn.Sequential(nn.MaxPool2d(2, ceil_mode=True), nn.Flatten(), nn.LazyLinear(3))
+def joins_no_channels(model, images):
+    return model.head(torch.cat([images, images[:, 2:]], dim=1).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (
+            nn.Sequential(nn.MaxPool2d(2, ceil_mode=True), nn.Flatten(), nn.Linear(40, 3)),
+            "a max pooling with ceil_mode",
+        ),
+        (model_of(joins_no_channels, head=nn.Linear(126, 3)).float(), "a result has no values"),
+    ],
+    ids=["a pool that rounds up", "a part without channels"],
+)
+def test_the_dense_way_takes_over_and_says_so(model, reason, caplog):
     images, labels = batch()
     model = model.eval()
-    model(images)
     with caplog.at_level(logging.DEBUG, "patchcert"):
         margins = placement_margins(model, images, labels, Patch(2))
-    assert "the dense path takes over: a max pooling with ceil_mode" in caplog.text
+    assert f"the dense path takes over: {reason}" in caplog.text
     assert distance(margins, slow(model, images, labels, Patch(2))) < 1e-4
     for budget in (1, 2**16):
         parts = placement_margins(model, images, labels, Patch(2), memory_budget=budget)
@@ -323,8 +322,8 @@ def test_the_fast_way_is_taken_without_a_word(name, caplog):
 
 def test_outward_rounding_lowers_every_margin():
     model, (images, labels) = built("two hidden layers"), batch()
-    nearest = fast(model, images, labels, Patch(2))
-    outward = fast(model, images, labels, Patch(2), rounding=Rounding.outward(torch.float32))
+    nearest = swept(model, images, labels, Patch(2))
+    outward = swept(model, images, labels, Patch(2), rounding=Rounding.outward(torch.float32))
     others = nearest.scatter(2, labels[:, None, None].expand(-1, nearest.shape[1], 1), torch.inf) != torch.inf
     assert (outward[others] < nearest[others]).all()
 
@@ -333,20 +332,8 @@ def test_outward_rounding_lowers_every_margin():
 @pytest.mark.parametrize("name", ["two hidden layers", "normalised, with a functional head"])
 def test_large_windows_take_their_weights_row_by_row_to_the_same_margins(name, rounding, monkeypatch):
     model, (images, labels) = built(name), batch()
-    network, audit = trace(model), trace(copy.deepcopy(model).double())
-    sweep = PlacementSweep.of(network, images, Patch((2, 3)), 2**22)
-
-    def swept():
-        with torch.no_grad(), precise_arithmetic():
-            clean = (
-                exact_clean_pass(audit, images, labels, images.dtype)
-                if rounding.is_outward
-                else clean_pass(network, images, labels)
-            )
-            return sweep.margins(clean, labels, rounding=rounding)
-
-    gathered = swept()
+    gathered = swept(model, images, labels, Patch((2, 3)), rounding=rounding)
     monkeypatch.setattr(passes, "_LARGE_WINDOW", 1)
-    by_rows = swept()
+    by_rows = swept(model, images, labels, Patch((2, 3)), rounding=rounding)
     assert not torch.equal(gathered, by_rows)
     assert distance(by_rows, gathered) < 2e-6

@@ -22,6 +22,9 @@ from patchcert.bounds.rounding import Rounding
 Forms = Annotated[Tensor, "n m ..."]
 """The coefficients of m forms for each of n boxes."""
 PerForm = Annotated[Tensor, "n m"]
+Slopes = Tensor | None
+"""In [0, 1], of the lower line of each element where an activation bends, which may be any; None for those that
+enclose least."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,8 +165,7 @@ def _convolve_by_product(value: Tensor, weight: Tensor, geometry: Geometry, grou
     below = under_kernel(geometry.pad(value), geometry, height, width).unflatten(1, (groups, -1))
     rows = below.permute(1, 0, 5, 6, 3, 4, 2).reshape(groups, len(value) * height * width, -1)
     columns = weight.unflatten(0, (groups, -1)).permute(0, 3, 4, 2, 1).flatten(1, 3)
-    is_plain = groups == 1
-    output = blocked_product(rows[0], columns[0])[None] if is_plain else blocked_product(rows, columns)
+    output = _product_by_groups(rows, columns)
     output = output.permute(1, 0, 2).reshape(len(value), height, width, weight.shape[0])
     return output.permute(0, 3, 1, 2)
 
@@ -184,29 +183,26 @@ def convolve_back(
     `precise` writes it as a matrix product. A product is summed over the outputs of its group, and then over at most as
     many places as the kernel has.
     """
-    if not precise:
-        return _convolve_back_by_library(value, weight, geometry, groups, size)
     top, bottom, left, right = geometry.padding
-    rows = value.unflatten(1, (groups, -1)).permute(1, 0, 3, 4, 2).flatten(1, 3)
-    columns = weight.flatten(1).unflatten(0, (groups, -1))
-    is_plain = groups == 1
-    below = blocked_product(rows[0], columns[0])[None] if is_plain else blocked_product(rows, columns)
-    below = below.unflatten(1, (len(value), -1)).permute(1, 0, 3, 2).flatten(1, 2)
     padded = (size[0] + top + bottom, size[1] + left + right)
-    folded = F.fold(below, padded, geometry.kernel, geometry.dilation, 0, geometry.stride)
-    return folded[:, :, top : top + size[0], left : left + size[1]]
-
-
-def _convolve_back_by_library(
-    value: Tensor, weight: Tensor, geometry: Geometry, groups: int, size: tuple[int, int]
-) -> Tensor:
-    """The rest of a map that no kernel reaches, because strides do not come out even, gets zeros."""
-    top, bottom, left, right = geometry.padding
-    moved = F.conv_transpose2d(value, weight, None, geometry.stride, 0, 0, groups, geometry.dilation)
-    below, beside = size[0] + top + bottom - moved.shape[2], size[1] + left + right - moved.shape[3]
-    if below or beside:
-        moved = F.pad(moved, (0, beside, 0, below))
+    if precise:
+        rows = value.unflatten(1, (groups, -1)).permute(1, 0, 3, 4, 2).flatten(1, 3)
+        below = _product_by_groups(rows, weight.flatten(1).unflatten(0, (groups, -1)))
+        below = below.unflatten(1, (len(value), -1)).permute(1, 0, 3, 2).flatten(1, 2)
+        moved = F.fold(below, padded, geometry.kernel, geometry.dilation, 0, geometry.stride)
+    else:
+        moved = F.conv_transpose2d(value, weight, None, geometry.stride, 0, 0, groups, geometry.dilation)
+        # What no kernel reaches, because strides do not come out even, gets zeros.
+        if moved.shape[2:] != padded:
+            moved = F.pad(moved, (0, padded[1] - moved.shape[3], 0, padded[0] - moved.shape[2]))
     return moved[:, :, top : top + size[0], left : left + size[1]]
+
+
+def _product_by_groups(
+    rows: Annotated[Tensor, "groups _ inner"], columns: Annotated[Tensor, "groups inner outputs"]
+) -> Annotated[Tensor, "groups _ outputs"]:
+    """The products of all groups; of a single one as the plain product it is."""
+    return blocked_product(rows[0], columns[0])[None] if len(rows) == 1 else blocked_product(rows, columns)
 
 
 def under_kernel(

@@ -85,17 +85,6 @@ class Halves:
         return forms - (self.multipliers.clamp(min=0) * self.signs).unsqueeze(1)
 
 
-def intervals_within(
-    network: Network, box: Interval, known: Mapping[int, Interval], rounding: Rounding
-) -> list[Interval]:
-    """Bounds for the image and the result of every step, where some results are known to lie in intervals besides."""
-    values = [box]
-    for number, step in enumerate(network.steps, start=1):
-        found = step.operation.interval(*(values[index] for index in step.inputs), rounding=rounding)
-        values.append(found.intersection(known[number]) if number in known else found)
-    return values
-
-
 @dataclass(frozen=True, slots=True)
 class BackwardPass:
     """Forms on their way to the image, through intervals of every result.
@@ -149,13 +138,9 @@ class BackwardPass:
     def _slope(self, step: Step) -> Tensor | None:
         if not is_relu(step.operation):
             return None
-        index = step.inputs[0]
-        if isinstance(self.slopes, Mapping):
-            given = self.slopes.get(index)
-            if given is not None:
-                return given if given.dim() > self.intervals[index].lower.dim() else given.unsqueeze(1)
-            return None
-        return self.slopes(self.intervals[index]).unsqueeze(1)
+        index, box = step.inputs[0], self.intervals[step.inputs[0]]
+        slope = self.slopes.get(index) if isinstance(self.slopes, Mapping) else self.slopes(box)
+        return slope if slope is None or slope.dim() > box.lower.dim() else slope.unsqueeze(1)
 
     def _added(
         self, constant: PerForm, error: PerForm, more: PerForm, lost: PerForm
@@ -185,10 +170,9 @@ class BackwardPass:
 
 def linear_interval(look: BackwardPass, index: int) -> Interval:
     """Linear bounds of all features of value `index`, from below and from above."""
-    rows, size = look.intervals[index].shape
-    forms = torch.eye(
-        size, dtype=look.intervals[index].lower.dtype, device=look.intervals[index].lower.device
-    )
+    like = look.intervals[index].lower
+    rows, size = like.shape
+    forms = torch.eye(size, dtype=like.dtype, device=like.device)
     lower = look.bound(torch.cat([forms, -forms]).expand(rows, -1, -1), index).lower
     return Interval(lower[:, :size], -lower[:, size:])
 

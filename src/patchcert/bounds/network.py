@@ -3,7 +3,7 @@ and of intervals; what has no bound is refused."""
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -67,9 +67,12 @@ class Network:
             values.append(step.operation.forward(*(values[index] for index in step.inputs)))
         return values
 
-    def intervals(self, box: Interval, rounding: Rounding = NEAREST) -> list[Interval]:
-        """Bounds for the image and for the result of every step."""
-        return self._propagate([box], 0, len(self.steps), rounding)
+    def intervals(
+        self, box: Interval, rounding: Rounding = NEAREST, known: Mapping[int, Interval] | None = None
+    ) -> list[Interval]:
+        """Bounds for the image and for the result of every step, where some results are `known`, by their numbers, to
+        lie in intervals besides."""
+        return list(self._propagate(box, 0, len(self.steps), rounding, known or {}).values())
 
     def bounds(self, box: Interval, rounding: Rounding = NEAREST) -> Interval:
         """Contains every result of the network for images in the box."""
@@ -80,26 +83,25 @@ class Network:
 
         The box holds value `start`: the image, or the result of a step, past which no later step may look back.
         """
-        values: list[Interval | None] = [*[None] * start, box]
         head = self.head if start < len(self.steps) else None
         stop = len(self.steps) - (head is not None)
-        last = self._propagate(values, start, stop, rounding)[-1]
+        last = self._propagate(box, start, stop, rounding, {})[stop]
         if head is None:
             return _separate_margins(last, labels, rounding)
         return merged_margins(head, last, labels, rounding)
 
     def _propagate(
-        self, known: Sequence[Interval | None], start: int, stop: int, rounding: Rounding
-    ) -> list[Interval]:
-        """The known intervals and those of the following steps; what is not known must not be needed."""
-        values: list[Interval] = list(known)  # pyright: ignore[reportAssignmentType]
-        for step in self.steps[start:stop]:
-            inputs = [values[index] for index in step.inputs]
-            if any(value is None for value in inputs):
+        self, box: Interval, start: int, stop: int, rounding: Rounding, known: Mapping[int, Interval]
+    ) -> dict[int, Interval]:
+        """Bounds of value `start`, the box, and of those after it up to `stop`; earlier ones must not be needed."""
+        values = {start: box}
+        for number, step in enumerate(self.steps[start:stop], start + 1):
+            if min(step.inputs) < start:
                 raise UnsupportedLayer(
                     f"layer '{step.name}' looks back past the layer from which bounds start"
                 )
-            values.append(step.operation.interval(*inputs, rounding=rounding))
+            found = step.operation.interval(*(values[index] for index in step.inputs), rounding=rounding)
+            values[number] = found.intersection(known[number]) if number in known else found
         return values
 
 

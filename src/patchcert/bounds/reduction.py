@@ -12,12 +12,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from patchcert.bounds.forms import Forms, Pulled, shifted, summed, underflow
+from patchcert.bounds.forms import Forms, Pulled, Slopes, shifted, summed, underflow
 from patchcert.bounds.geometry import NotCovered
 from patchcert.bounds.linear import (
     BackwardPass,
     adaptive,
-    intervals_within,
     linear_interval,
     margin_forms,
     parallel,
@@ -60,9 +59,7 @@ class Mixture(Operation):
             error = error + gamma * (self.reached(inputs) + self.offset.abs()) + rounding.tiny / rounding.unit
         return Interval(lower - 2 * error, upper + 2 * error)
 
-    def backward(
-        self, forms: Forms, *inputs: Interval, slope: Tensor | None, rounding: Rounding
-    ) -> Pulled | None:
+    def backward(self, forms: Forms, *inputs: Interval, slope: Slopes, rounding: Rounding) -> Pulled | None:
         moved = tuple(forms @ weight for weight in self.weights)
         constant, error = summed(forms * self.offset.unsqueeze(1), 1, rounding)
         error = error + (forms.abs() * self.error.unsqueeze(1)).sum(dim=2)
@@ -206,7 +203,7 @@ class _Reduction:
         self.append(forms, source)
         last = len(self.small.steps)
         self.known_small[last] = before.map(lambda part: part.flatten(1).gather(1, places) * counts)
-        intervals = intervals_within(self.small, self.free, self.known_small, self.rounding)
+        intervals = self.small.intervals(self.free, self.rounding, self.known_small)
         for slope in (adaptive, parallel):
             look = BackwardPass(self.small, intervals, slope, self.rounding)
             self.known_small[last] = self.known_small[last].intersection(linear_interval(look, last))
@@ -215,7 +212,7 @@ class _Reduction:
             _replaced(before.lower, places, counts, bounds.lower),
             _replaced(before.upper, places, counts, bounds.upper),
         )
-        self.intervals = intervals_within(self.network, self.box, self.known, self.rounding)
+        self.intervals = self.network.intervals(self.box, self.rounding, self.known)
         self.small = Network((*self.small.steps, Step(step.name, step.operation, (last,))))
         self.units[number] = _Units(places, counts, last + 1)
 

@@ -9,7 +9,7 @@ matrix products.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Protocol
@@ -144,7 +144,7 @@ def precise_arithmetic() -> Iterator[None]:
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(_precision("ieee", _CUDA + _CPU))
+        stack.enter_context(_WISHES.asked("ieee", _CUDA + _CPU))
         yield
 
 
@@ -179,17 +179,8 @@ def _flushes(count: int) -> bool:
 @contextmanager
 def fast_arithmetic() -> Iterator[None]:
     """Inside, CUDA products may use TF32: enough to rank placements, never for a bound that must hold."""
-    with _precision("tf32", _CUDA):
+    with _WISHES.asked("tf32", _CUDA):
         yield
-
-
-@contextmanager
-def _precision(precision: str, switches: tuple[_Switch, ...]) -> Iterator[None]:
-    leave = _WISHES.enter(precision, switches)
-    try:
-        yield
-    finally:
-        leave()
 
 
 class _Wishes:
@@ -203,22 +194,23 @@ class _Wishes:
         self._by_thread: dict[int, list[tuple[str, tuple[_Switch, ...]]]] = {}
         self._before: list[str] = []
 
-    def enter(self, precision: str, switches: tuple[_Switch, ...]) -> Callable[[], None]:
-        """Ask for a precision until the returned function is called."""
+    @contextmanager
+    def asked(self, precision: str, switches: tuple[_Switch, ...]) -> Iterator[None]:
+        """Inside, this thread asks for a precision."""
         thread = threading.get_ident()
         with self._lock:
             if not self._by_thread:
                 self._before = _own_precisions(_CUDA + _CPU)
             self._by_thread.setdefault(thread, []).append((precision, switches))
             self._apply()
-        return lambda: self._leave(thread)
-
-    def _leave(self, thread: int) -> None:
-        with self._lock:
-            self._by_thread[thread].pop()
-            if not self._by_thread[thread]:
-                del self._by_thread[thread]
-            self._apply()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._by_thread[thread].pop()
+                if not self._by_thread[thread]:
+                    del self._by_thread[thread]
+                self._apply()
 
     def _apply(self) -> None:
         for switch, before in zip(_CUDA + _CPU, self._before, strict=True):

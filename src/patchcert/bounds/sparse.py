@@ -20,7 +20,7 @@ from patchcert.bounds.network import Network, Step, merged_margins, zero_at_labe
 from patchcert.bounds.operations import ChannelScale, Convolution, Interval, Linear, Reshape
 from patchcert.bounds.rounding import NEAREST, Rounding, lifted
 from patchcert.errors import InvalidInput, UnsupportedLayer
-from patchcert.tensors import Images, Labels, Margins
+from patchcert.tensors import Epsilon, Images, Labels, Margins
 
 BOUNDS = ("tight", "per-pixel", "per-value")
 _MOST_ROUNDS = 16
@@ -83,7 +83,7 @@ def sparse_margins(
     labels: Labels,
     pixels: int,
     bound: str = "tight",
-    epsilon: float | Tensor = 1.0,
+    epsilon: Epsilon = 1.0,
     rounding: Rounding = NEAREST,
 ) -> Margins:
     """Margins over every image that differs from the given one in at most `pixels` pixels."""
@@ -115,7 +115,7 @@ def sparse_first_layer(
     images: Images,
     pixels: int,
     bound: str,
-    epsilon: float | Tensor,
+    epsilon: Epsilon,
     rounding: Rounding,
 ) -> Interval:
     """Contains the results of the first layer for every image that differs in at most `pixels` pixels.
@@ -142,18 +142,17 @@ def sparse_first_layer(
     roundings = 2 * images.shape[1] + pixels + 4 * len(layer.scales) + 16
     # 1 / (1 - gamma) <= 1 + 2 gamma as gamma < 1/8; as much again pays for rounding the factor and the product.
     widen = 1 + 4 * rounding.gamma(roundings)
-    lower, upper = clean.lower - down * widen, clean.upper + up * widen
+    moved = Interval(clean.lower - down * widen, clean.upper + up * widen)
     # Each of two sums costs a unit of the result: 2 of these 4. Underflow costs fewer than 1/u products less than tiny
     # each.
-    unit, tiny = 4 * rounding.unit, rounding.tiny / rounding.unit
-    return Interval(lower - (lower.abs() * unit + tiny), upper + (upper.abs() * unit + tiny))
+    return moved.widened(4 * rounding.unit, rounding.tiny / rounding.unit)
 
 
 def _tight_moves(
     layer: FirstLayer,
     weight: Annotated[Tensor, "neurons c positions"],
     images: Images,
-    epsilon: float | Tensor,
+    epsilon: Epsilon,
     pixels: int,
     rounding: Rounding,
 ) -> tuple[Annotated[Tensor, "n neurons ..."], Annotated[Tensor, "n neurons ..."]]:

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from patchcert.bounds.linear import BackwardPass, Halves, LinearBound, intervals_within
+from patchcert.bounds.linear import BackwardPass, Halves, LinearBound
 from patchcert.bounds.operations import Interval, is_relu
 from patchcert.bounds.programs import solve
 from patchcert.bounds.reduction import Reduced
@@ -228,7 +228,7 @@ class _Look:
     def of(parts: Parts, problems: Problems, settings: Splitting) -> "_Look":
         small = problems.reduced.select(problems.boxes[parts.problem])
         known = {number: _on_side(box, parts.signs[number]) for number, box in small.known.items()}
-        intervals = intervals_within(small.network, small.box, known, settings.rounding)
+        intervals = small.network.intervals(small.box, settings.rounding, known)
         is_empty = torch.stack([(box.lower > box.upper).any(dim=1) for box in intervals]).any(dim=0)
         outputs = problems.outputs[parts.problem]
         size = intervals[-1].lower.shape[1]

@@ -8,7 +8,7 @@ from torch import Tensor
 from patchcert.bounds import NEAREST, Network, Rounding
 from patchcert.bounds.linear import linear_margins
 from patchcert.bounds.network import zero_at_label
-from patchcert.tensors import Corners, Images, Labels, PlacementMargins
+from patchcert.tensors import Corners, Epsilon, Images, Labels, PlacementMargins
 from patchcert.threats import Patch, Patches
 from patchcert.windows.sweep import rows_within
 
@@ -19,7 +19,7 @@ def dense_margins(
     labels: Labels,
     threat: Patch | Patches,
     corners: Annotated[Tensor, "p ... 2"],
-    epsilon: float | Tensor = 1.0,
+    epsilon: Epsilon = 1.0,
     rounding: Rounding = NEAREST,
 ) -> PlacementMargins:
     """Margins with the patch at each of the corners, or with several patches at each set of corners."""
@@ -55,15 +55,8 @@ def reference_margins(
     return torch.cat(single, dim=1)
 
 
-def dense_weakest(
-    network: Network, images: Images, labels: Labels, threat: Patch, epsilon: float | Tensor, budget: int
-) -> Annotated[Tensor, "n k"]:
-    """The placement of least margin for each image and class."""
-    return dense_placement_margins(network, images, labels, threat, epsilon, budget).argmin(dim=1)
-
-
 def dense_placement_margins(
-    network: Network, images: Images, labels: Labels, threat: Patch, epsilon: float | Tensor, budget: int
+    network: Network, images: Images, labels: Labels, threat: Patch, epsilon: Epsilon, budget: int
 ) -> PlacementMargins:
     """Margins at all placements, a few of them at a time."""
     corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)

@@ -108,6 +108,8 @@ class Layout:
         if network.head is None:
             raise NotCovered("the last layer is not linear")
         shapes = [tuple(value.shape[1:]) for value in values]
+        if any(0 in shape for shape in shapes):
+            raise NotCovered("a result has no values")
         maps: list[FeatureMap | None] = [FeatureMap.of(shapes[0])]
         for position, step in enumerate(network.steps):
             first, joins = step.inputs[0], isinstance(step.operation, Concatenate)
@@ -115,6 +117,12 @@ class Layout:
                 raise NotCovered("a sum whose terms do not have the same places")
             maps.append(_next_map(step.operation, maps[first], shapes[first], shapes[position + 1]))
         return Layout(network, tuple(maps))
+
+    def area(self, index: int) -> FeatureMap:
+        """The map of value `index`, which must have places."""
+        area = self.maps[index]
+        assert area is not None
+        return area
 
     def convolution_matrix(
         self, geometry: Geometry, weight: Tensor, groups: int, shape: Shape
@@ -198,9 +206,8 @@ def _places(operation: Operation, area: FeatureMap) -> Geometry | Places:
 def common_steps(windows: Iterable[Window | None]) -> tuple[int, int]:
     """How many pixels down and right placements must differ by for their windows to differ by whole cells."""
     known = [window for window in windows if window]
-    return math.lcm(*(window.row_step for window in known)), math.lcm(
-        *(window.column_step for window in known)
-    )
+    rows = math.lcm(*(window.row_step for window in known))
+    return rows, math.lcm(*(window.column_step for window in known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +277,7 @@ class CommonWindows:
         layout: Layout, step: tuple[int, int], extent: tuple[int, int], device: torch.device
     ) -> "CommonWindows":
         """Windows of this height and width on the image."""
-        image = layout.maps[0]
-        assert image is not None
+        image = layout.area(0)
         bases = np.mgrid[0 : image.height : step[0], 0 : image.width : step[1]].reshape(2, -1).T
         return CommonWindows(layout, layout.windows(Window(0, 0, *extent)), step, bases, device)
 
@@ -279,9 +285,7 @@ class CommonWindows:
         self, rows: Annotated[Tensor, "..."], columns: Annotated[Tensor, "..."]
     ) -> Annotated[Tensor, "..."]:
         """Which base the windows of placements begin at."""
-        image = self.layout.maps[0]
-        assert image is not None
-        in_row = -(-image.width // self.step[1])
+        in_row = -(-self.layout.area(0).width // self.step[1])
         return rows // self.step[0] * in_row + columns // self.step[1]
 
     def cells(self, window: Window, area: FeatureMap) -> Annotated[Tensor, "bases cells"]:

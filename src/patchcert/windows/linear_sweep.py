@@ -16,7 +16,7 @@ from patchcert.bounds.linear import Slope
 from patchcert.bounds.operations import Affine, Linear, Operation, Reshape, is_relu
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.errors import UnsupportedLayer
-from patchcert.tensors import Images, Labels, PlacementMargins
+from patchcert.tensors import Epsilon, Images, Labels, PlacementMargins
 from patchcert.threats import Patch
 
 Pixels = Annotated[Tensor, "p q"]
@@ -36,15 +36,15 @@ def hidden_layer(network: Network) -> list[Operation]:
     """The affine operations before the only ReLU; other networks are refused."""
     operations = [step.operation for step in network.steps]
     is_chain = all(step.inputs == (position,) for position, step in enumerate(network.steps))
-    *before, bend, last = operations if len(operations) > 2 else (None, None, None)
-    is_covered = is_chain and isinstance(bend, Operation) and is_relu(bend) and isinstance(last, Linear)
-    if not is_covered or not all(isinstance(each, Affine | Reshape) for each in before):
+    before, end = operations[:-2], operations[-2:]
+    ends_well = bool(before) and is_relu(end[0]) and isinstance(end[1], Linear)
+    if not is_chain or not ends_well or not all(isinstance(each, Affine | Reshape) for each in before):
         raise UnsupportedLayer(
             "linear bounds of all placements exist for networks of one hidden layer: affine layers, a ReLU, a linear "
             "layer",
             hint='set strategy.search = "interval" and strategy.candidates to a few',
         )
-    return [each for each in before if each is not None]
+    return before
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,7 @@ class LinearSweep:
         return LinearSweep(network, layer, covered_numbers(threat, images), memory_budget)
 
     @torch.no_grad()
-    def margins(
-        self, images: Images, labels: Labels, epsilon: float | Tensor, slope: Slope
-    ) -> PlacementMargins:
+    def margins(self, images: Images, labels: Labels, epsilon: Epsilon, slope: Slope) -> PlacementMargins:
         """Margins at all placements; products may run in TF32, and on a GPU the lines' in bfloat16."""
         on_gpu = images.device.type == "cuda"
         of_some, short = (_compiled(), torch.bfloat16) if on_gpu else (some_margins, images.dtype)
@@ -113,7 +111,7 @@ def some_margins(
     hidden: Annotated[Tensor, "n units"],
     weight: Annotated[Tensor, "p q units"],
     forms: Annotated[Tensor, "n k units"],
-    epsilon: float | Tensor,
+    epsilon: Epsilon,
     slope: Slope,
     short: torch.dtype,
 ) -> Annotated[Tensor, "p n k"]:

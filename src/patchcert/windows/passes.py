@@ -29,7 +29,7 @@ from patchcert.bounds import Interval, Network, Rounding
 from patchcert.bounds.geometry import FeatureMap, NotCovered, Window
 from patchcert.bounds.network import Step, merged_margins
 from patchcert.bounds.operations import is_relu
-from patchcert.tensors import Corners, Images, Labels, Margins
+from patchcert.tensors import Corners, Epsilon, Images, Labels, Margins
 from patchcert.threats import Placements
 from patchcert.windows.layout import Cells, Layout, cells, common_steps
 
@@ -103,8 +103,7 @@ class Clean:
     def places(self, index: int, layout: Layout) -> Annotated[Tensor, "n places c"]:
         """Value `index`, laid out for windows to be read from it."""
         if index not in self._places:
-            area = layout.maps[index]
-            assert area is not None
+            area = layout.area(index)
             value = self.values[index].reshape(-1, area.channels, area.height, area.width)
             self._places[index] = value.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
         return self._places[index]
@@ -174,7 +173,7 @@ class Windows:
     is_ragged: bool = False
 
     @staticmethod
-    def within(epsilon: float | Tensor, pixels: OnWindows) -> "Windows":
+    def within(epsilon: Epsilon, pixels: OnWindows) -> "Windows":
         """The pixels, each changed by at most epsilon and staying in [0, 1]."""
         lower, upper = (pixels - epsilon).clamp(min=0), (pixels + epsilon).clamp(max=1)
         return Windows((upper + lower) * 0.5 - pixels, (upper - lower) * 0.5)
@@ -236,10 +235,7 @@ class SharedByPasses:
     _slacks: dict[tuple, Tensor] = field(default_factory=dict)
 
     def weights(
-        self,
-        key: tuple,
-        form: Callable[[], Tensor],
-        absolute: Callable[[Tensor], Tensor] = Tensor.abs,
+        self, key: tuple, form: Callable[[], Tensor], absolute: Callable[[Tensor], Tensor] = Tensor.abs
     ) -> Weights:
         """The weights that `form` gives, and their absolute values, made once for all passes."""
         if key not in self._weights:
@@ -401,9 +397,7 @@ class GroupPass(WindowPass):
 
     def cells(self, window: Window, index: int) -> Cells:
         """The cells of the window on value `index` for each placement, once for all copies."""
-        area = self.layout.maps[index]
-        assert area is not None
-        return self.group.cells[window, area].slice(self.start, self.stop)
+        return self.group.cells[window, self.layout.area(index)].slice(self.start, self.stop)
 
     def spans(self, index: int) -> Annotated[Tensor, "p 6"] | None:
         window = self.windows[index]

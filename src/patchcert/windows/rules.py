@@ -7,6 +7,7 @@ value, and L the largest absolute clean value of the image.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -29,6 +30,7 @@ from patchcert.bounds.operations import (
     Rescale,
     Reshape,
     equal_weights,
+    precisely,
 )
 from patchcert.bounds.rounding import lifted, summed_roundings
 from patchcert.windows.layout import Weight, is_worth_a_matrix
@@ -73,8 +75,7 @@ def before_head(sweep: WindowPass, start: Windows, first: int = 0) -> Windows:
 
 def _average_pool(operation: AveragePool, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     index, (state,) = sweep.steps[position].inputs[0], inputs
-    area, clean = sweep.layout.maps[index], sweep.clean.values[index]
-    assert area is not None
+    area, clean = sweep.layout.area(index), sweep.clean.values[index]
     geometry = operation.places(area)
     if not isinstance(geometry, Geometry):
         return _global_mean(state, area, sweep)
@@ -94,28 +95,29 @@ def _global_mean(state: Windows, area: FeatureMap, sweep: WindowPass) -> Windows
 
 
 def _channel_scale(operation: ChannelScale, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
-    (state,), is_outward = inputs, sweep.rounding.is_outward
-    weights = sweep.shared.weights(
-        (position,),
-        lambda: operation.scale().to(state.deviation.dtype).flatten(),
-        lambda scale: lifted(scale.abs()) if is_outward else scale.abs(),
-    )
-    return state.times(weights, torch.mul).widened(SCALE_ROUNDINGS, sweep.rounding)
+    return _scaled(inputs[0], operation.scale, SCALE_ROUNDINGS, sweep, position)
 
 
 def _rescale(operation: Rescale, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     """A shift moves the clean value as much as any other; where there are no windows, features are no channels."""
-    (state,), factor, is_outward = inputs, operation.factor, sweep.rounding.is_outward
-    if factor is None:
-        return state
+    if operation.factor is None:
+        return inputs[0]
     if sweep.windows[position + 1] is None:
         return _by_interval(operation, inputs, sweep, position)
+    return _scaled(inputs[0], operation.factor, RESCALE_ROUNDINGS, sweep, position)
+
+
+def _scaled(
+    state: Windows, scale: Callable[[], Tensor], roundings: int, sweep: WindowPass, position: int
+) -> Windows:
+    """The windows times a number for each channel, or one for all."""
+    is_outward = sweep.rounding.is_outward
     weights = sweep.shared.weights(
         (position,),
-        lambda: factor().to(state.deviation).flatten(),
-        lambda scale: lifted(scale.abs()) if is_outward else scale.abs(),
+        lambda: scale().to(state.deviation).flatten(),
+        lambda formed: lifted(formed.abs()) if is_outward else formed.abs(),
     )
-    return state.times(weights, torch.mul).widened(RESCALE_ROUNDINGS, sweep.rounding)
+    return state.times(weights, torch.mul).widened(roundings, sweep.rounding)
 
 
 def _monotone(operation: Monotone, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
@@ -126,7 +128,8 @@ def _monotone(operation: Monotone, inputs: Inputs, sweep: WindowPass, position: 
         return relu(state, sweep, position)
     before, is_outward = sweep.clean_windows(index), sweep.rounding.is_outward
     after = sweep.clean_windows(position + 1) if is_outward else operation.function(before)
-    function = operation.precisely if is_outward and operation.units else operation.function
+    is_rounded = is_outward and operation.units
+    function = partial(precisely, operation.function) if is_rounded else operation.function
     bounds = _box(before, state, sweep, index).map(function)
     return _difference(bounds, after, sweep, position, operation.units, operation.is_relu and is_outward)
 
@@ -215,10 +218,7 @@ def relu_terms(
 
 
 def _add(operation: Add, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
-    step, target = sweep.steps[position], sweep.windows[position + 1]
-    first, second = (
-        _extend(state, sweep.windows[index], target) for state, index in zip(inputs, step.inputs, strict=True)
-    )
+    first, second = _alike(inputs, sweep, position)
     total = Windows(first.deviation + second.deviation, first.radius + second.radius)
     # One rounding of each sum, and one to spare.
     return replace(total.widened(2, sweep.rounding), is_ragged=True)
@@ -226,15 +226,20 @@ def _add(operation: Add, inputs: Inputs, sweep: WindowPass, position: int) -> Wi
 
 def _concatenate(operation: Concatenate, inputs: Inputs, sweep: WindowPass, position: int) -> Windows:
     """Channels, or features, stand last in windows; nothing is rounded."""
-    step, target = sweep.steps[position], sweep.windows[position + 1]
-    parts = [
-        _extend(state, sweep.windows[index], target) for state, index in zip(inputs, step.inputs, strict=True)
-    ]
+    parts = _alike(inputs, sweep, position)
     radius = torch.cat([part.radius.expand_as(part.deviation) for part in parts], dim=-1)
     return Windows(torch.cat([part.deviation for part in parts], dim=-1), radius, is_ragged=True)
 
 
+def _alike(inputs: Inputs, sweep: WindowPass, position: int) -> Inputs:
+    """All inputs on the window after the step."""
+    sources = [sweep.windows[index] for index in sweep.steps[position].inputs]
+    target = sweep.windows[position + 1]
+    return [_extend(state, source, target) for state, source in zip(inputs, sources, strict=True)]
+
+
 def _extend(state: Windows, source: Window | None, target: Window | None) -> Windows:
+    """The windows with zeros around them, as far as the target reaches."""
     if source is None or target is None or source == target:
         return state
     top, left = source.top - target.top, source.left - target.left

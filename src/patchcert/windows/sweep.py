@@ -20,7 +20,7 @@ from patchcert.bounds.operations import (
     is_relu,
 )
 from patchcert.bounds.rounding import summed_roundings
-from patchcert.tensors import Images, Labels, Margins, PlacementMargins
+from patchcert.tensors import Epsilon, Images, Labels, Margins, PlacementMargins
 from patchcert.threats import Patch, Patches, SparsePixels
 from patchcert.windows.layout import Layout
 from patchcert.windows.passes import (
@@ -109,36 +109,6 @@ def _sparse_numbers(network: Network, images: Images) -> int:
     return neurons * weight[0].numel() // images.shape[1]
 
 
-def placements_within(
-    budget: int,
-    layout: Layout,
-    group: Group,
-    images: int,
-    rounding: Rounding,
-    blocks: "PlacementBlocks | None",
-    dtype: torch.dtype | None,
-) -> int:
-    """How many placements of the group are swept at once if the budget, here in numbers, is kept; at least one."""
-    sizes, columns, unfolded = [1], 1, 0
-    for position, step in enumerate(layout.network.steps):
-        inputs, outputs = (_window_numbers(layout, group, index) for index in (step.inputs[0], position + 1))
-        operation = step.operation
-        if isinstance(operation, Linear):
-            outputs = operation.weight().shape[0]
-            if not _is_read_in_place(operation.weight(), layout.maps[step.inputs[0]], dtype):
-                columns = max(columns, inputs * outputs)
-            if inputs and position == len(layout.network.steps) - 1:
-                unfolded = max(unfolded, 2 * inputs * outputs)
-        if isinstance(operation, Convolution) and rounding.is_outward:
-            target = group.windows[position + 1]
-            assert target is not None
-            unfolded = max(unfolded, 2 * operation.weight()[0].numel() * target.height * target.width)
-        sizes.append((1 if blocks is None else blocks.members(position)) * max(inputs, outputs))
-    copies = _LIVE_COPIES_FUSED if group.members.is_cuda else _LIVE_COPIES
-    by_state = budget // ((copies * max(sizes) + unfolded) * max(images, 1))
-    return max(1, min(by_state, budget // (4 * columns), len(group)))
-
-
 def _is_read_in_place(
     weight: Annotated[Tensor, "out features"], area: FeatureMap | None, dtype: torch.dtype | None
 ) -> bool:
@@ -148,18 +118,6 @@ def _is_read_in_place(
     from patchcert.windows.kernels import fills_cores
 
     return fills_cores(area.channels, len(weight), weight.device)
-
-
-def patches_within(budget: int, layout: Layout, group: Group, images: int) -> int:
-    """How many placements' patches fit their share of the budget, here in numbers."""
-    numbers = _window_numbers(layout, group, 0) * max(images, 1)
-    return budget // (_SHARE_OF_PATCHES * _LIVE_COPIES * numbers)
-
-
-def _window_numbers(layout: Layout, group: Group, index: int) -> int:
-    """Numbers in a window on value `index`; none where it has no places."""
-    window, area = group.windows[index], layout.maps[index]
-    return 0 if window is None or area is None else area.channels * window.height * window.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +178,13 @@ class MergedHead:
         (weights, absolute), radius = self._merged(), state.radius.expand_as(state.deviation)
         window = sweep.windows[index]
         if window is not None:
-            cells = sweep.cells(window, index).index
-            parts, columns = _by_place(state.deviation, radius, weights, cells)
-            shift = rounding.product(parts[0], columns).squeeze(2)
-            spread = rounding.product(parts[1], columns.abs()).squeeze(2)
+            places = weights.unflatten(1, (radius.shape[4], -1)).transpose(1, 2)  # n places c k
+            columns = places[:, sweep.cells(window, index).index].flatten(2, 3)  # n p terms k
+            moved, spread = (
+                part.transpose(0, 1).flatten(2).unsqueeze(2) for part in (state.deviation, radius)
+            )
+            shift = rounding.product(moved, columns).squeeze(2)
+            spread = rounding.product(spread, columns.abs()).squeeze(2)
             return MarginChanges(shift, spread, summed_roundings(columns.shape[2]))
         shift = rounding.product(state.deviation.transpose(0, 1), weights)
         spread = rounding.product(radius.transpose(0, 1), absolute)
@@ -240,7 +201,18 @@ class MergedHead:
         """The clean margins moved, and lowered by the spread; rounded down where they must be sound."""
         if not rounding.is_outward:
             return (self.clean + changes.shift).sub_(changes.spread)
-        return _lowered(self.clean, changes, rounding)
+        # A weight difference is rounded once before the products are; counts of roundings have one to spare, this two.
+        gamma, unit = rounding.gamma(changes.roundings + 3), rounding.unit
+        # As in `Windows.widened`: (1 + gamma) / (1 - gamma), and at most 4 roundings of the factor and what it is for.
+        spread = changes.spread * (1 + 2 * gamma * (1 + 2 * gamma) + 8 * unit)
+        # Underflow of products, of the clean margin in its new type and of the sizes below: far below tiny / unit.
+        spread += rounding.tiny / unit
+        clean = self.clean.to(spread.dtype)
+        margins = (changes.shift - spread).add_(clean)
+        sizes = spread.add_(changes.shift.abs()).add_(clean.abs())
+        # The clean margin in its new type and the first sum above cost a unit of all sizes, the second sum one more,
+        # the difference below a third; the sum of the sizes is short of 2 units of itself at most. So 4 would suffice.
+        return margins.sub_(sizes, alpha=8 * unit)
 
 
 def _last_relu(sweep: GroupPass) -> int | None:
@@ -250,35 +222,6 @@ def _last_relu(sweep: GroupPass) -> int | None:
         return None
     step = sweep.steps[index]
     return index if is_relu(step.operation) and step.inputs == (index,) else None
-
-
-def _by_place(
-    deviation: Annotated[Tensor, "p n h w c"],
-    radius: Annotated[Tensor, "p n h w c"],
-    weights: Annotated[Tensor, "n features k"],
-    cells: Annotated[Tensor, "p cells"],
-) -> tuple[list[Annotated[Tensor, "n p 1 terms"]], Annotated[Tensor, "n p terms k"]]:
-    """Both parts as rows, and for each image and placement the weights of its window."""
-    places = weights.unflatten(1, (deviation.shape[4], -1)).transpose(1, 2)  # (n, places, c, classes)
-    rows = [part.transpose(0, 1).flatten(2).unsqueeze(2) for part in (deviation, radius)]
-    return rows, places[:, cells].flatten(2, 3)
-
-
-def _lowered(
-    clean: Annotated[Tensor, "n 1 k"], changes: MarginChanges, rounding: Rounding
-) -> PlacementMargins:
-    # A weight difference is rounded once before the products are; counts of roundings have one to spare, and this two.
-    gamma, unit = rounding.gamma(changes.roundings + 3), rounding.unit
-    # As in `Windows.widened`: (1 + gamma) / (1 - gamma), and at most 4 roundings of the factor and what it is used for.
-    spread = changes.spread * (1 + 2 * gamma * (1 + 2 * gamma) + 8 * unit)
-    # Underflow of products, of the clean margin in its new type and of the sizes below: far below tiny / unit.
-    spread += rounding.tiny / unit
-    clean = clean.to(spread.dtype)
-    margins = (changes.shift - spread).add_(clean)
-    sizes = spread.add_(changes.shift.abs()).add_(clean.abs())
-    # The clean margin in its new type and the first sum above cost a unit of all sizes, the second sum one more,
-    # the difference below a third; the sum of the sizes is short of 2 units of itself at most. So 4 would suffice.
-    return margins.sub_(sizes, alpha=8 * unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +263,7 @@ class PlacementSweep:
         self,
         clean: Clean,
         labels: Labels,
-        epsilon: float | Tensor = 1.0,
+        epsilon: Epsilon = 1.0,
         rounding: Rounding = NEAREST,
         dtype: torch.dtype | None = None,
     ) -> PlacementMargins:
@@ -363,26 +306,51 @@ class PlacementSweep:
     def placements_at_once(
         self, group: Group, images: int, rounding: Rounding, dtype: torch.dtype | None = None
     ) -> int:
-        """How many placements of the group are swept at once; with a `dtype` of their own, in slices about even."""
-        item = (dtype or self.stamp.dtype).itemsize
-        most = placements_within(
-            self.memory_budget // item, self.layout, group, images, rounding, self.blocks, dtype
-        )
+        """How many placements of the group are swept at once, at least one; with a `dtype` of their own, in slices
+        about even."""
+        budget, steps = self.memory_budget // (dtype or self.stamp.dtype).itemsize, self.layout.network.steps
+        sizes, columns, unfolded = [1], 1, 0
+        for position, step in enumerate(steps):
+            operation, members = step.operation, 1 if self.blocks is None else self.blocks.members(position)
+            inputs, outputs = (self._numbers(group, index) for index in (step.inputs[0], position + 1))
+            if isinstance(operation, Linear):
+                outputs = operation.weight().shape[0]
+                if not _is_read_in_place(operation.weight(), self.layout.maps[step.inputs[0]], dtype):
+                    columns = max(columns, inputs * outputs)
+                if inputs and position == len(steps) - 1:
+                    unfolded = max(unfolded, 2 * inputs * outputs)
+            if isinstance(operation, Convolution) and rounding.is_outward:
+                target = group.windows[position + 1]
+                assert target is not None
+                unfolded = max(unfolded, 2 * operation.weight()[0].numel() * target.height * target.width)
+            sizes.append(members * max(inputs, outputs))
+        copies = _LIVE_COPIES_FUSED if group.members.is_cuda else _LIVE_COPIES
+        by_state = budget // ((copies * max(sizes) + unfolded) * max(images, 1))
+        most = max(1, min(by_state, budget // (4 * columns), len(group)))
         return most if dtype is None else -(-len(group) // -(-len(group) // most))
+
+    def _patches_at_once(self, group: Group, images: int) -> int:
+        """How many placements' patches fit their share of the budget."""
+        numbers = self._numbers(group, 0) * max(images, 1)
+        return self.memory_budget // self.stamp.element_size() // (_SHARE_OF_PATCHES * _LIVE_COPIES * numbers)
+
+    def _numbers(self, group: Group, index: int) -> int:
+        """Numbers in a window on value `index`; none where it has no places."""
+        window, area = group.windows[index], self.layout.maps[index]
+        return 0 if window is None or area is None else area.channels * window.height * window.width
 
     def _changes(
         self,
         shared: SharedByPasses,
         head: MergedHead,
         group: Group,
-        epsilon: float | Tensor,
+        epsilon: Epsilon,
         dtype: torch.dtype | None,
     ) -> Iterator[MarginChanges]:
         """The changes by one slice of the group after another; the patches themselves are made for many slices."""
         images = len(head.labels)
         size = self.placements_at_once(group, images, shared.rounding, dtype)
-        budget = self.memory_budget // self.stamp.element_size()
-        at_once = size * max(1, patches_within(budget, self.layout, group, images) // size)
+        at_once = size * max(1, self._patches_at_once(group, images) // size)
         for first in range(0, len(group), at_once):
             last = min(first + at_once, len(group))
             patches = self._patches(GroupPass(shared, group, first, last), epsilon, dtype)
@@ -390,7 +358,7 @@ class PlacementSweep:
                 sweep = GroupPass(shared, group, start, min(start + size, last))
                 yield self._slice_changes(sweep, head, patches.slice(start - first, sweep.stop - first))
 
-    def _patches(self, sweep: GroupPass, epsilon: float | Tensor, dtype: torch.dtype | None) -> Windows:
+    def _patches(self, sweep: GroupPass, epsilon: Epsilon, dtype: torch.dtype | None) -> Windows:
         """What the windows begin with, on value `_first`."""
         state = self._start(sweep, epsilon).map(lambda part: part if dtype is None else part.to(dtype))
         return propagate(sweep, state, self._first()).map(Tensor.contiguous)
@@ -412,7 +380,7 @@ class PlacementSweep:
         masks = blocks.stamps[sweep.group.members[sweep.start : sweep.stop]].unsqueeze(2)
         return head.changes(sweep, blocks.merged(state.masked(masks), sweep.repeated), blocks.first)
 
-    def _start(self, sweep: GroupPass, epsilon: float | Tensor) -> Windows:
+    def _start(self, sweep: GroupPass, epsilon: Epsilon) -> Windows:
         """The patch itself: at epsilon 1 the box is [0, 1] whatever the image, so all share one radius."""
         pixels = sweep.clean_windows(0)
         if isinstance(epsilon, float | int) and epsilon >= 1:

@@ -15,10 +15,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from patchcert.bounds import NEAREST, Network
 from patchcert.bounds.geometry import FeatureMap, Window
 from patchcert.bounds.rounding import fast_arithmetic
-from patchcert.tensors import Images, Labels, PlacementMargins
+from patchcert.tensors import Epsilon, Images, Labels, PlacementMargins
 from patchcert.threats import Patch
 from patchcert.windows.blocks import PlacementBlocks
-from patchcert.windows.dense import dense_placement_margins, dense_weakest
+from patchcert.windows.dense import dense_placement_margins
 from patchcert.windows.layout import CommonWindows, Layout, common_steps, covered_pixels
 from patchcert.windows.passes import (
     Clean,
@@ -53,34 +53,19 @@ class WeakestPlacements:
 
     @torch.no_grad()
     def find(
-        self,
-        network: Network,
-        images: Images,
-        labels: Labels,
-        epsilon: float | Tensor,
-        clean: Clean | None = None,
+        self, network: Network, images: Images, labels: Labels, epsilon: Epsilon, clean: Clean | None = None
     ) -> Annotated[Tensor, "n k"]:
-        """Indices into the threat's placements; `clean` is the clean pass where the caller has it.
-
-        Products may run in TF32 and windows in half precision: both only rank placements.
-        """
-        budget = self.memory_budget or search_budget(images.device)
-        sweep = self._sweep(network, images, budget)
-        if sweep is not None:
-            return weakest(sweep, images, labels, epsilon, clean)
-        with fast_arithmetic():
-            return dense_weakest(network, images, labels, self.threat, epsilon, budget)
+        """Indices into the threat's placements; `clean` is the clean pass where the caller has it."""
+        return self.margins(network, images, labels, epsilon, clean).argmin(dim=1)
 
     @torch.no_grad()
     def margins(
-        self,
-        network: Network,
-        images: Images,
-        labels: Labels,
-        epsilon: float | Tensor,
-        clean: Clean | None = None,
+        self, network: Network, images: Images, labels: Labels, epsilon: Epsilon, clean: Clean | None = None
     ) -> PlacementMargins:
-        """The margins by which `find` ranks placements."""
+        """The margins by which `find` ranks placements.
+
+        Products may run in TF32 and windows in half precision, which is enough for that.
+        """
         budget = self.memory_budget or search_budget(images.device)
         sweep = self._sweep(network, images, budget)
         if sweep is not None:
@@ -101,24 +86,8 @@ def search_budget(device: torch.device) -> int:
 
 
 @torch.no_grad()
-def weakest(
-    sweep: PlacementSweep,
-    images: Images,
-    labels: Labels,
-    epsilon: float | Tensor,
-    clean: Clean | None = None,
-) -> Annotated[Tensor, "n k"]:
-    """The placement of least margin."""
-    return ranking_margins(sweep, images, labels, epsilon, clean).argmin(dim=1)
-
-
-@torch.no_grad()
 def ranking_margins(
-    sweep: PlacementSweep,
-    images: Images,
-    labels: Labels,
-    epsilon: float | Tensor,
-    clean: Clean | None = None,
+    sweep: PlacementSweep, images: Images, labels: Labels, epsilon: Epsilon, clean: Clean | None = None
 ) -> PlacementMargins:
     """Margins at all placements, by products in TF32 and windows in half precision where they can be used."""
     with fast_arithmetic():
@@ -162,7 +131,7 @@ class DifferentiablePlacements:
         images: Images,
         labels: Labels,
         corners: Annotated[Tensor, "n p 2"],
-        epsilon: float | Tensor,
+        epsilon: Epsilon,
         classes: Annotated[Tensor, "n p"] | None = None,
         dtype: torch.dtype | None = None,
         clean: Clean | None = None,
@@ -196,7 +165,7 @@ class DifferentiablePlacements:
         sweep: "_OwnPlacementsPass",
         rows: Annotated[Tensor, "p n"],
         columns: Annotated[Tensor, "p n"],
-        epsilon: float | Tensor,
+        epsilon: Epsilon,
     ) -> tuple[Windows, int]:
         """Bounds at which the windows begin, and their value: the image, or the last on which blocks are merged."""
         box, blocks = Windows.within(epsilon, sweep.clean_windows(0)), self.blocks
@@ -220,12 +189,7 @@ class _OwnPlacementsPass(WindowPass):
 
     has_gradient = True
 
-    def __init__(
-        self,
-        shared: SharedByPasses,
-        common: CommonWindows,
-        base: Annotated[Tensor, "p n"],
-    ) -> None:
+    def __init__(self, shared: SharedByPasses, common: CommonWindows, base: Annotated[Tensor, "p n"]) -> None:
         self.shared, self.windows = shared, common.windows
         self.common, self.base = common, base
         self._cells: dict[tuple[Window, FeatureMap], Tensor] = {}
@@ -243,8 +207,7 @@ class _OwnPlacementsPass(WindowPass):
 
     def flattened(self, part: Part, index: int) -> Annotated[Tensor, "p n features"]:
         """The whole map, place by place, with the window in it; cells outside hold zeros and add nothing."""
-        area, window = self.layout.maps[index], self.window(index)
-        assert area is not None
+        area, window = self.layout.area(index), self.window(index)
         part = part.expand(*self.base.shape, *part.shape[2:])
         if self.is_fused:
             from patchcert.windows.kernels import placed
@@ -271,18 +234,14 @@ class _OwnPlacementsPass(WindowPass):
         return (self._signed(window, index) < 0).unflatten(2, (window.height, window.width)).unsqueeze(-1)
 
     def _signed(self, window: Window, index: int) -> Annotated[Tensor, "p n cells"]:
-        area = self.layout.maps[index]
-        assert area is not None
+        area = self.layout.area(index)
         if (window, area) not in self._cells:
             self._cells[window, area] = self.common.cells(window, area)[self.base]
         return self._cells[window, area]
 
 
 def _margins(
-    sweep: _OwnPlacementsPass,
-    state: Windows,
-    labels: Labels,
-    classes: Annotated[Tensor, "n p"] | None,
+    sweep: _OwnPlacementsPass, state: Windows, labels: Labels, classes: Annotated[Tensor, "n p"] | None
 ) -> PlacementMargins | Annotated[Tensor, "n p"]:
     """The clean margins moved by the deviation and lowered by the radius."""
     head, index = sweep.layout.network.head, sweep.steps[-1].inputs[0]

@@ -21,7 +21,7 @@ from patchcert.windows.blocks import PlacementBlocks
 from patchcert.windows.layout import Layout
 from patchcert.windows.passes import if_covered
 from patchcert.windows.sweep import PlacementSweep
-from patchcert.windows.training import DifferentiablePlacements, search_budget, weakest
+from patchcert.windows.training import DifferentiablePlacements, ranking_margins, search_budget
 
 
 @final
@@ -67,7 +67,7 @@ class PooledPatch:
         if windows is None:
             return self.dense_worst_case(batch, epsilon)
         clean = windows.chosen.clean(images, labels)
-        worst = weakest(windows.sweep, images, labels, epsilon, clean)
+        worst = ranking_margins(windows.sweep, images, labels, epsilon, clean).argmin(dim=1)
         classes = other_classes(labels, worst.shape[1])
         corners = windows.corners[worst.gather(1, classes)]
         margins = windows.chosen.margins(images, labels, corners, epsilon, classes, clean=clean)
