@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from patchcert.bench.measure import Machine
+from patchcert.bench.measure import Machine, derived_figures
 from patchcert.report.tables import Column, Table
 
 Facts = Mapping[str, Any]
@@ -57,8 +57,7 @@ _TABLES = {
 """Of each table the title, and for each column its heading and how it shows the figures of a case."""
 _ROUNDING = 1e-9
 """Figures are stored with all their digits: what follows from others differs by a few roundings at most."""
-
-
+_MASKED_TITLE = "Forward passes per second, on whole images and on masked copies"
 _MASKED = (
     ("filters", "{filters}"),
     ("precision", "{precision}"),
@@ -107,29 +106,17 @@ def contradictions(facts: Facts) -> tuple[str, ...]:
     """Where figures of a stored measurement do not follow from each other: ratios, and times of whole calls."""
     found = []
     for case in facts["cases"]:
-        for name, expected in _derived(case).items():
-            stated = case["attack"]["ratio"] if name == "attack.ratio" else case.get(name)
-            if stated is None or abs(stated - expected) > _ROUNDING * abs(expected):
-                found.append(f"{case['case']}: {name} is {stated}, but its parts give {expected}")
+        found += [(case, name, case.get(name), expected) for name, expected in derived_figures(case).items()]
+        attack = case.get("attack")
+        if attack:
+            found.append((case, "attack.ratio", attack["ratio"], attack["batched"] / attack["plain"]))
     for case in facts.get("masked", ()):
-        expected = case["masked"] / case["bare"]
-        if abs(case["ratio"] - expected) > _ROUNDING * expected:
-            found.append(f"{case['case']}: ratio is {case['ratio']}, but its parts give {expected}")
-    return tuple(found)
-
-
-def _derived(case: Facts) -> dict[str, float]:
-    """The figures of a case that others determine, as `Case` computes them."""
-    derived = {
-        "step_ratio": case["dense_step"] / case["training_step"],
-        "sweep_ratio": case["dense_step"] / case["sweep_float32"],
-        "certification_ratio": case["dense_step"] / case["certification"],
-        "certification_seconds": case["certification"] * case["certified_images"] / 1e6,
-        "sweep_fraction_of_floor": case["floor_float32"] / case["sweep_float32"],
-    }
-    if case.get("attack"):
-        derived["attack.ratio"] = case["attack"]["batched"] / case["attack"]["plain"]
-    return derived
+        found.append((case, "ratio", case["ratio"], case["masked"] / case["bare"]))
+    return tuple(
+        f"{case['case']}: {name} is {stated}, but its parts give {expected}"
+        for case, name, stated, expected in found
+        if stated is None or not abs(stated - expected) <= _ROUNDING * abs(expected)
+    )
 
 
 def _heading(facts: Facts) -> str:
@@ -141,28 +128,23 @@ def _heading(facts: Facts) -> str:
 
 
 def _tables(facts: Facts) -> list[Table]:
-    cases, masked = facts["cases"], facts.get("masked", ())
-    return [*_case_tables(cases), *([_masked_table(masked)] if masked else [])]
-
-
-def _masked_table(cases: Sequence[Facts]) -> Table:
-    return Table(
-        "Forward passes per second, on whole images and on masked copies",
-        (Column("case", numeric=False), *(Column(name) for name, _ in _MASKED)),
-        tuple((case["case"], *(_cell(form, case) for _, form in _MASKED)) for case in cases),
-    )
-
-
-def _case_tables(cases: Sequence[Facts]) -> list[Table]:
-    return [
-        Table(
-            title,
-            (Column("case", numeric=False), *(Column(name) for name, _ in columns)),
-            tuple((case["case"], *(_cell(form, _with_words(case)) for _, form in columns)) for case in cases),
-        )
-        for title, columns in _TABLES.items()
-        if cases and (title not in _MEASURED_LATER or any(_MEASURED_LATER[title] in case for case in cases))
+    cases, masked = [_with_words(case) for case in facts["cases"]], facts.get("masked", ())
+    tables = [
+        _table(title, columns, cases) for title, columns in _TABLES.items() if _is_measured(title, cases)
     ]
+    return [*tables, _table(_MASKED_TITLE, _MASKED, masked)] if masked else tables
+
+
+def _is_measured(title: str, cases: Sequence[Facts]) -> bool:
+    return any(title not in _MEASURED_LATER or _MEASURED_LATER[title] in case for case in cases)
+
+
+def _table(title: str, columns: Sequence[tuple[str, str]], cases: Sequence[Facts]) -> Table:
+    return Table(
+        title,
+        (Column("case", numeric=False), *(Column(name) for name, _ in columns)),
+        tuple((case["case"], *(_cell(form, case) for _, form in columns)) for case in cases),
+    )
 
 
 def _with_words(case: Facts) -> Facts:
