@@ -1,10 +1,14 @@
+import inspect
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import patchcert as pc
 from patchcert.errors import ModelError
-from patchcert.models import ModelSpec, build, load, save
+from patchcert.models import ModelSpec, architectures, build, load, save
 
 MNIST = {"channels": 1, "height": 28, "width": 28}
 CIFAR = {"channels": 3, "height": 32, "width": 32}
@@ -201,3 +205,10 @@ def test_networks_with_batch_norms_have_one_after_every_layer_and_are_certified(
     images = torch.rand(2, 1, height, width)
     found = pc.certify(model, images, torch.tensor([0, 1]), pc.Patch(2, placements="corners"))
     assert torch.equal(found.predictions, model(images).argmax(dim=1))
+
+
+def test_the_guide_lists_every_architecture():
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "your-own-model.md").read_text()
+    names = re.findall(r'@architecture\("(\w+)"\)', inspect.getsource(architectures))
+    assert names
+    assert [name for name in names if f"`{name}`" not in guide] == []
