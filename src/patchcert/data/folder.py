@@ -234,10 +234,16 @@ def _from_subfolders(folder: Path) -> _Listing:
 def _from_csv(folder: Path) -> _Listing:
     """Whole numbers are taken as labels; other labels are class names and numbered in sorted order."""
     table = folder / "labels.csv"
-    with table.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as stream:
+            rows = list(csv.DictReader(stream))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{table} cannot be read: {error}", hint=_LAYOUT_HINT) from error
     if not rows or not {"file", "label"} <= set(rows[0]):
         raise DataError(f"{table} has no rows or lacks the columns file,label", hint=_LAYOUT_HINT)
+    short = next((number for number, row in enumerate(rows, 2) if not row["file"] or not row["label"]), None)
+    if short is not None:
+        raise DataError(f"line {short} of {table} lacks a file or a label", hint=_LAYOUT_HINT)
     paths = tuple(_resolve(folder, row["file"], table) for row in rows)
     if all(row["label"].isdecimal() for row in rows):
         labels = tuple(int(row["label"]) for row in rows)

@@ -424,10 +424,7 @@ def _reshape(node: Node) -> Made:
     value, sizes = node.result(), [int(size) for size in node.needed(1)]
     if not node.attribute("allowzero", 0):
         sizes = [value.shape[place] if size == 0 else size for place, size in enumerate(sizes)]
-    try:
-        shape = tuple(value.reshape(sizes).shape)
-    except RuntimeError as error:
-        node.refuse(f"it does not fit its input: {error}")
+    shape = tuple(value.reshape(sizes).shape)
     if len(shape) < 2 or shape[0] != 1:
         node.refuse(f"it makes {shape} of one image; the first dimension, the batch, must stay")
     return _shaped(shape[1:])

@@ -202,7 +202,10 @@ class _Reader:
                 _HINTS.get(proto.op_type, ""),
             )
         self._refuse_types(node)
-        made = rule(node)
+        try:
+            made = rule(node)
+        except (RuntimeError, ValueError, IndexError) as error:
+            node.refuse(f"it does not fit its inputs: {error}")
         node.refuse_unread()
         for place, module in enumerate(made if isinstance(made, list) else [made]):
             self._append(node, module, proto.output[place], position)
