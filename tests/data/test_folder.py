@@ -233,6 +233,11 @@ def test_other_layouts_are_refused(tmp_path, prepare, message):
         load_dataset(f"folder:{tmp_path}")
 
 
+def test_images_have_no_two_channels(photos):
+    with pytest.raises(DataError, match="images of a folder have 1 or 3 channels, but 2 are asked for"):
+        load_dataset(f"folder:{photos}", image_shape=ImageShape(2, 8, 8))
+
+
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(DataError, match="there is no image folder .*gone"):
         load_dataset(f"folder:{tmp_path / 'gone'}")

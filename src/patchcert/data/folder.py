@@ -159,6 +159,8 @@ def read_folder(path: Path, shape: ImageShape, name: str | None = None) -> Datas
     """The data set of a folder. Where there are no train/ and test/ all images are test images."""
     if not path.is_dir():
         raise DataError(f"there is no image folder {path}", hint=_LAYOUT_HINT)
+    if shape.channels not in (1, 3):
+        raise DataError(f"images of a folder have 1 or 3 channels, but {shape.channels} are asked for")
     test_folder = next((path / name for name in ("test", "val") if (path / name).is_dir()), None)
     if test_folder is None or not (path / "train").is_dir():
         test = _list_images(path)

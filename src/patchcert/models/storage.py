@@ -135,7 +135,9 @@ def _unwrapped(stored: object, path: Path) -> dict[str, Tensor]:
     """The state dict in what was stored, by the names that the model itself gives its weights."""
     if isinstance(stored, Mapping):
         stored = next((stored[key] for key in _CONTAINERS if isinstance(stored.get(key), Mapping)), stored)
-    if not isinstance(stored, Mapping) or not all(isinstance(value, Tensor) for value in stored.values()):
+    if not isinstance(stored, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in stored.items()
+    ):
         raise ModelError(
             f"{path} holds no state dict, a mapping of names to tensors",
             hint="write it with torch.save(model.state_dict(), path).",
@@ -156,7 +158,7 @@ def _described(metadata: dict[str, str], path: Path) -> ModelSpec:
         )
     try:
         return ModelSpec.from_dict(json.loads(metadata[_KEY]))
-    except (json.JSONDecodeError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise ModelError(
             f"the model description in {path} cannot be read: {error}", hint=_SAVE_HINT
         ) from error
@@ -193,9 +195,15 @@ def _shortened(misfits: list[str], most: int = 6) -> str:
 def _misfits(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     missing = [f"{name} is missing" for name in expected if name not in weights]
     extra = [f"{name} is not part of it" for name in weights if name not in expected]
+    pairs = [(name, weights[name], value) for name, value in expected.items() if name in weights]
     unequal = [
-        f"{name} has shape {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
-        for name, value in expected.items()
-        if name in weights and weights[name].shape != value.shape
+        f"{name} has shape {tuple(found.shape)} instead of {tuple(value.shape)}"
+        for name, found, value in pairs
+        if found.shape != value.shape
     ]
-    return missing + extra + unequal
+    whole = [
+        f"{name} is of {found.dtype} instead of a floating-point type"
+        for name, found, value in pairs
+        if value.is_floating_point() and not found.is_floating_point()
+    ]
+    return missing + extra + unequal + whole
