@@ -220,8 +220,8 @@ def recorded_sums(folder: Path) -> dict[str, str]:
     record = folder / RECORD
     if not record.is_file():
         return {}
-    pairs = (line.split(maxsplit=1) for line in record.read_text().splitlines() if line.strip())
-    return {name.strip().lstrip("*"): digest for digest, name in pairs}
+    lines = (line.partition(" ") for line in record.read_text().splitlines())
+    return {name.strip().lstrip("*"): digest for digest, _, name in lines if name}
 
 
 def _present(folder: Path, name: str) -> Path | None:
