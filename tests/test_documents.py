@@ -37,9 +37,18 @@ def examples():
         page for folder in ("concepts", "guides") for page in sorted((ROOT / "docs" / folder).glob("*.md"))
     )
     for path in [ROOT / "README.md", *(page for page in pages if page != TUTORIAL)]:
-        for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)):
-            if not any(text in code for text in (*NEEDS_OWN_FILES, *LOOPS)):
+        for number, code in enumerate(blocks_of(path)):
+            if not any(text in code for text in (*NEEDS_OWN_FILES, *LOOPS)) and code != FIRST:
                 yield pytest.param(code, id=f"{path.name}-{number}")
+
+
+def blocks_of(path):
+    """All Python of a page."""
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)
+
+
+FIRST = blocks_of(ROOT / "README.md")[0]
+"""The example that has a test of its own."""
 
 
 @pytest.mark.parametrize("code", list(examples()))
@@ -60,8 +69,7 @@ def _lightning(monkeypatch):
 @pytest.mark.parametrize("kind", LOOPS)
 def test_loops_of_one_s_own_train_for_certificates(kind, monkeypatch):
     """Few digits would be proven of a network that was trained in the ordinary way."""
-    text = (ROOT / "docs" / "guides" / "your-own-model.md").read_text()
-    (code,) = [each for each in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if kind in each]
+    (code,) = [each for each in blocks_of(ROOT / "docs" / "guides" / "your-own-model.md") if kind in each]
     names, found = {"__name__": "example"}, []
     for name in ("certify", "certify_loader"):
         own = getattr(pc, name)
@@ -134,8 +142,7 @@ def test_nothing_in_the_site_is_loaded_from_elsewhere():
 
 def test_the_first_example_prints_what_the_readme_says(capsys):
     text = (ROOT / "README.md").read_text()
-    code = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)[0]
-    exec(compile(code, "example", "exec"), {"__name__": "example"})
+    exec(compile(FIRST, "example", "exec"), {"__name__": "example"})
     right, proven = re.findall(r"\d+\.\d%", capsys.readouterr().out)
     assert f"{right} are right and {proven} proven" in text
 
