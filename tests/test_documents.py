@@ -7,6 +7,7 @@ import re
 import shlex
 import struct
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ import typer
 
 import lightning_stand_in
 import patchcert as pc
+from patchcert.certificates import method_named
 from patchcert.cli.app import create_app
+from patchcert.cli.target import METHODS
 from patchcert.models import registry
 
 ROOT = Path(__file__).parents[1]
@@ -192,3 +195,15 @@ def commands_in(text):
 def test_modules_that_documents_name_exist(page):
     for name in set(re.findall(r"`([\w/]+\.py)`", page.read_text())) - {"my_models.py"}:
         assert (ROOT / name).exists() or any((ROOT / "src").rglob(name)), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("method", ["masking", "ablation", "bands", "blocks", "local-votes"])
+def test_the_table_of_methods_has_all_settings(method):
+    text = (ROOT / "docs" / "guides" / "command-line.md").read_text()
+    (row,) = re.findall(rf"^\| `{method}` \|.*$", text, re.M)
+    settings = {field.name for field in fields(method_named(METHODS[method]))} - {
+        "model",
+        "threat",
+        "with_map",
+    }
+    assert settings <= set(re.findall(r"\w+", row))
