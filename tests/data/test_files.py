@@ -104,6 +104,14 @@ def test_a_file_without_known_sum_that_cannot_be_unpacked_is_found(
         load_source(dataclasses.replace(mnist_source, sums={}), tmp_path)
 
 
+def test_an_impossible_label_is_refused(tmp_path, write_mnist, mnist_source):
+    folder = write_mnist(tmp_path / "mnist", packed=False)
+    path = folder / "t10k-labels-idx1-ubyte"
+    path.write_bytes(path.read_bytes()[:-1] + bytes([12]))
+    with pytest.raises(DataError, match="files of mnist are damaged: label 12 where labels are 0 to 9"):
+        load_source(mnist_source, tmp_path)
+
+
 def test_recorded_sums_are_compared_where_none_is_published(tmp_path, cifar100_files, cifar100_source):
     for name, content in cifar100_files.items():
         (tmp_path / name).write_bytes(content)
