@@ -7,6 +7,7 @@ import re
 import shlex
 import struct
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ import typer
 
 import lightning_stand_in
 import patchcert as pc
+from patchcert.certificates import method_named
 from patchcert.cli.app import create_app
+from patchcert.cli.target import METHODS
 from patchcert.models import registry
 
 ROOT = Path(__file__).parents[1]
@@ -37,9 +40,18 @@ def examples():
         page for folder in ("concepts", "guides") for page in sorted((ROOT / "docs" / folder).glob("*.md"))
     )
     for path in [ROOT / "README.md", *(page for page in pages if page != TUTORIAL)]:
-        for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)):
-            if not any(text in code for text in (*NEEDS_OWN_FILES, *LOOPS)):
+        for number, code in enumerate(blocks_of(path)):
+            if not any(text in code for text in (*NEEDS_OWN_FILES, *LOOPS)) and code != FIRST:
                 yield pytest.param(code, id=f"{path.name}-{number}")
+
+
+def blocks_of(path):
+    """All Python of a page."""
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)
+
+
+FIRST = blocks_of(ROOT / "README.md")[0]
+"""The example that has a test of its own."""
 
 
 @pytest.mark.parametrize("code", list(examples()))
@@ -60,8 +72,7 @@ def _lightning(monkeypatch):
 @pytest.mark.parametrize("kind", LOOPS)
 def test_loops_of_one_s_own_train_for_certificates(kind, monkeypatch):
     """Few digits would be proven of a network that was trained in the ordinary way."""
-    text = (ROOT / "docs" / "guides" / "your-own-model.md").read_text()
-    (code,) = [each for each in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if kind in each]
+    (code,) = [each for each in blocks_of(ROOT / "docs" / "guides" / "your-own-model.md") if kind in each]
     names, found = {"__name__": "example"}, []
     for name in ("certify", "certify_loader"):
         own = getattr(pc, name)
@@ -134,8 +145,7 @@ def test_nothing_in_the_site_is_loaded_from_elsewhere():
 
 def test_the_first_example_prints_what_the_readme_says(capsys):
     text = (ROOT / "README.md").read_text()
-    code = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)[0]
-    exec(compile(code, "example", "exec"), {"__name__": "example"})
+    exec(compile(FIRST, "example", "exec"), {"__name__": "example"})
     right, proven = re.findall(r"\d+\.\d%", capsys.readouterr().out)
     assert f"{right} are right and {proven} proven" in text
 
@@ -185,3 +195,15 @@ def commands_in(text):
 def test_modules_that_documents_name_exist(page):
     for name in set(re.findall(r"`([\w/]+\.py)`", page.read_text())) - {"my_models.py"}:
         assert (ROOT / name).exists() or any((ROOT / "src").rglob(name)), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("method", ["masking", "ablation", "bands", "blocks", "local-votes"])
+def test_the_table_of_methods_has_all_settings(method):
+    text = (ROOT / "docs" / "guides" / "command-line.md").read_text()
+    (row,) = re.findall(rf"^\| `{method}` \|.*$", text, re.M)
+    settings = {field.name for field in fields(method_named(METHODS[method]))} - {
+        "model",
+        "threat",
+        "with_map",
+    }
+    assert settings <= set(re.findall(r"\w+", row))

@@ -1,7 +1,9 @@
 import errno
 import hashlib
 import os
+import re
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +83,14 @@ def test_whatever_the_system_refuses_is_named(tmp_path, monkeypatch, step):
         StorageError, match="file cannot be written: Permission denied\nhint: name a file in a folder"
     ):
         write_text(tmp_path / "file", "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_a_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("."), tmp_path):
+        with pytest.raises(StorageError, match=f"{re.escape(str(path))} cannot be written: "):
+            write_text(path, "new")
     assert list(tmp_path.iterdir()) == []
 
 

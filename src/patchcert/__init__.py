@@ -63,44 +63,38 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BandVotes": "patchcert.certificates.band_votes",
-    "BlockVotes": "patchcert.certificates.band_votes",
-    "Certificates": "patchcert.certificates",
-    "Classifier": "patchcert.certificates",
-    "DoubleMasking": "patchcert.certificates.masking",
-    "Interval": "patchcert.bounds",
-    "IntervalBounds": "patchcert.certificates",
-    "LocalVotes": "patchcert.certificates.local_votes",
-    "MaskSet": "patchcert.threats.masks",
-    "MaskedDetection": "patchcert.certificates.masking",
-    "ModelSpec": "patchcert.models",
-    "Normalize": "patchcert.models",
-    "Patch": "patchcert.threats",
-    "PatchAttack": "patchcert.attacks",
-    "PatchcertError": "patchcert.errors",
-    "Patches": "patchcert.threats",
-    "RandomAblation": "patchcert.certificates.ablation",
-    "SparseAttack": "patchcert.attacks",
-    "SparsePixels": "patchcert.threats",
-    "certify": "patchcert.certificates",
-    "certify_loader": "patchcert.certificates",
-    "load": "patchcert.zoo",
-    "load_dataset": "patchcert.data",
-    "masks_covering": "patchcert.threats.masks",
-    "placement_margins": "patchcert.certificates",
-    "resized_patch": "patchcert.threats.resizing",
-    "shapes": "patchcert.threats",
-    "worst_case_margins": "patchcert.train.margins",
-    "zoo": "patchcert.zoo",
+    "patchcert.attacks": ("PatchAttack", "SparseAttack"),
+    "patchcert.bounds": ("Interval",),
+    "patchcert.certificates": (
+        "Certificates",
+        "Classifier",
+        "IntervalBounds",
+        "certify",
+        "certify_loader",
+        "placement_margins",
+    ),
+    "patchcert.certificates.ablation": ("RandomAblation",),
+    "patchcert.certificates.band_votes": ("BandVotes", "BlockVotes"),
+    "patchcert.certificates.local_votes": ("LocalVotes",),
+    "patchcert.certificates.masking": ("DoubleMasking", "MaskedDetection"),
+    "patchcert.data": ("load_dataset",),
+    "patchcert.errors": ("PatchcertError",),
+    "patchcert.models": ("ModelSpec", "Normalize"),
+    "patchcert.threats": ("Patch", "Patches", "SparsePixels", "shapes"),
+    "patchcert.threats.masks": ("MaskSet", "masks_covering"),
+    "patchcert.threats.resizing": ("resized_patch",),
+    "patchcert.train.margins": ("worst_case_margins",),
+    "patchcert.zoo": ("load", "zoo"),
 }
 
 
 def __getattr__(name: str) -> object:
     """Import the home of a public name when it is first asked for, so that `import patchcert` is cheap."""
-    if name not in _HOMES:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module 'patchcert' has no attribute {name!r}; it has: {', '.join(__all__)}")
-    home = importlib.import_module(_HOMES[name])
-    value = home if home.__name__ == f"patchcert.{name}" else getattr(home, name)
+    module = importlib.import_module(home)
+    value = module if home == f"patchcert.{name}" else getattr(module, name)
     globals()[name] = value
     return value
 

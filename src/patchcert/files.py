@@ -37,7 +37,7 @@ def naming(path: Path) -> Iterator[None]:
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """A binary file that takes its name only when the block ends without an error."""
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    unfinished = path.parent / f".{path.name}.{uuid.uuid4().hex}.part"
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = unfinished.open("xb")

@@ -1,12 +1,15 @@
 """`patchcert bench` measures, and shows what it measured earlier."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from patchcert.bench import Case, MaskedCase
 from patchcert.bench.report import contradictions
 from patchcert.cli.app import run
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
@@ -36,16 +39,15 @@ def test_measurements_are_json_that_can_be_shown_again(tiny_cases, tmp_path, cap
     assert "cnn2 tiny 3x3" in capsys.readouterr().out
 
 
-def test_measurements_from_before_attacks_were_measured_are_shown_without_them(
-    tiny_cases, tmp_path, capsys, answered
-):
-    facts = answered(run(["bench", "--device", "cpu", "--batch", "2", "--spend", "0", "--json"]))
+def test_measurements_from_before_attacks_were_measured_are_shown_without_them(tmp_path, capsys):
+    facts = json.loads((DOCS / "performance" / "cpu.json").read_text())
     stored = tmp_path / "bench.json"
     del facts["cases"][0]["attack"]
     stored.write_text(json.dumps(facts))
     assert run(["bench", "--from", str(stored), "--markdown"]) == 0
-    assert "| mlp tiny 2x2 | - | - | - | - |" in capsys.readouterr().out
-    del facts["cases"][1]["attack"]
+    assert f"| {facts['cases'][0]['case']} | - | - | - | - |" in capsys.readouterr().out
+    for case in facts["cases"][1:]:
+        del case["attack"]
     stored.write_text(json.dumps(facts))
     assert run(["bench", "--from", str(stored), "--markdown"]) == 0
     assert "Attack" not in capsys.readouterr().out

@@ -153,7 +153,7 @@ MISTAKES = {
     "no weights": (["own_models:small", "--weights", "no.pt"], "there is no file of weights no.pt"),
     "other weights": (
         ["own_models:small", "--weights", "other.pt"],
-        "other.pt do not fit the model Small: convolution.weight is missing",
+        "other.pt do not fit the model Small: weight is not part of it; convolution.weight is missing",
     ),
     "no state dict": (["own_models:small", "--weights", "list.pt"], "list.pt holds no state dict"),
     "no normalisation": (["own_models:small", "--normalise", "0.1"], "--normalise 0.1 is not MEAN/STD"),

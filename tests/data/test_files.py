@@ -94,19 +94,22 @@ def test_one_changed_byte_is_found(tmp_path, write_mnist, mnist_source):
     )
 
 
-def test_a_cut_file_without_known_sum_is_found(tmp_path, write_mnist, mnist_source):
-    source = dataclasses.replace(mnist_source, sums={})
+@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"<html>not found</html>"])
+def test_a_file_without_known_sum_that_cannot_be_unpacked_is_found(
+    tmp_path, write_mnist, mnist_source, damage
+):
     path = write_mnist(tmp_path / "mnist") / "train-images-idx3-ubyte.gz"
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(DataError, match="cannot be unpacked"):
-        load_source(source, tmp_path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz is damaged .* cannot be unpacked"):
+        load_source(dataclasses.replace(mnist_source, sums={}), tmp_path)
 
 
-def test_a_file_that_is_no_gzip_is_found(tmp_path, write_mnist, mnist_source):
-    source = dataclasses.replace(mnist_source, sums={})
-    (write_mnist(tmp_path / "mnist") / "t10k-labels-idx1-ubyte.gz").write_bytes(b"<html>not found</html>")
-    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte.gz is damaged .* cannot be unpacked"):
-        load_source(source, tmp_path)
+def test_an_impossible_label_is_refused(tmp_path, write_mnist, mnist_source):
+    folder = write_mnist(tmp_path / "mnist", packed=False)
+    path = folder / "t10k-labels-idx1-ubyte"
+    path.write_bytes(path.read_bytes()[:-1] + bytes([12]))
+    with pytest.raises(DataError, match="files of mnist are damaged: label 12 where labels are 0 to 9"):
+        load_source(mnist_source, tmp_path)
 
 
 def test_recorded_sums_are_compared_where_none_is_published(tmp_path, cifar100_files, cifar100_source):
@@ -115,7 +118,7 @@ def test_recorded_sums_are_compared_where_none_is_published(tmp_path, cifar100_f
     assert not any(
         file.is_verified for file in read(cifar100_source, locate(cifar100_source, tmp_path)).values()
     )
-    (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  train.bin\n")
+    (tmp_path / "SHA256SUMS").write_text(f"\nno record\nnothing\n{'0' * 64}  train.bin\n")
     with pytest.raises(DataError, match=f"train.bin is damaged .* not {'0' * 64}"):
         load_source(cifar100_source, tmp_path)
 

@@ -50,9 +50,10 @@ def test_a_table_names_files_and_whole_number_labels(tmp_path):
     assert dataset.test.labels.tolist() == [2, 0]
 
 
-def test_a_table_may_name_classes(tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_table_may_name_classes(tmp_path, encoding):
     paint(tmp_path / "a.png", 1)
-    (tmp_path / "labels.csv").write_text("file,label\na.png,owl\na.png,eel\n")
+    (tmp_path / "labels.csv").write_text("file,label\na.png,owl\na.png,eel\n", encoding)
     dataset = load_dataset(f"folder:{tmp_path}", image_shape=SMALL)
     assert dataset.classes == ("eel", "owl")
     assert dataset.test.labels.tolist() == [1, 0]
@@ -216,12 +217,25 @@ def test_one_channel_and_unequal_sides(tmp_path):
             lambda path: (path / "labels.csv").write_text("file,label\ngone.png,1\n"),
             "names gone.png, which is neither",
         ),
+        (
+            lambda path: (path / "labels.csv").write_text("file,label\na.png,1\nb.png\n"),
+            r"line 3 of .*labels.csv lacks a file or a label",
+        ),
+        (
+            lambda path: (path / "labels.csv").write_bytes(b"file,label\n\xff.png,1\n"),
+            "cannot be read: 'utf-8'",
+        ),
     ],
 )
 def test_other_layouts_are_refused(tmp_path, prepare, message):
     prepare(tmp_path)
     with pytest.raises(DataError, match=message):
         load_dataset(f"folder:{tmp_path}")
+
+
+def test_images_have_no_two_channels(photos):
+    with pytest.raises(DataError, match="images of a folder have 1 or 3 channels, but 2 are asked for"):
+        load_dataset(f"folder:{photos}", image_shape=ImageShape(2, 8, 8))
 
 
 def test_a_missing_folder_is_named(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from patchcert.data import load_dataset
-from patchcert.data.labels import HELD_OUT, KNOWN, packed_labels, true_labels, true_test_labels
+from patchcert.data.labels import HELD_OUT, KNOWN, packed_labels, true_labels
 from patchcert.errors import DataError
 
 
@@ -15,12 +15,17 @@ from patchcert.errors import DataError
 )
 def test_labels_are_known_by_the_sum_of_any_file_they_were_read_from(name, count, classes):
     for source in KNOWN[name].sources:
-        labels = true_test_labels(name, {"some file": source, "other": "0" * 64})
+        labels = true_labels(name, "test", {"some file": source, "other": "0" * 64})
         assert labels is not None
         assert len(labels) == count
         assert 0 <= labels.min() <= labels.max() < classes
-    assert true_test_labels(name, {"some file": "0" * 64}) is None
-    assert true_test_labels("folder:photos", {"some file": "0" * 64}) is None
+    assert true_labels(name, "test", {"some file": "0" * 64}) is None
+    assert true_labels("folder:photos", "test", {"some file": "0" * 64}) is None
+
+
+def test_published_files_of_labels_are_known_by_two_sums_where_they_are_also_packed():
+    assert [len(KNOWN[name].sources) for name in ("mnist", "cifar10", "imagenet")] == [2, 1, 1]
+    assert [len(HELD_OUT[name].sources) for name in ("mnist", "cifar10")] == [2, 1]
 
 
 def test_labels_that_were_changed_are_refused(monkeypatch):
@@ -32,15 +37,6 @@ def test_labels_are_packed_as_they_ship():
     mini = load_dataset("mnist-mini")
     packed = np.frombuffer(packed_labels(mini), np.uint8)
     assert np.array_equal(packed, mini.test.labels.numpy())
-
-
-@pytest.mark.parametrize("name", ["mnist", "cifar10"])
-def test_shipped_labels_are_those_of_the_data(name, real_data):
-    try:
-        dataset = load_dataset(name, real_data)
-    except DataError:
-        pytest.skip(f"{name} is not here")
-    assert packed_labels(dataset) == KNOWN[name].path.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
@@ -57,11 +53,12 @@ def test_labels_of_held_out_images_are_the_last_of_training(name):
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
-def test_shipped_labels_of_held_out_images_are_those_of_the_data(name, real_data):
+def test_shipped_labels_are_those_of_the_data(name, real_data):
     try:
         dataset = load_dataset(name, real_data)
     except DataError:
         pytest.skip(f"{name} is not here")
+    assert packed_labels(dataset) == KNOWN[name].path.read_bytes()
     assert packed_labels(dataset, held_out=True) == HELD_OUT[name].path.read_bytes()
     sums = dict(dataset.checksums)
     assert np.array_equal(

@@ -9,6 +9,7 @@ from patchcert.models import (
     architecture,
     build,
     load,
+    load_weights,
     registry,
     round_to_half,
     save,
@@ -99,6 +100,10 @@ def test_a_file_cut_short_is_refused(tmp_path, generator):
             lambda weights: weights.update({"normalize.mean": torch.zeros(3, 1, 1)}),
             "normalize.mean in .* is not what the description says",
         ),
+        (
+            lambda weights: weights.update({"logits.bias": torch.zeros(4, dtype=torch.int32)}),
+            "logits.bias is of torch.int32 instead of a floating-point type",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_named(tmp_path, generator, change, message):
@@ -117,6 +122,10 @@ def test_weights_that_do_not_fit_are_named(tmp_path, generator, change, message)
     ("description", "message"),
     [
         ("not json", "cannot be read"),
+        (
+            '{"name": "mlp", "channels": 1, "height": 8, "width": 8, "mean": ["x"], "std": [1]}',
+            "cannot be read: could not convert",
+        ),
         ('{"name": "mlp"}', r"lacks \['channels', 'height', 'width'\]"),
         ('{"name": "mlq", "channels": 1, "height": 8, "width": 8}', "no architecture named 'mlq'"),
     ],
@@ -161,6 +170,19 @@ def test_any_other_module_is_refused_with_the_way_to_certify_it(tmp_path):
     with pytest.raises(ModelError, match="do not fit the model they are said to be of") as caught:
         save(nn.Linear(2, 2), SPEC, tmp_path / "model.safetensors")
     assert "my_models:factory --weights FILE" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({1: torch.zeros(2)}, "holds no state dict, a mapping of names to tensors"),
+        ({"weight": torch.zeros(2, 2, dtype=torch.int8), "bias": torch.zeros(2)}, "weight is of torch.int8"),
+    ],
+)
+def test_what_are_no_weights_is_refused(tmp_path, stored, message):
+    torch.save(stored, tmp_path / "weights.pt")
+    with pytest.raises(ModelError, match=message):
+        load_weights(nn.Linear(2, 2), tmp_path / "weights.pt")
 
 
 def test_the_sum_of_weights_sees_names_types_and_numbers():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from patchcert.bench.floor import seconds
 from patchcert.bench.measure import Machine
@@ -106,21 +107,9 @@ def _masked(copies: MaskedCopies, rounds: int) -> Callable[[], object]:
 
 def _operations(model: nn.Module, image: Tensor) -> float:
     """Floating-point operations of the products in one forward pass."""
-    total = 0.0
-
-    def count(layer: nn.Module, _: object, output: Tensor) -> None:
-        nonlocal total
-        weight = layer.weight
-        assert isinstance(weight, Tensor)
-        total += 2.0 * output[0].numel() * weight[0].numel()
-
-    kinds = (nn.Conv2d, nn.Linear)
-    hooks = [layer.register_forward_hook(count) for layer in model.modules() if isinstance(layer, kinds)]
-    with torch.no_grad():
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(image)
-    for hook in hooks:
-        hook.remove()
-    return total
+    return float(counter.get_total_flops())
 
 
 def _ceiling(machine: Machine, precision: Precision) -> float:

@@ -7,15 +7,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from patchcert.bench.measure import Machine
+from patchcert.bench.measure import Machine, derived_figures
 from patchcert.report.tables import Column, Table
 
 Facts = Mapping[str, Any]
 
-_ATTACK = "Attack, image-steps (forward and backward) per second, without early stops"
-_LINEAR = "Linear bounds of all placements and classes, in float64 and sound, best of three slopes"
-_MEASURED_LATER = {_ATTACK: "attack", _LINEAR: "linear"}
-"""Tables of figures that older files do not have."""
 _TABLES = {
     "Microseconds per image, all placements": (
         ("dense forward", "{dense_forward:,.1f}"),
@@ -42,13 +38,13 @@ _TABLES = {
         ("seconds", "{certification_seconds:.2f}"),
         ("nanoseconds per image and placement", "{nanoseconds:.1f}"),
     ),
-    _ATTACK: (
+    "Attack, image-steps (forward and backward) per second, without early stops": (
         ("plain loop", "{attack[plain]:,.0f}"),
         ("batched", "{attack[batched]:,.0f}"),
         ("times faster", "{attack[ratio]:.1f}x"),
         ("images x restarts x steps", "{attack[images]} x {attack[restarts]} x {attack[steps]}"),
     ),
-    _LINEAR: (
+    "Linear bounds of all placements and classes, in float64 and sound, best of three slopes": (
         ("microseconds per image", "{linear[microseconds]:,.1f}"),
         ("boxes at once", "{linear[boxes]:,}"),
         ("seconds for 1,000 images", "{linear[seconds]:,.1f}"),
@@ -57,8 +53,7 @@ _TABLES = {
 """Of each table the title, and for each column its heading and how it shows the figures of a case."""
 _ROUNDING = 1e-9
 """Figures are stored with all their digits: what follows from others differs by a few roundings at most."""
-
-
+_MASKED_TITLE = "Forward passes per second, on whole images and on masked copies"
 _MASKED = (
     ("filters", "{filters}"),
     ("precision", "{precision}"),
@@ -107,29 +102,17 @@ def contradictions(facts: Facts) -> tuple[str, ...]:
     """Where figures of a stored measurement do not follow from each other: ratios, and times of whole calls."""
     found = []
     for case in facts["cases"]:
-        for name, expected in _derived(case).items():
-            stated = case["attack"]["ratio"] if name == "attack.ratio" else case.get(name)
-            if stated is None or abs(stated - expected) > _ROUNDING * abs(expected):
-                found.append(f"{case['case']}: {name} is {stated}, but its parts give {expected}")
+        found += [(case, name, case.get(name), expected) for name, expected in derived_figures(case).items()]
+        attack = case.get("attack")
+        if attack:
+            found.append((case, "attack.ratio", attack["ratio"], attack["batched"] / attack["plain"]))
     for case in facts.get("masked", ()):
-        expected = case["masked"] / case["bare"]
-        if abs(case["ratio"] - expected) > _ROUNDING * expected:
-            found.append(f"{case['case']}: ratio is {case['ratio']}, but its parts give {expected}")
-    return tuple(found)
-
-
-def _derived(case: Facts) -> dict[str, float]:
-    """The figures of a case that others determine, as `Case` computes them."""
-    derived = {
-        "step_ratio": case["dense_step"] / case["training_step"],
-        "sweep_ratio": case["dense_step"] / case["sweep_float32"],
-        "certification_ratio": case["dense_step"] / case["certification"],
-        "certification_seconds": case["certification"] * case["certified_images"] / 1e6,
-        "sweep_fraction_of_floor": case["floor_float32"] / case["sweep_float32"],
-    }
-    if case.get("attack"):
-        derived["attack.ratio"] = case["attack"]["batched"] / case["attack"]["plain"]
-    return derived
+        found.append((case, "ratio", case["ratio"], case["masked"] / case["bare"]))
+    return tuple(
+        f"{case['case']}: {name} is {stated}, but its parts give {expected}"
+        for case, name, stated, expected in found
+        if stated is None or not abs(stated - expected) <= _ROUNDING * abs(expected)
+    )
 
 
 def _heading(facts: Facts) -> str:
@@ -141,28 +124,19 @@ def _heading(facts: Facts) -> str:
 
 
 def _tables(facts: Facts) -> list[Table]:
-    cases, masked = facts["cases"], facts.get("masked", ())
-    return [*_case_tables(cases), *([_masked_table(masked)] if masked else [])]
+    """Those in which anything was measured."""
+    cases = [_with_words(case) for case in facts["cases"]]
+    tables = [_table(title, columns, cases) for title, columns in _TABLES.items()]
+    tables.append(_table(_MASKED_TITLE, _MASKED, facts.get("masked", ())))
+    return [table for table in tables if any(cell != "-" for row in table.rows for cell in row[1:])]
 
 
-def _masked_table(cases: Sequence[Facts]) -> Table:
+def _table(title: str, columns: Sequence[tuple[str, str]], cases: Sequence[Facts]) -> Table:
     return Table(
-        "Forward passes per second, on whole images and on masked copies",
-        (Column("case", numeric=False), *(Column(name) for name, _ in _MASKED)),
-        tuple((case["case"], *(_cell(form, case) for _, form in _MASKED)) for case in cases),
+        title,
+        (Column("case", numeric=False), *(Column(name) for name, _ in columns)),
+        tuple((case["case"], *(_cell(form, case) for _, form in columns)) for case in cases),
     )
-
-
-def _case_tables(cases: Sequence[Facts]) -> list[Table]:
-    return [
-        Table(
-            title,
-            (Column("case", numeric=False), *(Column(name) for name, _ in columns)),
-            tuple((case["case"], *(_cell(form, _with_words(case)) for _, form in columns)) for case in cases),
-        )
-        for title, columns in _TABLES.items()
-        if cases and (title not in _MEASURED_LATER or any(_MEASURED_LATER[title] in case for case in cases))
-    ]
 
 
 def _with_words(case: Facts) -> Facts:

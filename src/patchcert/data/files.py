@@ -76,11 +76,17 @@ def assemble(source: Source, checked: Mapping[str, Checked]) -> Dataset:
     """A published data set from the bytes of its files."""
     contents = {file: part.content for file, part in checked.items()}
     train, test = source.decode(contents)
+    classes = source.classes or tuple(contents[CLASS_NAMES_FILE].decode().split())
+    labels = torch.cat([train.labels, test.labels])
+    if (labels >= len(classes)).any():
+        raise DataError(
+            f"the files of {source.name} are damaged: label {labels.max()} where labels are 0 to {len(classes) - 1}"
+        )
     return Dataset(
         name=source.name,
         train=train,
         test=test,
-        classes=source.classes or tuple(contents[CLASS_NAMES_FILE].decode().split()),
+        classes=classes,
         mean=source.mean,
         std=source.std,
         checksums={file: part.sha256 for file, part in checked.items()},
@@ -220,8 +226,8 @@ def recorded_sums(folder: Path) -> dict[str, str]:
     record = folder / RECORD
     if not record.is_file():
         return {}
-    pairs = (line.split(maxsplit=1) for line in record.read_text().splitlines() if line.strip())
-    return {name.strip().lstrip("*"): digest for digest, name in pairs}
+    lines = (line.partition(" ") for line in record.read_text().splitlines())
+    return {name.strip().lstrip("*"): digest for digest, _, name in lines if name}
 
 
 def _present(folder: Path, name: str) -> Path | None:

@@ -159,6 +159,8 @@ def read_folder(path: Path, shape: ImageShape, name: str | None = None) -> Datas
     """The data set of a folder. Where there are no train/ and test/ all images are test images."""
     if not path.is_dir():
         raise DataError(f"there is no image folder {path}", hint=_LAYOUT_HINT)
+    if shape.channels not in (1, 3):
+        raise DataError(f"images of a folder have 1 or 3 channels, but {shape.channels} are asked for")
     test_folder = next((path / name for name in ("test", "val") if (path / name).is_dir()), None)
     if test_folder is None or not (path / "train").is_dir():
         test = _list_images(path)
@@ -234,10 +236,16 @@ def _from_subfolders(folder: Path) -> _Listing:
 def _from_csv(folder: Path) -> _Listing:
     """Whole numbers are taken as labels; other labels are class names and numbered in sorted order."""
     table = folder / "labels.csv"
-    with table.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as stream:
+            rows = list(csv.DictReader(stream))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{table} cannot be read: {error}", hint=_LAYOUT_HINT) from error
     if not rows or not {"file", "label"} <= set(rows[0]):
         raise DataError(f"{table} has no rows or lacks the columns file,label", hint=_LAYOUT_HINT)
+    short = next((number for number, row in enumerate(rows, 2) if not row["file"] or not row["label"]), None)
+    if short is not None:
+        raise DataError(f"line {short} of {table} lacks a file or a label", hint=_LAYOUT_HINT)
     paths = tuple(_resolve(folder, row["file"], table) for row in rows)
     if all(row["label"].isdecimal() for row in rows):
         labels = tuple(int(row["label"]) for row in rows)

@@ -10,6 +10,7 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 
+from patchcert.data.sources import CIFAR10, MNIST, Source
 from patchcert.data.split import Dataset
 from patchcert.errors import DataError
 
@@ -42,31 +43,28 @@ class LabelFile:
         return np.frombuffer(content, _dtype(self.bytes_each)).astype(np.int64)
 
 
+def _sums(source: Source, file: str) -> frozenset[str]:
+    """Of a published file, as it is and packed."""
+    return frozenset(source.sums[name] for name in (file, f"{file}.gz") if name in source.sums)
+
+
 KNOWN = {
-    file.name: file
-    for file in (
-        LabelFile(
-            "mnist",
-            frozenset(
-                {
-                    "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-                    "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-                }
-            ),
-            "ddeff807876a9661a1110d45c266c86239a3a1b7d37da0c3716a7a683c852ff5",
-        ),
-        LabelFile(
-            "cifar10",
-            frozenset({"8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"}),
-            "cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5",
-        ),
-        LabelFile(
-            "imagenet",
-            frozenset({"294db7e5c324891bb104777c338eff4cdaf07070089ac47d13d3388ee6d8da5c"}),
-            "22ad43f7e9234fb98eb4ee67190aa0bda1657db7b517874b5010e8e709f5047c",
-            bytes_each=2,
-        ),
-    )
+    "mnist": LabelFile(
+        "mnist",
+        _sums(MNIST, "t10k-labels-idx1-ubyte"),
+        "ddeff807876a9661a1110d45c266c86239a3a1b7d37da0c3716a7a683c852ff5",
+    ),
+    "cifar10": LabelFile(
+        "cifar10",
+        _sums(CIFAR10, "test_batch.bin"),
+        "cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5",
+    ),
+    "imagenet": LabelFile(
+        "imagenet",
+        frozenset({"294db7e5c324891bb104777c338eff4cdaf07070089ac47d13d3388ee6d8da5c"}),
+        "22ad43f7e9234fb98eb4ee67190aa0bda1657db7b517874b5010e8e709f5047c",
+        bytes_each=2,
+    ),
 }
 """By name of the data set. `patchcert data labels NAME --out FILE` made the files; `imagenet` are the 400 validation
 images that the results attack."""
@@ -77,17 +75,12 @@ HELD_OUT_IMAGES = 10_000
 HELD_OUT = {
     "mnist": LabelFile(
         "mnist-held-out",
-        frozenset(
-            {
-                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-                "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-            }
-        ),
+        _sums(MNIST, "train-labels-idx1-ubyte"),
         "f46875b7c22368a38a50c5c7639c3842341b81fe4d628c55fa1818e21e96ab3b",
     ),
     "cifar10": LabelFile(
         "cifar10-held-out",
-        frozenset({"755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"}),
+        _sums(CIFAR10, "data_batch_5.bin"),
         "2ddf3ab27d5d04409c94ce7b56849c243129c10de1058ae0bfe14c77e934800c",
     ),
 }
@@ -97,19 +90,14 @@ HELD_OUT = {
 def true_labels(name: str, split: str, sums: Mapping[str, str]) -> Annotated[NDArray[np.int64], "n"] | None:
     """The labels of a split, `test` or `validation:N`, of data whose files have these sums; None where the package does
     not have them."""
-    if split == "test":
-        return true_test_labels(name, sums)
     kind, _, count = split.partition(":")
-    file = HELD_OUT.get(name)
-    if kind != "validation" or file is None or not file.sources & set(sums.values()):
+    file = {"test": KNOWN, "validation": HELD_OUT}.get(kind, {}).get(name)
+    if file is None or not file.sources & set(sums.values()):
         return None
-    return None if int(count) > HELD_OUT_IMAGES else file.read()[-int(count) :]
-
-
-def true_test_labels(name: str, sums: Mapping[str, str]) -> Annotated[NDArray[np.int64], "n"] | None:
-    """The labels of all test images of data whose files have these sums; None where the package does not have them."""
-    file = KNOWN.get(name)
-    return file.read() if file is not None and file.sources & set(sums.values()) else None
+    labels = file.read()
+    if kind == "test":
+        return labels
+    return labels[-int(count) :] if int(count) <= len(labels) else None
 
 
 def packed_labels(dataset: Dataset, held_out: bool = False) -> bytes:

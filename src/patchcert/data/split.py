@@ -102,7 +102,7 @@ class Dataset:
         if kind == "validation" and count.isdecimal():
             return self.split_validation(int(count))[1]
         if name not in ("train", "test"):
-            raise DataError(f"there is no split named {name!r}; expected 'train' or 'test'")
+            raise DataError(f"there is no split named {name!r}; expected 'train', 'test' or 'validation:N'")
         return self.train if name == "train" else self.test
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from patchcert.errors import ModelError
+from patchcert.models.storage import find_misfits, read_tensors
 
 CLASSES = 1000
 NORM_EPSILON = 1e-3
@@ -190,13 +190,14 @@ def load_imagenet(name: str, folder: Path) -> nn.Module:
     path = folder / f"{name}.safetensors"
     if not path.is_file():
         raise ModelError(f"the weights {path} are missing", hint=f"put {path.name} into {folder}")
-    weights = {key: value.float() for key, value in load_file(path).items()}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    missing = [key for key in missing if not key.endswith("num_batches_tracked")]
-    if missing or unexpected:
+    counters = {
+        key: value for key, value in model.state_dict().items() if key.endswith("num_batches_tracked")
+    }
+    weights = counters | {key: value.float() for key, value in read_tensors(path)[0].items()}
+    misfits = find_misfits(weights, model.state_dict())
+    if misfits:
         raise ModelError(
-            f"{path} does not hold a {name}: {len(missing)} tensors missing {missing[:3]}, "
-            f"{len(unexpected)} unknown {unexpected[:3]}",
-            hint="use the file written for this network",
+            f"{path} does not hold a {name}: {misfits}", hint="use the file written for this network"
         )
+    model.load_state_dict(weights)
     return model.eval().requires_grad_(False)

@@ -10,9 +10,6 @@ from patchcert.bounds import function_rule, layer_rule
 from patchcert.bounds.operations import ChannelScale, Operation
 from patchcert.errors import ModelError, UnsupportedLayer
 
-_VOTE_HINT = "its votes certify it: patchcert.RandomAblation"
-_PART_HINT = "its votes certify it: patchcert.BandVotes or patchcert.BlockVotes"
-
 
 class Normalize(nn.Module):
     """(image - mean) / std per channel, as a layer: threats then stay in raw pixels of [0, 1].
@@ -87,45 +84,47 @@ def _taken_apart(channels: int) -> NoReturn:
     )
 
 
-class AblatedImages(nn.Module):
-    """Lets encoded images of twice the channels through, and refuses images as they are."""
+class _Encoded(nn.Module):
+    """Lets images through that are encoded in more channels, and refuses images as they are."""
+
+    what: str
+    hint: str
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.channels = 2 * channels
+        self.channels = channels
 
     def forward(self, encoded: Tensor) -> Tensor:
         """The encoded images, unchanged."""
-        _check_encoding(encoded, self.channels, "ablated images", _VOTE_HINT)
+        if encoded.shape[1] != self.channels:
+            raise ModelError(
+                f"the network takes {self.what}, encoded in {self.channels} channels, "
+                f"got {encoded.shape[1]} channels",
+                hint=self.hint,
+            )
         return encoded
 
 
-class PartImages(nn.Module):
-    """Lets parts of images through, whose last channel says what is seen, and refuses images as they are."""
+class AblatedImages(_Encoded):
+    """Takes images of which some pixels are shown, encoded in twice their channels."""
+
+    what = "ablated images"
+    hint = "its votes certify it: patchcert.RandomAblation"
 
     def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.channels = channels + 1
-
-    def forward(self, encoded: Tensor) -> Tensor:
-        """The encoded parts, unchanged."""
-        _check_encoding(encoded, self.channels, "parts of images", _PART_HINT)
-        return encoded
+        super().__init__(2 * channels)
 
 
-def _check_encoding(encoded: Tensor, channels: int, what: str, hint: str) -> None:
-    if encoded.shape[1] != channels:
-        raise ModelError(
-            f"the network takes {what}, encoded in {channels} channels, got {encoded.shape[1]} channels",
-            hint=hint,
-        )
+class PartImages(_Encoded):
+    """Takes parts of images, whose last channel says what is seen."""
+
+    what = "parts of images"
+    hint = "its votes certify it: patchcert.BandVotes or patchcert.BlockVotes"
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels + 1)
 
 
-@layer_rule(AblatedImages)
-def _ablated_images(layer: AblatedImages) -> NoReturn:
-    raise UnsupportedLayer("its network votes on ablated images, so it has no bounds", hint=_VOTE_HINT)
-
-
-@layer_rule(PartImages)
-def _part_images(layer: PartImages) -> NoReturn:
-    raise UnsupportedLayer("its network votes on parts of images, so it has no bounds", hint=_PART_HINT)
+@layer_rule(AblatedImages, PartImages)
+def _encoded_images(layer: _Encoded) -> NoReturn:
+    raise UnsupportedLayer(f"its network votes on {layer.what}, so it has no bounds", hint=layer.hint)

@@ -45,7 +45,7 @@ def load(path: str | Path) -> tuple[nn.Sequential, ModelSpec]:
     Weights that are stored in half precision are read as the same numbers in float32.
     """
     path = Path(path)
-    stored, metadata = _read(path)
+    stored, metadata = read_tensors(path)
     weights = {
         name: value.float() if value.dtype == torch.float16 else value for name, value in stored.items()
     }
@@ -62,11 +62,12 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     They keep the type they are stored in. No code is run: of a pickle only tensors and plain containers are read.
     """
     path = Path(path)
-    weights = _unwrapped(_read(path)[0] if path.suffix == ".safetensors" else _read_pickle(path), path)
-    misfits = _misfits(weights, model.state_dict())
+    stored = read_tensors(path)[0] if path.suffix == ".safetensors" else _read_pickle(path)
+    weights = _unwrapped(stored, path)
+    misfits = find_misfits(weights, model.state_dict())
     if misfits:
         raise ModelError(
-            f"the weights in {path} do not fit the model {type(model).__name__}: {_shortened(misfits)}",
+            f"the weights in {path} do not fit the model {type(model).__name__}: {misfits}",
             hint="Save them from the same module: torch.save(model.state_dict(), path).",
         )
     model.load_state_dict(weights, assign=True)
@@ -83,7 +84,7 @@ def state_sha256(model: nn.Module) -> str:
 
 def is_half(path: str | Path) -> bool:
     """Whether a file written by `save` holds its parameters in half precision."""
-    weights, _ = _read(Path(path))
+    weights, _ = read_tensors(Path(path))
     return any(value.dtype == torch.float16 for value in weights.values())
 
 
@@ -97,8 +98,8 @@ def _halved(name: str, value: Tensor) -> Tensor:
     return half
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What is in the file, as copies: tensors that lie in the file itself would change with it."""
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What is in a safetensors file, and its metadata, as copies: tensors that lie in the file would change with it."""
     if not path.is_file():
         raise ModelError(f"there is no model file {path}", hint=_SAVE_HINT)
     try:
@@ -135,7 +136,9 @@ def _unwrapped(stored: object, path: Path) -> dict[str, Tensor]:
     """The state dict in what was stored, by the names that the model itself gives its weights."""
     if isinstance(stored, Mapping):
         stored = next((stored[key] for key in _CONTAINERS if isinstance(stored.get(key), Mapping)), stored)
-    if not isinstance(stored, Mapping) or not all(isinstance(value, Tensor) for value in stored.values()):
+    if not isinstance(stored, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in stored.items()
+    ):
         raise ModelError(
             f"{path} holds no state dict, a mapping of names to tensors",
             hint="write it with torch.save(model.state_dict(), path).",
@@ -156,7 +159,7 @@ def _described(metadata: dict[str, str], path: Path) -> ModelSpec:
         )
     try:
         return ModelSpec.from_dict(json.loads(metadata[_KEY]))
-    except (json.JSONDecodeError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise ModelError(
             f"the model description in {path} cannot be read: {error}", hint=_SAVE_HINT
         ) from error
@@ -174,10 +177,10 @@ def _as_built(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[s
 def _check_fit(weights: dict[str, Tensor], model: nn.Sequential, where: str) -> None:
     """Names and shapes are exactly those of the described model, and so is its normalisation."""
     expected = model.state_dict()
-    misfits = _misfits(weights, expected)
+    misfits = find_misfits(weights, expected)
     if misfits:
         raise ModelError(
-            f"the weights in {where} do not fit the model they are said to be of: {_shortened(misfits)}",
+            f"the weights in {where} do not fit the model they are said to be of: {misfits}",
             hint=f"Give the description of this very model, or the model that build(spec) makes. {_OWN_HINT}",
         )
     for name in ("normalize.mean", "normalize.std"):
@@ -185,17 +188,16 @@ def _check_fit(weights: dict[str, Tensor], model: nn.Sequential, where: str) -> 
             raise ModelError(f"{name} in {where} is not what the description says", hint=_SAVE_HINT)
 
 
-def _shortened(misfits: list[str], most: int = 6) -> str:
-    more = len(misfits) - most
-    return "; ".join(misfits[:most]) + (f"; and {more} more" if more > 0 else "")
-
-
-def _misfits(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    missing = [f"{name} is missing" for name in expected if name not in weights]
-    extra = [f"{name} is not part of it" for name in weights if name not in expected]
-    unequal = [
-        f"{name} has shape {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
-        for name, value in expected.items()
-        if name in weights and weights[name].shape != value.shape
-    ]
-    return missing + extra + unequal
+def find_misfits(weights: dict[str, Tensor], expected: dict[str, Tensor], most: int = 6) -> str:
+    """Names, shapes and types in which weights differ from those of a model, the first of them; empty where none do."""
+    found = [f"{name} is not part of it" for name in weights if name not in expected]
+    for name, value in expected.items():
+        weight = weights.get(name)
+        if weight is None:
+            found.append(f"{name} is missing")
+        elif weight.shape != value.shape:
+            found.append(f"{name} has shape {tuple(weight.shape)} instead of {tuple(value.shape)}")
+        elif value.is_floating_point() and not weight.is_floating_point():
+            found.append(f"{name} is of {weight.dtype} instead of a floating-point type")
+    more = len(found) - most
+    return "; ".join(found[:most]) + (f"; and {more} more" if more > 0 else "")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from patchcert.errors import ModelError
 from patchcert.models.layers import Normalize
 from patchcert.models.registry import ModelSpec, build
+from patchcert.models.storage import find_misfits
 from patchcert.progress import Progress
 from patchcert.tensors import Images
 
@@ -39,10 +40,10 @@ def trim(
     narrow = replace(spec, hidden=None, widths=widths)
     weights = {**model.state_dict(), **dict(_parts(model, opened))}
     trimmed = build(narrow, torch.Generator())
-    made = trimmed.state_dict()
-    if made.keys() != weights.keys() or any(made[name].shape != weights[name].shape for name in made):
+    misfits = find_misfits(weights, trimmed.state_dict())
+    if misfits:
         raise ModelError(
-            f"the architecture {spec.name!r} cannot be built with the widths {widths}",
+            f"the architecture {spec.name!r} cannot be built with the widths {widths}: {misfits}",
             hint="give the description of this very model, whose builder must read spec.widths",
         )
     trimmed.load_state_dict(weights, assign=True)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -18,16 +19,9 @@ FLOATS = {1: torch.float32, 11: torch.float64}
 """Types by their numbers in ONNX."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """What a node becomes: a module, and which of the node's inputs that are results it takes; by default all."""
-
-    module: nn.Module
-    takes: tuple[int, ...] | None = None
-
-
-Made = nn.Module | Layer | list[nn.Module]
-"""What the rule of an operator returns; a list has a module for each output."""
+Made = nn.Module | list[nn.Module]
+"""What the rule of an operator returns, which takes the node's inputs that are results; a list has a module for each
+output."""
 
 
 @dataclass
@@ -73,9 +67,14 @@ class Node:
             self.refuse(f"input {position} is a constant; bounds exist for results of the network there")
         return value
 
-    def map(self, position: int = 0) -> Tensor:
-        """The example of a result that is a map (1, channels, height, width)."""
-        value = self.result(position)
+    def takes_results_alone(self) -> bool:
+        """Whether no input is a constant; a rule that asks knows all of them."""
+        self.read |= set(range(len(self.inputs)))
+        return all(isinstance(value, Tensor) for value in self.inputs)
+
+    def map(self) -> Tensor:
+        """The example of the first input, a map (1, channels, height, width)."""
+        value = self.result()
         if value.dim() != 4:
             self.refuse(
                 f"its input has shape {tuple(value.shape)}; bounds exist for maps, of four dimensions"
@@ -244,7 +243,6 @@ def _arithmetic(
 ) -> Made:
     """Of a result and a constant, on either side."""
     first, second = node.inputs
-    node.read |= {0, 1}
     if isinstance(first, Tensor):
         return Applied(function, second)  # pyright: ignore[reportArgumentType]
     if turned is None:
@@ -252,62 +250,52 @@ def _arithmetic(
     return Applied(turned, first)
 
 
-def _is_of_results(node: Node) -> bool:
-    return all(isinstance(value, Tensor) for value in node.inputs)
-
-
 @_operator("Add", "Sum")
 def _sum(node: Node) -> Made:
-    if not _is_of_results(node):
+    if not node.takes_results_alone():
         if len(node.inputs) != 2:
             node.refuse(f"it sums {len(node.inputs)} inputs, constants among them; bounds exist for two then")
         return _arithmetic(node, operator.add, operator.add)
-    node.read |= set(range(len(node.inputs)))
     return Applied(lambda *terms: reduce(operator.add, terms)) if len(node.inputs) > 1 else nn.Identity()
 
 
 @_operator("Sub")
 def _difference(node: Node) -> Made:
-    if not _is_of_results(node):
+    if not node.takes_results_alone():
         return _arithmetic(node, operator.sub, lambda value, constant: constant - value)
-    node.read |= {0, 1}
     return Applied(lambda first, second: first + second * -1)
 
 
 @_operator("Mul")
 def _multiplied(node: Node) -> Made:
     """x sigmoid(x) is one function, SiLU, whose bound is tighter than that of a product."""
-    if not _is_of_results(node):
+    if not node.takes_results_alone():
         return _arithmetic(node, operator.mul, operator.mul)
-    node.read |= {0, 1}
     for own, other in ((0, 1), (1, 0)):
         gate = node.producers.get(node.proto.input[other])
         if gate is not None and gate.op_type == "Sigmoid" and gate.input[0] == node.proto.input[own]:
-            return Layer(nn.SiLU(), (own,))
+            return Applied(lambda *factors, own=own: F.silu(factors[own]))
     return Applied(operator.mul)
 
 
 @_operator("Div")
 def _quotient(node: Node) -> Made:
-    if _is_of_results(node):
+    if node.takes_results_alone():
         node.refuse("it divides by a result of the network; bounds exist for constants there")
     return _arithmetic(node, operator.truediv, None)
 
 
-@_operator("Neg")
-def _negative(node: Node) -> Made:
-    node.result()
-    return Applied(torch.neg)
+def _plain(name: str, layer: Callable[..., nn.Module], **defaults: float) -> None:
+    """Registers an operator that is a layer, which takes the named settings in their order."""
 
-
-def _plain(name: str, layer: Callable[[], nn.Module]) -> None:
     def rule(node: Node) -> Made:
         node.result()
-        return layer()
+        return layer(*(node.attribute(setting, default) for setting, default in defaults.items()))
 
     _operator(name)(rule)
 
 
+_plain("Neg", partial(Applied, torch.neg))
 _plain("Relu", nn.ReLU)
 _plain("Sigmoid", nn.Sigmoid)
 _plain("Tanh", nn.Tanh)
@@ -316,14 +304,11 @@ _plain("HardSwish", nn.Hardswish)
 _plain("GlobalAveragePool", partial(nn.AdaptiveAvgPool2d, 1))
 _plain("GlobalMaxPool", partial(nn.AdaptiveMaxPool2d, 1))
 _plain("Identity", nn.Identity)
+_plain("LeakyRelu", nn.LeakyReLU, alpha=0.01)
+_plain("Elu", nn.ELU, alpha=1.0)
+_plain("Celu", nn.CELU, alpha=1.0)
 # ONNX has no threshold. From 80 on x and log(1 + exp(x)) differ by less than 2e-35, a tiny part of a unit of x.
 _plain("Softplus", partial(nn.Softplus, threshold=80.0))
-
-
-@_operator("LeakyRelu")
-def _leaky_relu(node: Node) -> Made:
-    node.result()
-    return nn.LeakyReLU(node.attribute("alpha", 0.01))
 
 
 @_operator("PRelu")
@@ -333,18 +318,6 @@ def _learnt_slope(node: Node) -> Made:
     if slope.size != 1:
         node.refuse(f"it has {slope.size} slopes; bounds exist for one")
     return nn.LeakyReLU(float(slope.item()))
-
-
-@_operator("Elu")
-def _elu(node: Node) -> Made:
-    node.result()
-    return nn.ELU(node.attribute("alpha", 1.0))
-
-
-@_operator("Celu")
-def _celu(node: Node) -> Made:
-    node.result()
-    return nn.CELU(node.attribute("alpha", 1.0))
 
 
 @_operator("Selu")
@@ -372,15 +345,14 @@ def _gelu(node: Node) -> Made:
 @_operator("Clip")
 def _clip(node: Node) -> Made:
     node.result()
-    ends = [node.setting(name, place, since=11) for place, name in ((1, "min"), (2, "max"))]
-    low, high = (float(end.item()) if end is not None else None for end in ends)
+    lower, upper = node.setting("min", 1, since=11), node.setting("max", 2, since=11)
     largest = np.finfo(np.float32).max  # the default, where limits are attributes
-    low, high = (None if low == -largest else low), (None if high == largest else high)
-    if low is None and high is None:
+    low = -np.inf if lower is None or lower == -largest else float(lower.item())
+    high = np.inf if upper is None or upper == largest else float(upper.item())
+    if (low, high) == (-np.inf, np.inf):
         return nn.Identity()
-    if (low, high) == (0.0, None):
+    if (low, high) == (0.0, np.inf):
         return nn.ReLU()
-    low, high = (-np.inf if low is None else low), (np.inf if high is None else high)
     if not low < high:
         node.refuse(f"its limits are {low} and {high}; bounds exist for a lower and a higher one")
     return nn.ReLU6() if (low, high) == (0.0, 6.0) else nn.Hardtanh(low, high)
@@ -452,10 +424,7 @@ def _reshape(node: Node) -> Made:
     value, sizes = node.result(), [int(size) for size in node.needed(1)]
     if not node.attribute("allowzero", 0):
         sizes = [value.shape[place] if size == 0 else size for place, size in enumerate(sizes)]
-    try:
-        shape = tuple(value.reshape(sizes).shape)
-    except RuntimeError as error:
-        node.refuse(f"it does not fit its input: {error}")
+    shape = tuple(value.reshape(sizes).shape)
     if len(shape) < 2 or shape[0] != 1:
         node.refuse(f"it makes {shape} of one image; the first dimension, the batch, must stay")
     return _shaped(shape[1:])
@@ -507,9 +476,8 @@ def _expand(node: Node) -> Made:
 @_operator("Concat")
 def _concatenate(node: Node) -> Made:
     axis = node.attribute("axis")
-    if not _is_of_results(node):
+    if not node.takes_results_alone():
         node.refuse("constants are among its inputs; bounds exist for joined results")
-    node.read |= set(range(len(node.inputs)))
     if axis % node.result().dim() == 0:
         node.refuse("it joins along the batch; bounds exist for other axes")
     return Applied(lambda *parts: torch.cat(parts, axis))

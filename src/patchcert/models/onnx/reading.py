@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from patchcert.bounds.lowering import MASKING_HINT
 from patchcert.errors import ModelError, UnsupportedLayer
-from patchcert.models.onnx.operators import FLOATS, OPERATORS, Array, Layer, Node
+from patchcert.models.onnx.operators import FLOATS, OPERATORS, Array, Node
 from patchcert.models.onnx.runtime import compare_with_runtime, drawn_images, has_runtime, import_onnx
 from patchcert.tensors import Images, Logits
 
@@ -202,11 +202,13 @@ class _Reader:
                 _HINTS.get(proto.op_type, ""),
             )
         self._refuse_types(node)
-        made = rule(node)
+        try:
+            made = rule(node)
+        except (RuntimeError, ValueError, IndexError) as error:
+            node.refuse(f"it does not fit its inputs: {error}")
         node.refuse_unread()
         for place, module in enumerate(made if isinstance(made, list) else [made]):
-            layer = module if isinstance(module, Layer) else Layer(module)
-            self._append(node, layer, proto.output[place], position)
+            self._append(node, module, proto.output[place], position)
 
     def _input(self, name: str, where: str) -> Array | Tensor | None:
         if not name:
@@ -245,11 +247,10 @@ class _Reader:
         outputs = [name for name in node.proto.output if name]
         self.constants.update(zip(outputs, map(np.asarray, found), strict=True))
 
-    def _append(self, node: Node, layer: Layer, output: str, position: int) -> None:
+    def _append(self, node: Node, module: nn.Module, output: str, position: int) -> None:
         numbers = tuple(self.results[name] for name in node.proto.input if name in self.results)
-        numbers = numbers if layer.takes is None else tuple(numbers[place] for place in layer.takes)
         try:
-            example = layer.module.eval()(*(self.examples[number] for number in numbers))
+            example = module.eval()(*(self.examples[number] for number in numbers))
         except (RuntimeError, ValueError, IndexError) as error:
             node.refuse(f"it does not fit its inputs: {error}")
         if example.dim() < 2 or len(example) != 1:
@@ -259,7 +260,7 @@ class _Reader:
             )
         self.results[output] = len(self.examples)
         self.examples.append(example)
-        self.layers[self._name(node.proto, position)] = layer.module
+        self.layers[self._name(node.proto, position)] = module
         self.inputs.append(numbers)
 
     def _name(self, proto: Any, position: int) -> str:  # noqa: ANN401

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from patchcert.bounds import trace
+from patchcert.bounds.geometry import Geometry
 from patchcert.bounds.network import Step
 from patchcert.bounds.operations import (
     AdaptiveMaxPool,
@@ -24,6 +25,7 @@ from patchcert.bounds.operations import (
     MaxPool,
     Monotone,
     Multiply,
+    Operation,
     Part,
     Permute,
     Rescale,
@@ -79,27 +81,39 @@ def save_onnx(
 class _Writer:
     """Nodes and weights, as far as they are written; value i of the network is named `value_i`."""
 
+    step: Step
+    number: int
+
     def __init__(self, onnx: Any, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:  # noqa: ANN401
         self.onnx, self.shapes, self.dtype = onnx, shapes, dtype
         self.nodes: list[Any] = []
         self.weights: dict[str, Tensor] = {}
         self.opset = OPSET
-        self.step, self.number = "", 0
 
     def write(self, step: Step, number: int) -> None:
         """The nodes of one step, the last of which gives its value."""
-        rule = _WRITERS.get(type(step.operation))
-        self.step, self.number = step.name, number
+        self.step, self.number = step, number
+        rule = _RULES.get(type(step.operation))
         if rule is None:
-            self.refuse(step)
-        rule(self, step, tuple(self.value(index) for index in step.inputs))
+            self.refuse()
+        rule(self, step.operation, tuple(self.value(index) for index in step.inputs))
 
-    def refuse(self, step: Step, reason: str = "") -> NoReturn:
+    def refuse(self, reason: str = "") -> NoReturn:
         """Says which step cannot be written."""
         raise UnsupportedLayer(
-            f"layer '{step.name}' ({type(step.operation).__name__}) cannot be written as ONNX{reason}",
+            f"layer '{self.step.name}' ({type(self.step.operation).__name__}) cannot be written as ONNX{reason}",
             hint="replace the layer, or export the module by torch.onnx.",
         )
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """The shape of the step's first input, for one image."""
+        return self.shapes[self.step.inputs[0]]
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """The shape of the step's value, for one image."""
+        return self.shapes[self.number]
 
     def value(self, index: int) -> str:
         """The name of a value of the network."""
@@ -111,14 +125,14 @@ class _Writer:
         """The name of the output of a new node: that of the step's value, if it is the step's last."""
         place = len(self.nodes)
         output = self.value(self.number) if is_last else f"node_{place}"
-        name = self.step if is_last else f"{self.step}_{place}"
+        name = self.step.name if is_last else f"{self.step.name}_{place}"
         self.nodes.append(self.onnx.helper.make_node(kind, list(inputs), [output], name, **attributes))
         self.opset = max(self.opset, since)
         return output
 
     def weight(self, name: str, value: Tensor) -> str:
         """The name of a stored tensor; floats take the type of the model."""
-        key = f"{self.step}.{name}"
+        key = f"{self.step.name}.{name}"
         value = value.detach().cpu()
         self.weights[key] = value.to(self.dtype) if value.is_floating_point() else value
         return key
@@ -143,53 +157,58 @@ class _Writer:
 
 
 Names = tuple[str, ...]
+_Rule = Callable[[_Writer, Any, Names], object]
+_RULES: dict[type[Operation], _Rule] = {
+    Add: lambda writer, operation, inputs: writer.add("Add", inputs),
+    Multiply: lambda writer, operation, inputs: writer.add("Mul", inputs),
+}
 
 
-def _linear(writer: _Writer, step: Step, inputs: Names) -> None:
-    operation = step.operation
-    assert isinstance(operation, Linear)
-    weight, bias = operation.weight(), None if operation.bias is None else operation.bias()
-    if len(writer.shapes[step.inputs[0]]) == 2:
-        names = [writer.weight("weight", weight), *([] if bias is None else [writer.weight("bias", bias)])]
-        writer.add("Gemm", [*inputs, *names], transB=1)
+def _writes(kind: type[Operation]) -> Callable[[_Rule], _Rule]:
+    """Registers how an operation becomes nodes."""
+
+    def register(rule: _Rule) -> _Rule:
+        _RULES[kind] = rule
+        return rule
+
+    return register
+
+
+def _weights(writer: _Writer, operation: Linear | Convolution | TransposedConvolution) -> list[str]:
+    """The names of the weight and of the bias, if there is one."""
+    names = [writer.weight("weight", operation.weight())]
+    return names if operation.bias is None else [*names, writer.weight("bias", operation.bias())]
+
+
+@_writes(Linear)
+def _linear(writer: _Writer, operation: Linear, inputs: Names) -> None:
+    if len(writer.before) == 2:
+        writer.add("Gemm", [*inputs, *_weights(writer, operation)], transB=1)
         return
-    turned = writer.weight("weight", weight.T.contiguous())
-    product = writer.add("MatMul", [*inputs, turned], is_last=bias is None)
-    if bias is not None:
-        writer.add("Add", [product, writer.weight("bias", bias)])
+    turned = writer.weight("weight", operation.weight().T.contiguous())
+    product = writer.add("MatMul", [*inputs, turned], is_last=operation.bias is None)
+    if operation.bias is not None:
+        writer.add("Add", [product, writer.weight("bias", operation.bias())])
 
 
-def _pads(padding: Sequence[int]) -> list[int]:
-    """From (top, bottom, left, right) to begins and ends."""
-    top, bottom, left, right = padding
-    return [top, left, bottom, right]
+def _window(geometry: Geometry) -> dict[str, Any]:
+    """What the operators that slide a kernel have in common."""
+    top, bottom, left, right = geometry.padding
+    return {"kernel_shape": geometry.kernel, "strides": geometry.stride, "pads": [top, left, bottom, right]}
 
 
-def _convolution(writer: _Writer, step: Step, inputs: Names) -> None:
-    operation = step.operation
-    assert isinstance(operation, Convolution)
-    geometry = operation.geometry
-    names = [writer.weight("weight", operation.weight())]
-    names += [] if operation.bias is None else [writer.weight("bias", operation.bias())]
-    writer.add(
-        "Conv",
-        [*inputs, *names],
-        kernel_shape=geometry.kernel,
-        strides=geometry.stride,
-        pads=_pads(geometry.padding),
-        dilations=geometry.dilation,
-        group=operation.groups,
-    )
+@_writes(Convolution)
+def _convolution(writer: _Writer, operation: Convolution, inputs: Names) -> None:
+    names, geometry = _weights(writer, operation), operation.geometry
+    settings = {**_window(geometry), "dilations": geometry.dilation, "group": operation.groups}
+    writer.add("Conv", [*inputs, *names], **settings)
 
 
-def _transposed(writer: _Writer, step: Step, inputs: Names) -> None:
-    operation = step.operation
-    assert isinstance(operation, TransposedConvolution)
-    names = [writer.weight("weight", operation.weight())]
-    names += [] if operation.bias is None else [writer.weight("bias", operation.bias())]
+@_writes(TransposedConvolution)
+def _transposed(writer: _Writer, operation: TransposedConvolution, inputs: Names) -> None:
     writer.add(
         "ConvTranspose",
-        [*inputs, *names],
+        [*inputs, *_weights(writer, operation)],
         strides=operation.stride,
         pads=[*operation.cut, *operation.cut],
         output_padding=operation.output_padding,
@@ -205,10 +224,9 @@ def _scaled(writer: _Writer, value: str, parts: Sequence[tuple[str, str, Tensor 
         value = writer.add(kind, [value, writer.weight(name, constant)], is_last=place == len(given))
 
 
-def _channel_scale(writer: _Writer, step: Step, inputs: Names) -> None:
-    operation = step.operation
-    assert isinstance(operation, ChannelScale)
-    ones = [1] * (len(writer.shapes[step.inputs[0]]) - 2)
+@_writes(ChannelScale)
+def _channel_scale(writer: _Writer, operation: ChannelScale, inputs: Names) -> None:
+    ones = [1] * (len(writer.before) - 2)
 
     def by_channel(source: Callable[[], Tensor] | None) -> Tensor | None:
         return None if source is None else source().reshape(-1, *ones)
@@ -217,9 +235,8 @@ def _channel_scale(writer: _Writer, step: Step, inputs: Names) -> None:
     _scaled(writer, inputs[0], [(kind, name, by_channel(getattr(operation, name))) for kind, name in parts])
 
 
-def _rescale(writer: _Writer, step: Step, inputs: Names) -> None:
-    operation = step.operation
-    assert isinstance(operation, Rescale)
+@_writes(Rescale)
+def _rescale(writer: _Writer, operation: Rescale, inputs: Names) -> None:
     factor, shift = (None if each is None else each() for each in (operation.factor, operation.shift))
     _scaled(writer, inputs[0], [("Mul", "factor", factor), ("Add", "shift", shift)])
 
@@ -242,9 +259,8 @@ _PLAIN: Mapping[Callable, str] = {
 """Activations that are operators, whose only setting, if any, is called alpha."""
 
 
-def _activation(writer: _Writer, step: Step, inputs: Names) -> None:
-    operation = step.operation
-    assert isinstance(operation, Monotone)
+@_writes(Monotone)
+def _activation(writer: _Writer, operation: Monotone, inputs: Names) -> None:
     whole, settings = operation.function, {}
     if isinstance(whole, partial):
         whole, settings = whole.func, whole.keywords
@@ -257,12 +273,11 @@ def _activation(writer: _Writer, step: Step, inputs: Names) -> None:
     elif whole is F.hardsigmoid:
         writer.add("HardSigmoid", inputs, alpha=1 / 6, beta=0.5)
     else:
-        writer.refuse(step, ": its function is no operator")
+        writer.refuse(": its function is no operator")
 
 
-def _valley(writer: _Writer, step: Step, inputs: Names) -> None:
-    operation = step.operation
-    assert isinstance(operation, Valley)
+@_writes(Valley)
+def _valley(writer: _Writer, operation: Valley, inputs: Names) -> None:
     if operation.function is F.silu:
         gate = writer.add("Sigmoid", inputs, is_last=False)
         writer.add("Mul", [*inputs, gate])
@@ -271,132 +286,87 @@ def _valley(writer: _Writer, step: Step, inputs: Names) -> None:
     elif isinstance(operation.function, partial) and operation.function.func is F.gelu:
         writer.add("Gelu", inputs, since=20, **operation.function.keywords)
     else:
-        writer.refuse(step, ": its function is no operator")
+        writer.refuse(": its function is no operator")
 
 
-def _softplus(writer: _Writer, step: Step, inputs: Names) -> None:
-    operation = step.operation
-    assert isinstance(operation, Softplus)
-    if operation.beta != 1 or operation.threshold < 20:
-        writer.refuse(
-            step,
-            f": beta is {operation.beta} and threshold {operation.threshold}, known are 1 and from 20 on",
-        )
+@_writes(Softplus)
+def _softplus(writer: _Writer, operation: Softplus, inputs: Names) -> None:
+    beta, threshold = operation.beta, operation.threshold
+    if beta != 1 or threshold < 20:
+        writer.refuse(f": beta is {beta} and threshold {threshold}, known are 1 and from 20 on")
     writer.add("Softplus", inputs)
 
 
-def _max_pool(writer: _Writer, step: Step, inputs: Names) -> None:
-    operation = step.operation
-    assert isinstance(operation, MaxPool)
-    geometry = operation.geometry
-    writer.add(
-        "MaxPool",
-        inputs,
-        kernel_shape=geometry.kernel,
-        strides=geometry.stride,
-        pads=_pads(geometry.padding),
-        dilations=geometry.dilation,
-        ceil_mode=int(operation.ceil_mode),
-    )
+@_writes(MaxPool)
+def _max_pool(writer: _Writer, operation: MaxPool, inputs: Names) -> None:
+    settings = {"dilations": operation.geometry.dilation, "ceil_mode": int(operation.ceil_mode)}
+    writer.add("MaxPool", inputs, **_window(operation.geometry), **settings)
 
 
-def _adaptive_max_pool(writer: _Writer, step: Step, inputs: Names) -> None:
-    sizes, results = writer.shapes[step.inputs[0]][2:], writer.shapes[writer.number][2:]
+@_writes(AdaptiveMaxPool)
+def _adaptive_max_pool(writer: _Writer, operation: AdaptiveMaxPool, inputs: Names) -> None:
+    sizes, results = writer.before[2:], writer.after[2:]
     if any(size % result for size, result in zip(sizes, results, strict=True)):
-        writer.refuse(step, f": a map of {sizes} has no {results} parts of one size")
+        writer.refuse(f": a map of {sizes} has no {results} parts of one size")
     kernel = [size // result for size, result in zip(sizes, results, strict=True)]
     writer.add("MaxPool", inputs, kernel_shape=kernel, strides=kernel)
 
 
-def _average_pool(writer: _Writer, step: Step, inputs: Names) -> None:
-    operation = step.operation
-    assert isinstance(operation, AveragePool)
-    height, width = writer.shapes[step.inputs[0]][2:]
+@_writes(AveragePool)
+def _average_pool(writer: _Writer, operation: AveragePool, inputs: Names) -> None:
+    height, width = writer.before[2:]
     geometry = operation.geometry(height, width)
     if geometry is None:
-        writer.refuse(step, ": it divides by different counts at different places")
-    writer.add(
-        "AveragePool",
-        inputs,
-        kernel_shape=geometry.kernel,
-        strides=geometry.stride,
-        pads=_pads(geometry.padding),
-        count_include_pad=1,
-    )
+        writer.refuse(": it divides by different counts at different places")
+    writer.add("AveragePool", inputs, **_window(geometry), count_include_pad=1)
 
 
-def _pad(writer: _Writer, step: Step, inputs: Names) -> None:
-    operation = step.operation
-    assert isinstance(operation, ZeroPad)
-    top, left, bottom, right = _pads(operation.sides)
+@_writes(ZeroPad)
+def _pad(writer: _Writer, operation: ZeroPad, inputs: Names) -> None:
+    top, bottom, left, right = operation.sides
     writer.add("Pad", [*inputs, writer.weight("pads", torch.tensor([0, 0, top, left, 0, 0, bottom, right]))])
 
 
-def _reshape(writer: _Writer, step: Step, inputs: Names) -> None:
+@_writes(Reshape)
+def _reshape(writer: _Writer, operation: Reshape, inputs: Names) -> None:
     """The batch is what the other sizes leave."""
-    shape = writer.shapes[writer.number]
-    if len(shape) == 2:
+    if len(writer.after) == 2:
         writer.add("Flatten", inputs, axis=1)
     else:
-        writer.add("Reshape", [*inputs, writer.weight("shape", torch.tensor([-1, *shape[1:]]))])
+        writer.add("Reshape", [*inputs, writer.weight("shape", torch.tensor([-1, *writer.after[1:]]))])
 
 
-def _permute(writer: _Writer, step: Step, inputs: Names) -> None:
+@_writes(Permute)
+def _permute(writer: _Writer, operation: Permute, inputs: Names) -> None:
     """The order is seen on a tensor whose sizes all differ."""
-    sizes = range(2, 2 + len(writer.shapes[step.inputs[0]]))
-    turned = step.operation.forward(torch.empty(tuple(sizes)))
+    sizes = range(2, 2 + len(writer.before))
+    turned = operation.forward(torch.empty(tuple(sizes)))
     writer.add("Transpose", inputs, perm=[sizes.index(size) for size in turned.shape])
 
 
-def _part(writer: _Writer, step: Step, inputs: Names) -> None:
+@_writes(Part)
+def _part(writer: _Writer, operation: Part, inputs: Names) -> None:
     """A run along one dimension."""
-    shape = writer.shapes[step.inputs[0]]
+    shape = writer.before
     numbers = torch.arange(math.prod(shape)).reshape(shape)
-    taken = step.operation.forward(numbers)
-    axes = [
-        axis for axis, size in enumerate(shape) if taken.dim() == len(shape) and taken.shape[axis] != size
-    ]
-    axis = axes[0] if axes else 1
-    start = int((numbers == taken.flatten()[0]).nonzero()[0, axis])
-    stop = start + (taken.shape[axis] if taken.dim() == len(shape) else 0)
-    if len(axes) > 1 or not torch.equal(taken, numbers.narrow(axis, start, stop - start)):
-        writer.refuse(step, ": known is a run along one dimension")
+    taken = operation.forward(numbers)
+    axis = next((axis for axis, size in enumerate(taken.shape) if size != shape[axis]), 1)
+    start, last = (int((numbers == taken.flatten()[end]).nonzero()[0, axis]) for end in (0, -1))
+    if not torch.equal(taken, numbers.transpose(0, axis)[start : last + 1].transpose(0, axis)):
+        writer.refuse(": known is a run along one dimension")
     ends = [
         writer.weight(name, torch.tensor([value]))
-        for name, value in (("start", start), ("stop", stop), ("axis", axis))
+        for name, value in (("start", start), ("stop", last + 1), ("axis", axis))
     ]
     writer.add("Slice", [*inputs, *ends])
 
 
-def _expand(writer: _Writer, step: Step, inputs: Names) -> None:
+@_writes(ExpandAs)
+def _expand(writer: _Writer, operation: ExpandAs, inputs: Names) -> None:
     """A size of 1 for the batch leaves it as it is."""
-    shape = torch.tensor([1, *writer.shapes[writer.number][1:]])
-    writer.add("Expand", [inputs[0], writer.weight("shape", shape)])
+    writer.add("Expand", [inputs[0], writer.weight("shape", torch.tensor([1, *writer.after[1:]]))])
 
 
-def _concatenate(writer: _Writer, step: Step, inputs: Names) -> None:
-    assert isinstance(step.operation, Concatenate)
-    writer.add("Concat", inputs, axis=step.operation.dim)
-
-
-_WRITERS: Mapping[type, Callable[[_Writer, Step, Names], object]] = {
-    Linear: _linear,
-    Convolution: _convolution,
-    TransposedConvolution: _transposed,
-    ChannelScale: _channel_scale,
-    Rescale: _rescale,
-    Monotone: _activation,
-    Valley: _valley,
-    Softplus: _softplus,
-    MaxPool: _max_pool,
-    AdaptiveMaxPool: _adaptive_max_pool,
-    AveragePool: _average_pool,
-    ZeroPad: _pad,
-    Reshape: _reshape,
-    Permute: _permute,
-    Part: _part,
-    Add: lambda writer, step, inputs: writer.add("Add", inputs),
-    Multiply: lambda writer, step, inputs: writer.add("Mul", inputs),
-    Concatenate: _concatenate,
-    ExpandAs: _expand,
-}
+@_writes(Concatenate)
+def _concatenate(writer: _Writer, operation: Concatenate, inputs: Names) -> None:
+    writer.add("Concat", inputs, axis=operation.dim)
