@@ -157,6 +157,8 @@ def test_contradictions_are_refused(evidence):
     for meta, message in (
         ({**evidence.meta, "version": 1}, "is evidence of version 1; expected version 2"),
         ({**evidence.meta, "threat": {"kind": "laser"}}, "does not say what it is evidence of"),
+        ({**evidence.meta, "kind": "guess"}, "does not say what it is evidence of: 'guess'"),
+        ({**evidence.meta, "classifier": "a word"}, "does not say what it is evidence of"),
         (
             {key: evidence.meta[key] for key in evidence.meta if key != "weights_sha256"},
             "does not name its weights",
@@ -321,7 +323,9 @@ def test_rows_that_are_both_certified_and_broken_are_refused(tmp_path):
     assert evidence.write(tmp_path / "evidence.npz").broken == 2
 
 
-@pytest.mark.parametrize("measured", [5, {"images": 0, "seconds": 1.0}, {"images": 3}])
+@pytest.mark.parametrize(
+    "measured", [5, {"images": 0, "seconds": 1.0}, {"images": "3", "seconds": 1.0}, {"images": 3}]
+)
 def test_a_time_of_predictions_must_be_one(finished, mlp, measured):
     question = Question(
         "certify", pc.Patch(5), Selection("mnist"), {"name": "IntervalBounds", "dtype": "float32"}

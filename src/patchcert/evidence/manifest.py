@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -170,8 +170,7 @@ class Manifest:
 
     def superseding(self, lines: Iterable[Superseded]) -> "Manifest":
         """The same with more that is superseded; each only once."""
-        both = dict.fromkeys((*self.superseded, *lines))
-        return Manifest(self.runs, self.files, self.beside, tuple(both))
+        return replace(self, superseded=tuple(dict.fromkeys((*self.superseded, *lines))))
 
     def updated(self, folder: Path, beside: Sequence[Path] = ()) -> "Manifest":
         """The manifest of what lies in the folder now, with nothing lost of what this one has."""
