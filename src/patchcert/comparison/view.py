@@ -169,7 +169,6 @@ class Panel:
 
     @cached_property
     def y(self) -> Axis:
-        """Certified accuracy."""
         return replace(nice_axis("", 0.0, 100.0, suffix="%"), start=HEIGHT - BOTTOM, end=TOP)
 
     @cached_property

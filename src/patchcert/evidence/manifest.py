@@ -82,7 +82,6 @@ class ListedFile(_Line):
 
     @staticmethod
     def of(file: Path, folder: Path) -> "ListedFile":
-        """The entry of a file below a folder."""
         path = file.relative_to(folder).as_posix()
         if file.suffix != ".npz":
             return ListedFile(path, sha256(file), file.stem)

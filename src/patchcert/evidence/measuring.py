@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Annotated, Any, cast, final
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks import Attack, AttackResult
+from patchcert.attacks import Attack
 from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
 from patchcert.certificates import AnyThreat, Certificates, Classifier
 from patchcert.certificates.checks import weight_dtype
@@ -52,7 +52,6 @@ class Subject:
     device: torch.device
 
     def positions(self) -> Tensor:
-        """Where the images stand in their split."""
         return self.selection.positions(len(self.dataset.split(self.selection.split)))
 
     def images(self, positions: Tensor) -> Split:
@@ -112,7 +111,6 @@ class Certification:
 
     @property
     def question(self) -> Question:
-        """What is asked."""
         return Question("certify", self.threat, self.subject.selection, self.subject.describe())
 
     def run(self, progress: Progress | None = None) -> Evidence:
@@ -259,10 +257,14 @@ def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDA
         if pair is not None:
             columns |= zip(names, pair.cpu().numpy().astype(np.int16).T, strict=True)
     if found.broken is not None and found.counterexamples is not None:
-        kept = found.broken.nonzero().flatten()
-        columns["adversarial"] = found.counterexamples[kept].float().cpu().numpy()
-        columns["adversarial_row"] = kept.cpu().numpy()
+        columns |= _kept_images(found.counterexamples.float(), found.broken)
     return columns
+
+
+def _kept_images(images: Images, kept: Annotated[Tensor, "n"]) -> dict[str, NDArray[Any]]:
+    """The columns of images that are classified wrongly, and of the rows that they belong to."""
+    rows = kept.nonzero().flatten()
+    return {"adversarial": images[rows].cpu().numpy(), "adversarial_row": rows.cpu().numpy()}
 
 
 @final
@@ -293,7 +295,6 @@ class Attacking:
 
     @property
     def question(self) -> Question:
-        """What is asked."""
         attack = {**self.attack.describe(), "seed": self.seed}
         return Question(
             "attack",
@@ -368,7 +369,9 @@ class Attacking:
             generator,
             report,
         )
-        return result.columns(positions) | (_broken_images(result) if self.save_images else {})
+        broken = result.succeeded & (result.clean_predictions == result.labels)
+        images_kept = _kept_images(result.adversarial, broken) if self.save_images else {}
+        return {**result.columns(positions), **images_kept}
 
     @cached_property
     def _partial(self) -> "_Partial":
@@ -393,14 +396,6 @@ def _dtype_of(attacked: Classifier | nn.Module) -> torch.dtype:
 
 def _model_of(attacked: Classifier | nn.Module) -> nn.Module:
     return attacked.model if isinstance(attacked, Classifier) else attacked
-
-
-def _broken_images(result: AttackResult) -> dict[str, NDArray[Any]]:
-    kept = (result.succeeded & (result.clean_predictions == result.labels)).nonzero().flatten()
-    return {
-        "adversarial": result.adversarial[kept].cpu().numpy(),
-        "adversarial_row": kept.cpu().numpy(),
-    }
 
 
 @final

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import inf, isnan
 from pathlib import Path
 from typing import Any, final
 
@@ -42,7 +43,6 @@ class Circumstances:
         return Circumstances(**json.loads(file.read_text("utf-8"))) if file.is_file() else Circumstances()
 
     def write(self, run: Path) -> None:
-        """Note them in a run's folder."""
         write_text(run / CIRCUMSTANCES, json.dumps(asdict(self)))
 
 
@@ -56,7 +56,6 @@ class Result:
 
     @classmethod
     def open(cls, path: Path) -> "Result":
-        """The result in a folder."""
         return cls(path, read_spec(path / SPEC))
 
     @cached_property
@@ -68,6 +67,14 @@ class Result:
     def training_loss(self) -> float | None:
         """The mean training loss in the last epoch; None where it is not on record."""
         return self.summary.get("training_loss")
+
+    @property
+    def training_seconds(self) -> float:
+        return float(self.summary["training_seconds"])
+
+    @property
+    def device(self) -> str:
+        return shared_device(self.summary["device"], self.summary.get("jobs", 1))
 
     @cached_property
     def evidence(self) -> tuple[Evidence, ...]:
@@ -237,6 +244,16 @@ def copy_evidence(source: Path, target: Path, weights: str, folder: Path) -> Non
 
 def _by_name(folder: Path) -> dict[str, Evidence]:
     return {file.name: Evidence.read(file) for file in EvidenceFolder(folder).files()}
+
+
+def shared_device(device: str, jobs: int) -> str:
+    """A device, and that several runs were given to it at once: their training times then include waiting."""
+    return f"{device}, {jobs} runs at once" if jobs > 1 else device
+
+
+def comparable_loss(loss: float | None) -> float:
+    """By which the seed of least loss is found: infinite where none is on record, or it is no number."""
+    return inf if loss is None or isnan(loss) else loss
 
 
 def last_loss(run: Run) -> float | None:

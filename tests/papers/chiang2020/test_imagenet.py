@@ -232,7 +232,7 @@ class Quiet:
 
 
 def run_rows(data_dir, place, text):
-    shop = Workshop(place / "runs", place / "results", data_dir=data_dir, worker=runner.WORKER)
+    shop = Workshop(place / "runs", place / "results", data_dir=data_dir)
     watcher = Quiet()
     states = Runner(shop, watcher, Event()).run(plan_networks(TABLE.chosen([text]), 1, data_dir))
     return list(states.values()), watcher.note

@@ -121,7 +121,7 @@ def test_a_changed_schedule_is_not_called_full():
     row = CountedRow(changed, "measured", (counted_run(4407),))
     assert row.schedule == "changed schedule (decision 7)"
     view = TableView.of(TABLE, [row])
-    assert (view.full, view.changed, len(view.gaps)) == (0, 1, 1)
+    assert (view.full, view.changed, len(view.gaps())) == (0, 1, 1)
     average, *_ = find_table("training-strategies").chosen(["mnist 2x2 random(5)"])
     assert replace(row, entry=average).schedule == "changed schedule (decision 7 for cnn4)"
     (wide,) = find_table("large-models").chosen(["2x2 all cnn5w"])

@@ -173,7 +173,6 @@ class Material:
         return cls(network, folder, replace(dataset, name=IMAGENET, checksums=sums), sha256(weights))
 
     def name(self, question: Question) -> str:
-        """The name of the results of attacks on this material."""
         return network_name(self.network, question, self.weights_sha256, self.dataset.checksums)
 
 
@@ -259,7 +258,6 @@ def planned_experiment(question: Question, device: torch.device) -> CornerExperi
 
 
 def _question(first: Question, defense: str, experiment: CornerExperiment, adaptive: bool) -> Question:
-    """What an attack on this defense answers."""
     attack = {**CornerAttack(experiment.attack, adaptive).describe(), "seed": first.selection.seed}
     return replace(first, classifier={"name": "Defended", "defense": defense}, attack=attack)
 

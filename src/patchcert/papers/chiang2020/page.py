@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import patchcert
 from patchcert.errors import InvalidInput
@@ -24,7 +24,7 @@ from patchcert.papers.chiang2020.view import (
 from patchcert.report.charts import DotGroup, Measured
 from patchcert.report.page import page_environment
 from patchcert.report.statistics import Proportion, mean_interval
-from patchcert.report.tables import NOT_MEASURED
+from patchcert.report.tables import NOT_MEASURED, Cell
 
 TITLE = "Tables of the paper, and ours"
 ON_PAGE = (
@@ -114,7 +114,7 @@ def linked(note: str, root: Path, page: Path) -> list[tuple[str, str]]:
 
 
 def _all_gaps(views: Sequence[TableView], rule: Rule) -> list[float]:
-    return [gap for view in views for gap in view.gaps_by(rule)]
+    return [gap for view in views for gap in view.gaps(rule)]
 
 
 def page_table(view: TableView, source: str) -> PageTable:
@@ -175,12 +175,11 @@ def _cell(quantity: Quantity, row: CountedRow, digits: int) -> PageCell:
         )
     if row.missing:
         return PageCell(row.status, None, _lines(row.note), "missing")
-    share = share_of(row, quantity.count)
-    beneath = _beneath(quantity.name, row, digits)
-    if share is None:
+    interval, beneath = interval_of(row, quantity.count), _beneath(quantity.name, row, digits)
+    if interval is None or not isinstance(value, float):
         return PageCell(ABSENT, small=beneath)
-    interval = f"{share.low:.{digits}f} to {share.high:.{digits}f}"
-    return PageCell(f"{share.value:.{digits}f}", share.value, (interval, *beneath), "ours")
+    words = " to ".join(f"{end:.{digits}f}" for end in interval)
+    return PageCell(f"{value:.{digits}f}", value, (words, *beneath), "ours")
 
 
 def _beneath(name: str, row: CountedRow, digits: int) -> tuple[str, ...]:
@@ -270,23 +269,15 @@ class Chart:
         return any(row.caveat for group in self.groups for row in group.rows)
 
 
-@dataclass(frozen=True)
-class Share:
-    """A mean over runs and its interval, in per cent."""
-
-    value: float
-    low: float
-    high: float
-
-
-def share_of(row: CountedRow, count: Callable[[CountedRun], Proportion | None]) -> Share | None:
-    """The mean of one number over the runs of a row that count; None unless all have it."""
-    counts = [count(run) for run in row.runs]
-    found = [each for each in counts if each is not None]
-    if not found or len(found) < len(counts):
+def interval_of(
+    row: CountedRow, count: Callable[[CountedRun], Proportion | None]
+) -> tuple[float, float] | None:
+    """Of the mean of one number over the runs of a row that count, in per cent; None unless all have it."""
+    found = [each for run in row.runs if (each := count(run)) is not None]
+    if not found or len(found) < len(row.runs):
         return None
     low, high = mean_interval(found)
-    return Share(100 * fmean(share.value for share in found), 100 * low, 100 * high)
+    return 100 * low, 100 * high
 
 
 def charts(view: TableView, anchors: Sequence[str]) -> tuple[Chart, ...]:
@@ -297,9 +288,8 @@ def charts(view: TableView, anchors: Sequence[str]) -> tuple[Chart, ...]:
         assert ours.count is not None
         groups: dict[str, list[Measured]] = {}
         for anchor, row in zip(anchors, view.rows, strict=True):
-            stated, share = paper.value(row), share_of(row, ours.count)
-            if stated is not None or share is not None:
-                point = _measured(row, stated if isinstance(stated, float) else None, share)
+            point = _measured(row, paper.value(row), ours.value(row), interval_of(row, ours.count))
+            if point.paper is not None or point.ours is not None:
                 point = replace(point, label=label(row), anchor=anchor, decimals=view.digits)
                 groups.setdefault(_group(row.entry), []).append(point)
         if groups:
@@ -319,11 +309,12 @@ def _joined(groups: Mapping[str, Sequence[Measured]]) -> Mapping[str, Sequence[M
     return {"": [replace(row, label=f"{name}: {row.label}") for name, (row,) in groups.items()]}
 
 
-def _measured(row: CountedRow, paper: float | None, ours: Share | None) -> Measured:
-    if ours is None:
-        return Measured("", paper, None, note=NOT_MEASURED if row.status == "measured" else row.status)
+def _measured(row: CountedRow, paper: Cell, ours: Cell, interval: tuple[float, float] | None) -> Measured:
+    stated = paper if isinstance(paper, float) else None
+    if interval is None or not isinstance(ours, float):
+        return Measured("", stated, None, note=NOT_MEASURED if row.status == "measured" else row.status)
     note = row.note if row.scale == 1.0 else f"schedule {replace(row, quick=False).schedule}"
-    return Measured("", paper, ours.value, ours.low, ours.high, note=note)
+    return Measured("", stated, ours, *interval, note=note)
 
 
 def _group(entry: Entry) -> str:
