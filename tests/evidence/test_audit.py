@@ -60,6 +60,10 @@ class Folder:
         file = self.path / run / "summary.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | facts, indent=2) + "\n")
 
+    def found_in(self, file: Path) -> str:
+        """What the audit says of a file."""
+        return self.found[file.relative_to(self.path).as_posix()]
+
     @property
     def found(self) -> dict[str, str]:
         """What the audit says, by file."""
@@ -125,18 +129,16 @@ def test_forged_rows_are_noticed_whether_or_not_the_manifest_is_forged_too(copie
     folder = copied(PROVEN)
     file = folder.file(PROVEN, "certify")
     folder.forge(file, change)
-    name = file.relative_to(folder.path).as_posix()
-    assert folder.found[name] == "does not have the SHA-256 sum that the manifest lists"
+    assert folder.found_in(file) == "does not have the SHA-256 sum that the manifest lists"
     folder.relist()
-    assert without_manifest in folder.found[name]
+    assert without_manifest in folder.found_in(file)
 
 
 def test_rows_in_another_order_are_noticed(copied):
     folder = copied(PROVEN)
     file = folder.file(PROVEN, "certify")
     folder.forge(file, lambda columns: columns.update({name: each[::-1] for name, each in columns.items()}))
-    found = folder.found[file.relative_to(folder.path).as_posix()]
-    assert found == "does not have the SHA-256 sum that the manifest lists"
+    assert folder.found_in(file) == "does not have the SHA-256 sum that the manifest lists"
     assert any("every image once, in order" in str(each) for each in audit_results(folder.path).findings)
 
 
@@ -161,8 +163,7 @@ def test_the_same_weights_predict_the_same(copied):
 
     folder.forge(file, improve)
     folder.relist()
-    found = folder.found[file.relative_to(folder.path).as_posix()]
-    assert found.startswith("100 predictions are not those in ")
+    assert folder.found_in(file).startswith("100 predictions are not those in ")
 
 
 @pytest.mark.slow
@@ -219,10 +220,9 @@ def test_erased_successes_of_an_adaptive_attack_are_noticed(copied):
 
     assert (Evidence.read(plain).withstood, Evidence.read(adaptive).withstood) == (210, 65)
     folder.forge(adaptive, erase)
-    name = adaptive.relative_to(folder.path).as_posix()
-    assert name in folder.found
+    assert folder.found_in(adaptive)
     folder.relist()
-    assert "withstood the adaptive attack, but not the plain one" in folder.found[name]
+    assert "withstood the adaptive attack, but not the plain one" in folder.found_in(adaptive)
     assert "its rows count" in folder.found[f"{ATTACKED}/summary.json"]
 
 
@@ -236,9 +236,7 @@ def test_successes_follow_from_margins(copied):
 
     folder.forge(file, erase)
     folder.relist()
-    assert (
-        "successes do not follow from their margins" in folder.found[file.relative_to(folder.path).as_posix()]
-    )
+    assert "successes do not follow from their margins" in folder.found_in(file)
 
 
 def test_an_image_that_is_wrong_by_itself_cannot_withstand_an_attack(copied):
@@ -253,7 +251,7 @@ def test_an_image_that_is_wrong_by_itself_cannot_withstand_an_attack(copied):
 
     folder.forge(file, mend)
     folder.relist()
-    assert "but is wrong without one" in folder.found[file.relative_to(folder.path).as_posix()]
+    assert "but is wrong without one" in folder.found_in(file)
 
 
 def test_a_certified_image_that_is_marked_as_broken_is_named(copied):

@@ -233,19 +233,18 @@ def _gathered(part: Certificates, rows: slice, total: int, world: World) -> Cert
 
 def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDArray[Any]]:
     """The rows of evidence, in small types that hold them."""
-    labels = found.labels.cpu().numpy()
-    small = np.int8 if max(labels.max(initial=0), int(found.predictions.max())) < 128 else np.int16
+    classes = {"label": found.labels, "prediction": found.predictions}
+    classes |= {} if found.ballots is None else {"selected": found.ballots.selected}
+    small = np.int8 if max(int(each.max()) for each in classes.values()) < 128 else np.int16
     columns = {
         "index": positions.numpy().astype(np.int32),
-        "label": labels.astype(small),
-        "prediction": found.predictions.cpu().numpy().astype(small),
+        **{name: each.cpu().numpy().astype(small) for name, each in classes.items()},
         "certified": found.certified.cpu().numpy(),
     }
     if found.radius is not None:
         columns["radius"] = found.radius.cpu().numpy().astype(np.int32)
     if found.ballots is not None:
         votes = found.ballots.estimation.cpu().numpy()
-        columns["selected"] = found.ballots.selected.cpu().numpy().astype(small)
         columns["votes"] = votes.astype(np.min_scalar_type(int(votes.max())))
     numbers = {"margin": found.least_margin, "lead": found.lead, "broken": found.broken}
     columns |= {name: each.cpu().numpy() for name, each in numbers.items() if each is not None}

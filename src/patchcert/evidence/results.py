@@ -221,24 +221,23 @@ def copy_evidence(source: Path, target: Path, weights: str, folder: Path) -> Non
     The counts of what is replaced stay in the manifest. Answers with the same rows are not replaced, unless they are
     the first to say what predictions take.
     """
-    there = _by_name(target)
+    there, gone = _by_name(target), dict[str, str]()
     arriving = {name: each for name, each in _by_name(source).items() if each.weights == weights}
-    alike = {name for name, each in arriving.items() if name in there and each.has_rows_of(there[name])}
-    timed = {name for name in alike if "prediction" in arriving[name].meta.keys() - there[name].meta.keys()}
-    kept = alike - timed
-    gone = {
-        name: TRAINED_AGAIN if each.weights != weights else TIMED if name in timed else MEASURED_AGAIN
-        for name, each in there.items()
-        if each.weights != weights or (name in arriving and name not in kept)
-    }
-    kept -= gone.keys()
+    for name, before in there.items():
+        after = arriving.get(name)
+        if before.weights != weights:
+            gone[name] = TRAINED_AGAIN
+        elif after is not None and not after.has_rows_of(before):
+            gone[name] = MEASURED_AGAIN
+        elif after is not None and "prediction" in after.meta.keys() - before.meta.keys():
+            gone[name] = TIMED
     if gone:
         about = ListedRun.of(folder / target.relative_to(folder).parts[0])
         lines = [Superseded.of(there[name], about, why) for name, why in gone.items()]
         Manifest.read(folder).superseding(lines).write(folder)
     for name in gone:
         (target / name).unlink()
-    for name in arriving.keys() - kept:
+    for name in arriving.keys() - (there.keys() - gone.keys()):
         copy_file(source / name, target / name)
 
 

@@ -123,8 +123,7 @@ class CountedRow:
         """The standard deviation of one model's certified accuracy over all its seeds, in points."""
         if len(self.runs) != 1:
             return None
-        found = [run.worst for run in self.seeds_of(self.runs[0])]
-        values = [worst.percent for worst in found if worst is not None]
+        values = [run.worst.percent for run in self.seeds_of(self.runs[0]) if run.worst]
         return stdev(values) if len(values) > 1 else None
 
     @property
@@ -136,8 +135,7 @@ class CountedRow:
     @property
     def mean(self) -> float | None:
         """Certified accuracy in per cent, the mean over all seeds of each model and then over the models."""
-        of_models = [[run.worst for run in self.seeds_of(counting)] for counting in self.runs]
-        return _mean(_mean(None if each is None else each.percent for each in seeds) for seeds in of_models)
+        return _mean(replace(self, runs=self.seeds_of(run)).certified for run in self.runs)
 
     def difference_by(self, rule: Rule) -> float | None:
         """Our certified accuracy minus the paper's in points, by the seed of least `loss`, the `first` seed, or the
@@ -149,9 +147,8 @@ class CountedRow:
     def difference(self) -> float | None:
         """Our certified accuracy minus the paper's in points; where it has none, that under attack."""
         if self.entry.certified is not None:
-            ours, paper = self.certified, self.entry.certified
-        else:
-            ours, paper = self.empirical, self.entry.empirical
+            return self.difference_by("loss")
+        ours, paper = self.empirical, self.entry.empirical
         return None if ours is None or paper is None else ours - paper
 
     @property
@@ -208,8 +205,7 @@ class CountedRow:
         words = words or ["full"]
         if self.drawn_images is not None:
             words.append(f"{self.drawn_images:,} random test images")
-        attacked = [run for run in self.runs if run.spec is not None and run.attacked is not None]
-        totals = {(run.clean.total, run.attacked.total) for run in attacked if run.attacked is not None}
+        totals = [(run.clean.total, run.attacked.total) for run in self.runs if run.spec and run.attacked]
         if totals:
             where = "all" if all(clean == tried for clean, tried in totals) else "attack"
             words.append(f"{where} on {min(tried for _, tried in totals):,} random test images")

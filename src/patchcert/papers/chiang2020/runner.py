@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Literal, Protocol
@@ -128,7 +128,9 @@ class Watcher(Protocol):
         """A run was started, or has come to some end."""
         ...
 
-    def passed(self, states: dict[str, State], running: Sequence["Job"]) -> None: ...
+    def passed(self, states: dict[str, State], running: Sequence["Job"]) -> None:
+        """Time has passed."""
+        ...
 
 
 @dataclass(slots=True)
@@ -138,7 +140,6 @@ class Job:
     assignment: Assignment
     folder: Path
     process: subprocess.Popen[bytes]
-    started: float = field(default_factory=time.monotonic)
 
     @property
     def epochs_done(self) -> int:

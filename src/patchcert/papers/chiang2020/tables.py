@@ -202,13 +202,13 @@ def _our_table() -> PaperTable:
 
 
 def _our_entry(preset: str, spec: Spec) -> Entry:
-    is_patch = isinstance(spec.threat, Patch)
+    threat = spec.threat
     own = Entry(
         dataset=spec.data.name,
         model=spec.model.name,
         strategy=spec.strategy.kind,
-        patch=f"{spec.threat.height}x{spec.threat.width}" if is_patch else "",
-        pixels=0 if is_patch else spec.threat.pixels,
+        patch=f"{threat.height}x{threat.width}" if isinstance(threat, Patch) else "",
+        pixels=0 if isinstance(threat, Patch) else threat.pixels,
         hidden=spec.model.hidden,
         preset=preset,
     )

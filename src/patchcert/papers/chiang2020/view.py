@@ -10,7 +10,7 @@ from patchcert.evidence.record import Evidence
 from patchcert.evidence.results import Result
 from patchcert.papers.chiang2020.counting import ABSENT, CountedRow, CountedRun, Rule
 from patchcert.papers.chiang2020.tables import DATA_NAMES, PaperTable
-from patchcert.report.statistics import Proportion
+from patchcert.report.statistics import Proportion, mean_interval
 from patchcert.report.tables import Cell, Column, Table
 
 QUICK_LABEL = "QUICK LOOK, NOT A RESULT (small images, networks and schedules stand in for the paper's)"
@@ -91,6 +91,15 @@ class Quantity:
     def cell(self, row: CountedRow) -> Cell:
         value = self.value(row)
         return ABSENT if value is None else value
+
+    def interval(self, row: CountedRow) -> tuple[float, float] | None:
+        """Of the mean over the runs of a row that count, in per cent; None unless all have it."""
+        counts = [None if self.count is None else self.count(run) for run in row.runs]
+        found = [count for count in counts if count is not None]
+        if not found or len(found) < len(counts):
+            return None
+        low, high = mean_interval(found)
+        return 100 * low, 100 * high
 
 
 def _any(value: Callable[[CountedRow], float | None]) -> Shown:
