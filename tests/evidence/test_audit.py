@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forged_evidence import forge
 from patchcert.cli.audit import Checkout
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence
@@ -47,13 +48,6 @@ class Folder:
         """The only file of a run with these words in its name."""
         (file,) = self.path.glob(f"{run}/*{words}*.npz")
         return file
-
-    def forge(self, file: Path, change):
-        """Writes what `change` makes of the columns, past every check."""
-        found = Evidence.read(file)
-        columns = {name: column.copy() for name, column in found.columns.items()}
-        change(columns)
-        np.savez_compressed(file, meta=np.array(json.dumps(found.meta)), **columns)
 
     def edit(self, run: str, **facts):
         """Changes facts of a summary."""
@@ -128,7 +122,7 @@ def test_untouched_copies_pass(copied):
 def test_forged_rows_are_noticed_whether_or_not_the_manifest_is_forged_too(copied, change, without_manifest):
     folder = copied(PROVEN)
     file = folder.file(PROVEN, "certify")
-    folder.forge(file, change)
+    forge(file, change)
     assert folder.found_in(file) == "does not have the SHA-256 sum that the manifest lists"
     folder.relist()
     assert without_manifest in folder.found_in(file)
@@ -137,7 +131,7 @@ def test_forged_rows_are_noticed_whether_or_not_the_manifest_is_forged_too(copie
 def test_rows_in_another_order_are_noticed(copied):
     folder = copied(PROVEN)
     file = folder.file(PROVEN, "certify")
-    folder.forge(file, lambda columns: columns.update({name: each[::-1] for name, each in columns.items()}))
+    forge(file, lambda columns: columns.update({name: each[::-1] for name, each in columns.items()}))
     assert folder.found_in(file) == "does not have the SHA-256 sum that the manifest lists"
     assert any("every image once, in order" in str(each) for each in audit_results(folder.path).findings)
 
@@ -146,7 +140,7 @@ def test_a_verdict_without_margins_is_held_by_the_manifest_alone(copied):
     """Only --reprove, and the history of the manifest, notice it where the manifest is forged too."""
     folder = copied("449d8e0ae656cfa7")
     file = folder.file("449d8e0ae656cfa7", "certify-patch-16x1-line")
-    folder.forge(file, swap)
+    forge(file, swap)
     assert list(folder.found) == [file.relative_to(folder.path).as_posix()]
     folder.relist()
     assert folder.found == {}
@@ -161,7 +155,7 @@ def test_the_same_weights_predict_the_same(copied):
         wrong = np.flatnonzero(columns["prediction"] != columns["label"])[:100]
         columns["prediction"][wrong] = columns["label"][wrong]
 
-    folder.forge(file, improve)
+    forge(file, improve)
     folder.relist()
     assert folder.found_in(file).startswith("100 predictions are not those in ")
 
@@ -219,7 +213,7 @@ def test_erased_successes_of_an_adaptive_attack_are_noticed(copied):
         columns["margin"] = np.where(columns["succeeded"], 1.0, -1.0).astype(np.float32)
 
     assert (Evidence.read(plain).withstood, Evidence.read(adaptive).withstood) == (210, 65)
-    folder.forge(adaptive, erase)
+    forge(adaptive, erase)
     assert folder.found_in(adaptive)
     folder.relist()
     assert "withstood the adaptive attack, but not the plain one" in folder.found_in(adaptive)
@@ -234,7 +228,7 @@ def test_successes_follow_from_margins(copied):
         columns["prediction_after"] = columns["label"].copy()
         columns["succeeded"][:] = False
 
-    folder.forge(file, erase)
+    forge(file, erase)
     folder.relist()
     assert "successes do not follow from their margins" in folder.found_in(file)
 
@@ -249,7 +243,7 @@ def test_an_image_that_is_wrong_by_itself_cannot_withstand_an_attack(copied):
         columns["succeeded"][row], columns["margin"][row] = False, -1.0
         columns["prediction_after"][row] = columns["label"][row]
 
-    folder.forge(file, mend)
+    forge(file, mend)
     folder.relist()
     assert "but is wrong without one" in folder.found_in(file)
 
@@ -265,7 +259,7 @@ def test_a_certified_image_that_is_marked_as_broken_is_named(copied):
         columns["succeeded"][row], columns["margin"][row] = True, 1.0
         columns["prediction_after"][row] = (columns["label"][row] + 1) % 10
 
-    folder.forge(attack, break_one)
+    forge(attack, break_one)
     folder.relist()
     assert "is certified, but" in folder.found[run]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from forged_evidence import forge
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence, Question, Selection, results
 from patchcert.evidence.manifest import Manifest
@@ -47,16 +48,10 @@ def test_an_answer_is_found_by_its_question(finished, mlp):
     assert result.find(replace(asked, selection=Selection("mnist", limit=100))) is None
 
 
-def change(file, **columns):
-    with np.load(file) as stored:
-        arrays = dict(stored) | columns
-    np.savez_compressed(file, **arrays)
-
-
 def test_certificates_of_a_run_are_about_the_same_images(finished, mlp):
     result = finished.collect(mlp, {Patch(5): (94, 62), Patch(2): (94, 70)})
     file = sorted(result.path.glob("*.npz"))[1]
-    change(file, label=np.where(np.arange(100) == 99, 4, 0))
+    forge(file, lambda columns: columns.update(label=np.where(np.arange(100) == 99, 4, 0)))
     with pytest.raises(RunError, match=f"{file.name} is about other images than .*certify-patch-2x2"):
         _ = result.evidence
 

@@ -294,15 +294,9 @@ class Attacking:
 
     @property
     def question(self) -> Question:
-        attack = {**self.attack.describe(), "seed": self.seed}
-        return Question(
-            "attack",
-            self.threat,
-            self.subject.selection,
-            self.subject.describe(),
-            attack,
-            certified_only=self.among is not None,
-        )
+        attack, subject = {**self.attack.describe(), "seed": self.seed}, self.subject
+        is_part = self.among is not None
+        return Question("attack", self.threat, subject.selection, subject.describe(), attack, is_part)
 
     def run(self, progress: Progress | None = None) -> Evidence:
         """The evidence, with the seconds of earlier, interrupted calls counted in. Its file appears whole."""
@@ -355,19 +349,13 @@ class Attacking:
     def _attack_block(
         self, positions: Tensor, generator: Generator, progress: Progress, done: int
     ) -> dict[str, NDArray[Any]]:
-        images, total = self.subject.images(positions), len(self.positions)
+        images, attacked, total = self.subject.images(positions), self.subject.classifier, len(self.positions)
 
         def report(part: int, parts: int) -> None:
             progress(done + len(positions) * part // max(parts, 1), total)
 
-        result = self.attack.run(
-            self.subject.classifier,
-            images.floats().to(_dtype_of(self.subject.classifier)),
-            images.labels,
-            self.threat,
-            generator,
-            report,
-        )
+        pixels = images.floats().to(_dtype_of(attacked))
+        result = self.attack.run(attacked, pixels, images.labels, self.threat, generator, report)
         broken = result.succeeded & (result.clean_predictions == result.labels)
         images_kept = _kept_images(result.adversarial, broken) if self.save_images else {}
         return {**result.columns(positions), **images_kept}

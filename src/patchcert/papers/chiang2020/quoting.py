@@ -301,11 +301,8 @@ def _run(sources: Sources, name: str, what: str, shape: str = "") -> float | Non
 
 
 def _proof_lines(sources: Sources, run: ListedRun, threat: str) -> tuple[int, int, int]:
-    found = [
-        each
-        for each in sources.manifest.files
-        if each.path.startswith(f"{run.run}/certify") and threat in each.evidence_of
-    ]
+    found = [each for each in sources.manifest.files if each.path.startswith(f"{run.run}/certify")]
+    found = [each for each in found if threat in each.evidence_of]
     if len(found) != 1:
         raise InvalidInput(f"run {run.run} has {len(found)} proofs against {threat}; expected one")
     return found[0].images or 0, found[0].right or 0, found[0].counted or 0

@@ -191,11 +191,9 @@ def _proven(specs: Sequence[Spec], scale: Scale, threats: Iterable[AnyThreat] = 
     """Against other threats than that of training images get verdicts without margins, which is faster."""
     scaled = tuple(dict.fromkeys(map(scale.spec, specs)))
     images, own = scale.test_images(scaled[0]), scaled[0].threat
-    asked = {
-        threat: IntervalBounds(_ANY, verdicts_only=threat != own).describe()
-        for threat in tuple(threats) or (own,)
-    }
-    return Recipe(scaled, tuple(Question("certify", threat, images, how) for threat, how in asked.items()))
+    bounds = {is_own: IntervalBounds(_ANY, verdicts_only=not is_own).describe() for is_own in (True, False)}
+    asked = dict.fromkeys(tuple(threats) or (own,))
+    return Recipe(scaled, tuple(Question("certify", each, images, bounds[each == own]) for each in asked))
 
 
 def _voted(entry: Entry, scale: Scale) -> Recipe:
