@@ -315,9 +315,11 @@ def test_a_manifest_is_read_as_it_was_written_and_refused_where_it_is_none(tmp_p
     made = Manifest().updated(folder)
     made.write(folder)
     assert Manifest.read(folder) == made
-    (folder / MANIFEST).write_text('{"runs": [{"run": "x"}], "files": [], "beside": [], "superseded": []}')
-    with pytest.raises(RunError, match="a line of the manifest has the keys"):
-        Manifest.read(folder)
+    lists = '"runs": [{"run": "x"}], "files": [], "beside": [], "superseded": []'
+    for version, message in ((1, "a line of the manifest has the keys"), (2, "its version is 2, expected 1")):
+        (folder / MANIFEST).write_text(f'{{"version": {version}, {lists}}}')
+        with pytest.raises(RunError, match=message):
+            Manifest.read(folder)
 
 
 def test_labels_of_trials_on_held_out_images_are_checked(tmp_path):

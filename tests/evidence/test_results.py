@@ -177,6 +177,20 @@ def test_attacks_on_certified_images_are_on_those_that_evidence_calls_proven(
         assert result.evidence
 
 
+def test_attacks_may_be_on_images_that_only_the_stronger_of_two_proofs_calls_proven(
+    finished, mlp, tmp_path, attack_rows
+):
+    run = finished.run(mlp, {Patch(5): (90, 62)})
+    (file,) = (run.path / "evidence").glob("*.npz")
+    columns = dict(Evidence.read(file).columns)
+    columns["certified"] = columns["index"] < 64
+    columns["margin"] = np.where(columns["certified"], 0.5, -0.5)
+    refined = {"name": "IntervalBounds", "dtype": "float32", "refine": "linear"}
+    finished.write(run, Question("certify", Patch(5), Selection("mnist"), refined), columns)
+    finished.write(run, attack(certified_only=True), attack_rows([0, 63], withstood=2))
+    assert len(collect(run, tmp_path / "results").evidence) == 3
+
+
 def test_attacks_on_certified_images_need_certificates_beside_them(finished, mlp, tmp_path, attack_rows):
     run = finished.run(mlp, {})
     finished.write(run, attack(certified_only=True), attack_rows([0], withstood=1))

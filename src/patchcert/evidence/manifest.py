@@ -152,6 +152,8 @@ class Manifest:
             return cls()
         try:
             plain = json.loads(file.read_text(encoding="utf-8"))
+            if plain["version"] != VERSION:
+                raise ValueError(f"its version is {plain['version']}, expected {VERSION}")
             return cls(
                 tuple(map(ListedRun.from_dict, plain["runs"])),
                 tuple(map(ListedFile.from_dict, plain["files"])),

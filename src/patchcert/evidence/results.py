@@ -143,12 +143,13 @@ def _check_same_images(evidence: Evidence, whole: Evidence) -> None:
 
 
 def _check_attacks_proven(attacked: Evidence, proven: Sequence[Evidence]) -> None:
-    beside = [each for each in proven if each.threat == attacked.threat and each.selection.is_whole_test_set]
+    whole = [each for each in proven if each.selection.is_whole_test_set]
+    beside = [each for each in whole if each.subject == attacked.subject]
     if not beside:
         raise RunError(
             f"{attacked.where} has no certificates of all test images beside it", hint="collect again"
         )
-    if not beside[0].columns["certified"][attacked.columns["index"]].all():
+    if not any(each.columns["certified"][attacked.columns["index"]].all() for each in beside):
         raise RunError(f"{attacked.where} attacks images that {beside[0].where} does not call proven")
 
 
