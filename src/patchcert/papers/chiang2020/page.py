@@ -138,7 +138,7 @@ def page_table(view: TableView, source: str) -> PageTable:
 def _is_shown(quantity: Quantity, view: TableView) -> bool:
     """Certified accuracies are left out where neither the paper nor we have any."""
     has_proofs = any(row.entry.certified is not None or row.certified is not None for row in view.rows)
-    return quantity.shown(view) and (has_proofs or "certified" not in quantity.name)
+    return quantity.is_shown(view) and (has_proofs or "certified" not in quantity.name)
 
 
 def _row(view: TableView, anchor: str, row: CountedRow, shown: Sequence[Quantity]) -> PageRow:

@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast, final
@@ -32,6 +33,7 @@ from patchcert.papers.chiang2020.counting import CountedRow, Rule, count_rows
 from patchcert.papers.chiang2020.tables import (
     AUTHORS_FILE,
     FROZEN,
+    NUMBERS,
     authors_entries,
     find_table,
     holds,
@@ -270,22 +272,13 @@ def _loss(row: CountedRow) -> float | None:
     return run.training_loss
 
 
+_SAME = ("clean", "certified", "empirical", "difference", "mean", "spread", "seconds", "scale")
 _ROW: Mapping[str, Callable[[CountedRow], float | None]] = {
-    "clean": lambda row: row.clean,
-    "certified": lambda row: row.certified,
-    "empirical": lambda row: row.empirical,
-    "difference": lambda row: row.difference,
-    "mean": lambda row: row.mean,
-    "spread": lambda row: row.spread,
-    "first": lambda row: row.by_first_seed.certified,
-    "seeds": lambda row: row.number_of_seeds,
-    "seconds": lambda row: row.seconds,
-    "scale": lambda row: row.scale,
+    **{name: attrgetter(name) for name in _SAME},
+    **{f"paper-{name}": attrgetter(f"entry.{name}") for name in NUMBERS},
+    "first": attrgetter("by_first_seed.certified"),
+    "seeds": attrgetter("number_of_seeds"),
     "loss": _loss,
-    "paper-clean": lambda row: row.entry.clean,
-    "paper-certified": lambda row: row.entry.certified,
-    "paper-empirical": lambda row: row.entry.empirical,
-    "paper-hours": lambda row: row.entry.hours,
 }
 
 
@@ -444,7 +437,7 @@ def _whole_megabytes(card: Card) -> float:
 
 def _sources_table(sources: Sources) -> str:
     links = {row.source.link: row.source.title for row in sources.compared if row.source.link}
-    columns = (Column("source", numeric=False), Column("link", numeric=False))
+    columns = tuple(Column(name, numeric=False) for name in ("source", "link"))
     return grid(Table("", columns, tuple((title, f"[{link}]({link})") for link, title in links.items())))
 
 

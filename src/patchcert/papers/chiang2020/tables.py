@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from operator import attrgetter
@@ -173,8 +173,7 @@ def find_table(name: str) -> PaperTable:
 
 
 def _table(plain: dict[str, Any]) -> PaperTable:
-    known = {field.name for field in fields(Entry)}
-    entries = tuple(Entry(**{key: row[key] for key in row if key in known}) for row in plain["rows"])
+    entries = tuple(Entry(**row) for row in plain["rows"])
     return PaperTable(
         plain["name"], plain["section"], plain["title"], plain["caption"], tuple(plain["notes"]), entries
     )

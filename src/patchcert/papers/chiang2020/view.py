@@ -65,14 +65,13 @@ SHORT_RULES: Mapping[Rule, str] = {"loss": "least loss", "first": "first seed", 
 SEEDED = ("All Patch", "Random(10)", "Guided(10)")
 """The strategies whose rows on CIFAR-10 have three seeds each, whatever the first one reached."""
 
-Shown = Callable[["TableView"], bool]
-
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A column: what it shows of a row, in which tables, and the counts that it is the mean of, where it is one.
+    """A column: what it shows of a row, and the counts that it is the mean of, where it is one.
 
-    Per cent have the decimals of the paper's table unless others are given.
+    Per cent have the decimals of the paper's table unless others are given. An `optional` column stands in tables that
+    have a row with something to show.
     """
 
     name: str
@@ -80,13 +79,16 @@ class Quantity:
     numeric: bool = True
     decimals: int | None = None
     signed: bool = False
-    shown: Shown = lambda view: True
+    optional: bool = False
     count: Callable[[CountedRun], Proportion | None] | None = None
 
     def column(self, digits: int) -> Column:
         return Column(
             self.name, digits if self.decimals is None else self.decimals, self.signed, self.numeric
         )
+
+    def is_shown(self, view: "TableView") -> bool:
+        return not self.optional or any(self.value(row) is not None for row in view.rows)
 
     def cell(self, row: CountedRow) -> Cell:
         value = self.value(row)
@@ -102,13 +104,6 @@ class Quantity:
         return 100 * low, 100 * high
 
 
-def _any(value: Callable[[CountedRow], float | None]) -> Shown:
-    return lambda view: any(value(row) is not None for row in view.rows)
-
-
-_has_attacks = _any(lambda row: row.entry.empirical)
-
-
 def _float(value: float | None) -> float | None:
     return None if value is None else float(value)
 
@@ -120,39 +115,21 @@ QUANTITIES = (
     Quantity("model", lambda row: row.model, numeric=False),
     Quantity("paper clean", lambda row: _float(row.entry.clean)),
     Quantity("clean", lambda row: row.clean, count=lambda run: run.clean),
-    Quantity("paper under attack", lambda row: _float(row.entry.empirical), shown=_has_attacks),
+    Quantity("paper under attack", lambda row: _float(row.entry.empirical), optional=True),
     Quantity(
         "under attack",
-        lambda row: row.missing or row.empirical,
-        shown=_has_attacks,
+        lambda row: None if row.entry.empirical is None else row.missing or row.empirical,
+        optional=True,
         count=lambda run: run.attacked,
     ),
-    Quantity(
-        "under attack, of those right at first",
-        lambda row: row.empirical_of_correct,
-        shown=_any(lambda row: row.empirical_of_correct),
-    ),
+    Quantity("under attack, of those right at first", lambda row: row.empirical_of_correct, optional=True),
     Quantity("paper certified", lambda row: _float(row.entry.certified)),
-    Quantity(
-        "authors' code certified",
-        lambda row: row.stated_by_authors,
-        decimals=2,
-        shown=_any(lambda row: row.stated_by_authors),
-    ),
+    Quantity("authors' code certified", lambda row: row.stated_by_authors, decimals=2, optional=True),
     Quantity("certified", lambda row: row.missing or row.certified, count=lambda run: run.worst),
-    Quantity(
-        "certified of those attacked",
-        lambda row: row.certified_of_attacked,
-        shown=_any(lambda row: row.certified_of_attacked),
-    ),
+    Quantity("certified of those attacked", lambda row: row.certified_of_attacked, optional=True),
     Quantity("difference", lambda row: row.difference, signed=True),
-    Quantity(
-        "mean over seeds",
-        lambda row: row.mean if row.passed_over else None,
-        decimals=2,
-        shown=_any(lambda row: len(row.passed_over) or None),
-    ),
-    Quantity("spread over seeds", lambda row: row.spread, decimals=2, shown=_any(lambda row: row.spread)),
+    Quantity("mean over seeds", lambda row: row.mean if row.passed_over else None, decimals=2, optional=True),
+    Quantity("spread over seeds", lambda row: row.spread, decimals=2, optional=True),
     Quantity("seeds", lambda row: row.seeds, decimals=1),
     Quantity("paper hours", lambda row: _float(row.entry.hours), decimals=1),
     Quantity("training seconds", lambda row: _float(row.seconds), decimals=0),
@@ -213,7 +190,7 @@ class TableView:
         """One row for each row of the paper's table, with its numbers and ours."""
         section = f" (section {self.paper.section} of the paper)" if self.paper.section else ""
         title = f"{QUICK_LABEL}: {self.paper.title}" if self.quick else f"{self.paper.title}{section}"
-        shown = [quantity for quantity in QUANTITIES if quantity.shown(self)]
+        shown = [quantity for quantity in QUANTITIES if quantity.is_shown(self)]
         columns = tuple(quantity.column(self.digits) for quantity in shown)
         return Table(title, columns, tuple(tuple(each.cell(row) for each in shown) for row in self.rows))
 
