@@ -154,10 +154,6 @@ class Job:
         last = _last_line(self.folder).partition(" ")[2]
         return f"{label} on evidence{f', {last}' if last and not last.startswith('{') else ''}"
 
-    def stop(self) -> None:
-        """Ask it to save its state and end."""
-        (self.folder / STOP_FILE).touch()
-
 
 class Runner:
     """Carries out assignments, as many at a time as there are jobs, until a stop is asked for.
@@ -262,7 +258,7 @@ class Runner:
     def _end_all(self) -> None:
         """Ask all to stop and wait; what does not stop in time is killed, and resumes from its last state."""
         for job in self._running:
-            job.stop()
+            (job.folder / STOP_FILE).touch()
         until = time.monotonic() + GRACE_SECONDS
         while self._running:
             job = self._running.pop()
