@@ -10,13 +10,13 @@ import patchcert as pc
 from patchcert.comparison.counting import (
     best,
     count,
+    method_words,
     network_size,
     prediction_passes,
     proofs_of_results,
     proofs_of_run,
     proofs_of_zoo,
 )
-from patchcert.comparison.words import method_words
 from patchcert.evidence import Evidence, Question, Selection
 from patchcert.evidence.results import Results
 from patchcert.files import sha256

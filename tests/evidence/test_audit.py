@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forged_evidence import forge
 from patchcert.cli.audit import Checkout
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence
@@ -48,17 +49,14 @@ class Folder:
         (file,) = self.path.glob(f"{run}/*{words}*.npz")
         return file
 
-    def forge(self, file: Path, change):
-        """Writes what `change` makes of the columns, past every check."""
-        found = Evidence.read(file)
-        columns = {name: column.copy() for name, column in found.columns.items()}
-        change(columns)
-        np.savez_compressed(file, meta=np.array(json.dumps(found.meta)), **columns)
-
     def edit(self, run: str, **facts):
         """Changes facts of a summary."""
         file = self.path / run / "summary.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | facts, indent=2) + "\n")
+
+    def found_in(self, file: Path) -> str:
+        """What the audit says of a file."""
+        return self.found[file.relative_to(self.path).as_posix()]
 
     @property
     def found(self) -> dict[str, str]:
@@ -124,19 +122,17 @@ def test_untouched_copies_pass(copied):
 def test_forged_rows_are_noticed_whether_or_not_the_manifest_is_forged_too(copied, change, without_manifest):
     folder = copied(PROVEN)
     file = folder.file(PROVEN, "certify")
-    folder.forge(file, change)
-    name = file.relative_to(folder.path).as_posix()
-    assert folder.found[name] == "does not have the SHA-256 sum that the manifest lists"
+    forge(file, change)
+    assert folder.found_in(file) == "does not have the SHA-256 sum that the manifest lists"
     folder.relist()
-    assert without_manifest in folder.found[name]
+    assert without_manifest in folder.found_in(file)
 
 
 def test_rows_in_another_order_are_noticed(copied):
     folder = copied(PROVEN)
     file = folder.file(PROVEN, "certify")
-    folder.forge(file, lambda columns: columns.update({name: each[::-1] for name, each in columns.items()}))
-    found = folder.found[file.relative_to(folder.path).as_posix()]
-    assert found == "does not have the SHA-256 sum that the manifest lists"
+    forge(file, lambda columns: columns.update({name: each[::-1] for name, each in columns.items()}))
+    assert folder.found_in(file) == "does not have the SHA-256 sum that the manifest lists"
     assert any("every image once, in order" in str(each) for each in audit_results(folder.path).findings)
 
 
@@ -144,7 +140,7 @@ def test_a_verdict_without_margins_is_held_by_the_manifest_alone(copied):
     """Only --reprove, and the history of the manifest, notice it where the manifest is forged too."""
     folder = copied("449d8e0ae656cfa7")
     file = folder.file("449d8e0ae656cfa7", "certify-patch-16x1-line")
-    folder.forge(file, swap)
+    forge(file, swap)
     assert list(folder.found) == [file.relative_to(folder.path).as_posix()]
     folder.relist()
     assert folder.found == {}
@@ -159,10 +155,9 @@ def test_the_same_weights_predict_the_same(copied):
         wrong = np.flatnonzero(columns["prediction"] != columns["label"])[:100]
         columns["prediction"][wrong] = columns["label"][wrong]
 
-    folder.forge(file, improve)
+    forge(file, improve)
     folder.relist()
-    found = folder.found[file.relative_to(folder.path).as_posix()]
-    assert found.startswith("100 predictions are not those in ")
+    assert folder.found_in(file).startswith("100 predictions are not those in ")
 
 
 @pytest.mark.slow
@@ -218,11 +213,10 @@ def test_erased_successes_of_an_adaptive_attack_are_noticed(copied):
         columns["margin"] = np.where(columns["succeeded"], 1.0, -1.0).astype(np.float32)
 
     assert (Evidence.read(plain).withstood, Evidence.read(adaptive).withstood) == (210, 65)
-    folder.forge(adaptive, erase)
-    name = adaptive.relative_to(folder.path).as_posix()
-    assert name in folder.found
+    forge(adaptive, erase)
+    assert folder.found_in(adaptive)
     folder.relist()
-    assert "withstood the adaptive attack, but not the plain one" in folder.found[name]
+    assert "withstood the adaptive attack, but not the plain one" in folder.found_in(adaptive)
     assert "its rows count" in folder.found[f"{ATTACKED}/summary.json"]
 
 
@@ -234,11 +228,9 @@ def test_successes_follow_from_margins(copied):
         columns["prediction_after"] = columns["label"].copy()
         columns["succeeded"][:] = False
 
-    folder.forge(file, erase)
+    forge(file, erase)
     folder.relist()
-    assert (
-        "successes do not follow from their margins" in folder.found[file.relative_to(folder.path).as_posix()]
-    )
+    assert "successes do not follow from their margins" in folder.found_in(file)
 
 
 def test_an_image_that_is_wrong_by_itself_cannot_withstand_an_attack(copied):
@@ -251,9 +243,9 @@ def test_an_image_that_is_wrong_by_itself_cannot_withstand_an_attack(copied):
         columns["succeeded"][row], columns["margin"][row] = False, -1.0
         columns["prediction_after"][row] = columns["label"][row]
 
-    folder.forge(file, mend)
+    forge(file, mend)
     folder.relist()
-    assert "but is wrong without one" in folder.found[file.relative_to(folder.path).as_posix()]
+    assert "but is wrong without one" in folder.found_in(file)
 
 
 def test_a_certified_image_that_is_marked_as_broken_is_named(copied):
@@ -267,7 +259,7 @@ def test_a_certified_image_that_is_marked_as_broken_is_named(copied):
         columns["succeeded"][row], columns["margin"][row] = True, 1.0
         columns["prediction_after"][row] = (columns["label"][row] + 1) % 10
 
-    folder.forge(attack, break_one)
+    forge(attack, break_one)
     folder.relist()
     assert "is certified, but" in folder.found[run]
 
@@ -323,9 +315,11 @@ def test_a_manifest_is_read_as_it_was_written_and_refused_where_it_is_none(tmp_p
     made = Manifest().updated(folder)
     made.write(folder)
     assert Manifest.read(folder) == made
-    (folder / MANIFEST).write_text('{"runs": [{"run": "x"}], "files": [], "beside": [], "superseded": []}')
-    with pytest.raises(RunError, match="a line of the manifest has the keys"):
-        Manifest.read(folder)
+    lists = '"runs": [{"run": "x"}], "files": [], "beside": [], "superseded": []'
+    for version, message in ((1, "a line of the manifest has the keys"), (2, "its version is 2, expected 1")):
+        (folder / MANIFEST).write_text(f'{{"version": {version}, {lists}}}')
+        with pytest.raises(RunError, match=message):
+            Manifest.read(folder)
 
 
 def test_labels_of_trials_on_held_out_images_are_checked(tmp_path):

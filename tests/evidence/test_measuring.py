@@ -10,9 +10,10 @@ from torch import nn
 
 import patchcert as pc
 from patchcert.bounds.lowering import LAYER_RULES
+from patchcert.certificates import Ballots, Certificates
 from patchcert.defenses import Defended, LocalGradientSmoothing
 from patchcert.evidence import Attacking, Certification, Evidence, EvidenceFolder, Selection, measuring
-from patchcert.evidence.measuring import architecture, has_foreign_code
+from patchcert.evidence.measuring import architecture, certificate_columns, has_foreign_code
 
 THREAT = pc.Patch(2)
 
@@ -160,6 +161,18 @@ def test_votes_resume_too(subject, dataset, tmp_path, monkeypatch):
     assert (found.columns["votes"].sum(axis=1) == 50).all()
     stricter = found.certified_against(pc.SparsePixels(2))
     assert not (stricter & ~found.columns["certified"]).any()
+
+
+def test_a_class_that_no_prediction_names_is_written_down_as_it_is():
+    """Where a classifier abstains, the class that its votes selected may be the only large number."""
+    votes = torch.nn.functional.one_hot(torch.tensor([150]), 200)
+    found = Certificates(
+        certified=torch.tensor([False]),
+        predictions=torch.tensor([-1]),
+        labels=torch.tensor([3]),
+        ballots=Ballots(votes, votes),
+    )
+    assert certificate_columns(found, torch.tensor([0]))["selected"].tolist() == [150]
 
 
 def test_an_attack_is_written_down_as_the_library_says(subject, model, tmp_path):

@@ -157,6 +157,8 @@ def test_contradictions_are_refused(evidence):
     for meta, message in (
         ({**evidence.meta, "version": 1}, "is evidence of version 1; expected version 2"),
         ({**evidence.meta, "threat": {"kind": "laser"}}, "does not say what it is evidence of"),
+        ({**evidence.meta, "kind": "guess"}, "does not say what it is evidence of: 'guess'"),
+        ({**evidence.meta, "classifier": "a word"}, "does not say what it is evidence of"),
         (
             {key: evidence.meta[key] for key in evidence.meta if key != "weights_sha256"},
             "does not name its weights",
@@ -167,12 +169,9 @@ def test_contradictions_are_refused(evidence):
 
 
 def test_an_attack_that_says_otherwise_than_its_labels_is_refused(evidence):
-    columns = {name: evidence.columns[name] for name in ("index", "label", "prediction")}
-    columns |= {"prediction_after": columns["label"], "succeeded": np.ones(20, bool)}
-    columns |= {name: np.zeros(20, np.int64) for name in ("top", "left", "steps")}
-    meta = {**evidence.meta, "kind": "attack", "attack": {"kind": "PatchAttack"}}
+    forged = changed(attacked(evidence, np.zeros(20, bool)), succeeded=np.ones(20, bool))
     with pytest.raises(RunError, match="row 0 says otherwise of the attack than its label"):
-        Evidence(columns, meta).check()
+        forged.check()
 
 
 def test_rows_of_published_test_images_are_all_there(tmp_path):
@@ -256,13 +255,8 @@ def attacked(evidence, broken):
     after = np.where(broken, (columns["label"] + 1) % 4, columns["label"])
     columns |= {"prediction_after": after, "succeeded": broken}
     columns |= {name: np.zeros(20, np.int64) for name in ("top", "left", "steps")}
-    meta = {
-        **evidence.meta,
-        "kind": "attack",
-        "attack": {"kind": "PatchAttack"},
-        "classifier": {"name": "Model"},
-    }
-    return Evidence(columns, meta)
+    asked = {"kind": "attack", "attack": {"kind": "PatchAttack"}, "classifier": {"name": "Model"}}
+    return Evidence(columns, {**evidence.meta, **asked})
 
 
 def test_a_broken_proof_is_refuted_unless_it_is_about_something_else(evidence):
@@ -321,11 +315,11 @@ def test_rows_that_are_both_certified_and_broken_are_refused(tmp_path):
     assert evidence.write(tmp_path / "evidence.npz").broken == 2
 
 
-@pytest.mark.parametrize("measured", [5, {"images": 0, "seconds": 1.0}, {"images": 3}])
+@pytest.mark.parametrize(
+    "measured", [5, {"images": 0, "seconds": 1.0}, {"images": "3", "seconds": 1.0}, {"images": 3}]
+)
 def test_a_time_of_predictions_must_be_one(finished, mlp, measured):
-    question = Question(
-        "certify", pc.Patch(5), Selection("mnist"), {"name": "IntervalBounds", "dtype": "float32"}
-    )
+    question = Question("certify", pc.Patch(5), Selection("mnist"), INTERVALS)
     run = finished.run(mlp, {pc.Patch(5): (50, 40)})
     columns = Evidence.read(next((run.path / "evidence").glob("*.npz"))).columns
     with pytest.raises(RunError, match="does not say how many images were predicted in how many seconds"):

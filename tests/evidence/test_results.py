@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from forged_evidence import forge
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence, Question, Selection, results
 from patchcert.evidence.manifest import Manifest
@@ -47,16 +48,10 @@ def test_an_answer_is_found_by_its_question(finished, mlp):
     assert result.find(replace(asked, selection=Selection("mnist", limit=100))) is None
 
 
-def change(file, **columns):
-    with np.load(file) as stored:
-        arrays = dict(stored) | columns
-    np.savez_compressed(file, **arrays)
-
-
 def test_certificates_of_a_run_are_about_the_same_images(finished, mlp):
     result = finished.collect(mlp, {Patch(5): (94, 62), Patch(2): (94, 70)})
     file = sorted(result.path.glob("*.npz"))[1]
-    change(file, label=np.where(np.arange(100) == 99, 4, 0))
+    forge(file, lambda columns: columns.update(label=np.where(np.arange(100) == 99, 4, 0)))
     with pytest.raises(RunError, match=f"{file.name} is about other images than .*certify-patch-2x2"):
         _ = result.evidence
 
@@ -180,6 +175,20 @@ def test_attacks_on_certified_images_are_on_those_that_evidence_calls_proven(
     result = collect(run, tmp_path / "results")
     with pytest.raises(RunError, match=message):
         assert result.evidence
+
+
+def test_attacks_may_be_on_images_that_only_the_stronger_of_two_proofs_calls_proven(
+    finished, mlp, tmp_path, attack_rows
+):
+    run = finished.run(mlp, {Patch(5): (90, 62)})
+    (file,) = (run.path / "evidence").glob("*.npz")
+    columns = dict(Evidence.read(file).columns)
+    columns["certified"] = columns["index"] < 64
+    columns["margin"] = np.where(columns["certified"], 0.5, -0.5)
+    refined = {"name": "IntervalBounds", "dtype": "float32", "refine": "linear"}
+    finished.write(run, Question("certify", Patch(5), Selection("mnist"), refined), columns)
+    finished.write(run, attack(certified_only=True), attack_rows([0, 63], withstood=2))
+    assert len(collect(run, tmp_path / "results").evidence) == 3
 
 
 def test_attacks_on_certified_images_need_certificates_beside_them(finished, mlp, tmp_path, attack_rows):

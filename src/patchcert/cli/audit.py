@@ -177,8 +177,7 @@ class Checkout:
         """What is wrong with the files beside the results."""
         from patchcert.bench.report import contradictions
         from patchcert.evidence.audit import Finding
-        from patchcert.papers.chiang2020.audit import audit_paper
-        from patchcert.papers.chiang2020.quoting import audit_documents
+        from patchcert.papers.chiang2020.quoting import audit_documents, audit_paper
         from patchcert.zoo.audit import audit_zoo
 
         for file in self.root.glob(MEASUREMENTS[0]):

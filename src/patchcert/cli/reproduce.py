@@ -161,13 +161,14 @@ def _show(
 
 
 def _write_document(views: "Sequence[TableView]", path: Path, folder: Path) -> None:
+    from patchcert.evidence.manifest import Manifest
     from patchcert.evidence.results import Results
     from patchcert.files import write_text
-    from patchcert.papers.chiang2020.audit import results_page
+    from patchcert.papers.chiang2020.view import document
 
     if any(view.quick for view in views):
         raise InvalidInput("a quick look is no result, so --write does not write it down")
-    write_text(path, results_page(views, Results(folder)))
+    write_text(path, document(views, Results(folder).all(), Manifest.read(folder).superseded))
     say(f"wrote {path}")
 
 

@@ -1,10 +1,9 @@
 """Rows counted from evidence: of folders of results, of run folders, and of refined proofs of the zoo's models."""
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf, isnan
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, final
@@ -13,22 +12,29 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from patchcert.certificates import method_named
-from patchcert.comparison.leaderboard import NO_OUTSIDE_DATA, Cost, Counted, Row, Seeds, Source
-from patchcert.comparison.words import method_words, patch_words, placement_words
+from patchcert.certificates import AnyThreat, method_named
+from patchcert.comparison.leaderboard import EVERYWHERE, NO_OUTSIDE_DATA, Cost, Counted, Row, Seeds, Source
 from patchcert.data import class_names
 from patchcert.errors import InvalidInput
 from patchcert.evidence import Evidence, EvidenceFolder
-from patchcert.evidence.results import Result, Results, experiment_key, last_loss
+from patchcert.evidence.results import (
+    Result,
+    Results,
+    comparable_loss,
+    experiment_key,
+    last_loss,
+    shared_device,
+)
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build
 from patchcert.models.imagenet import IMAGENET_WEIGHTS, build_imagenet
 from patchcert.report.summary import read_test_evidence
-from patchcert.threats import Patch
+from patchcert.threats import Patch, shapes
 from patchcert.train.run_folder import EVIDENCE, Run
 from patchcert.train.spec import Spec
 from patchcert.zoo import Card, Zoo
 
+Settings = Mapping[str, Any]
 CERTIFICATES = 10_000
 """The time of this many certificates is compared."""
 
@@ -53,7 +59,7 @@ class Network:
     @classmethod
     def of_result(cls, result: Result, evidence: Evidence) -> "Network":
         """That of a run among results, which have no weights: its size follows from the specification."""
-        summary, spec = result.summary, result.spec
+        spec = result.spec
         return cls(
             name=result.path.name,
             words=_words(spec),
@@ -61,13 +67,12 @@ class Network:
             training=_training(spec),
             seed=spec.seed,
             loss=result.training_loss,
-            seconds=float(summary["training_seconds"]),
-            device=_shared(str(summary["device"]), summary.get("jobs", 1)),
+            seconds=result.training_seconds,
+            device=result.device,
         )
 
     @classmethod
     def of_card(cls, card: Card) -> "Network":
-        """That of a model of a zoo."""
         training = card.training
         return cls(
             name=f"zoo:{card.name}",
@@ -75,14 +80,12 @@ class Network:
             model=card.model,
             training=training.run,
             seed=tomllib.loads(training.spec)["seed"],
-            loss=None,
             seconds=training.seconds,
-            device=_shared(training.device, training.runs_at_once),
+            device=shared_device(training.device, training.runs_at_once),
         )
 
     @classmethod
     def of_run(cls, run: Run) -> "Network":
-        """That of a run folder."""
         return cls(
             name=run.path.name,
             words=_words(run.spec),
@@ -110,7 +113,6 @@ class Proof:
 
     @property
     def percent(self) -> float:
-        """Certified accuracy."""
         return 100 * self.evidence.certified / self.evidence.total
 
 
@@ -136,28 +138,26 @@ def proofs_of_run(run: Run) -> tuple[Proof, ...]:
 
 def proofs_of_zoo(zoo: Zoo, files: Iterable[Path]) -> tuple[Proof, ...]:
     """Certificates of all test images by weights of a zoo, in files of evidence that belong to no run."""
-    cards = {card.weights_sha256: card for card in map(zoo.card, zoo.names())}
-    found = []
-    for file in sorted(files):
-        evidence = Evidence.read(file)
-        card = cards.get(evidence.weights)
-        if card is None or evidence.kind != "certify" or not evidence.selection.is_whole_test_set:
-            continue
-        found.append(Proof(evidence, Network.of_card(card)))
-    return tuple(found)
+    networks = {card.weights_sha256: Network.of_card(card) for card in map(zoo.card, zoo.names())}
+    return _whole_proofs(files, networks)
 
 
 def proofs_of_imagenet(files: Iterable[Path]) -> tuple[Proof, ...]:
     """Certificates of ImageNet's images by networks that were not trained here, in files of evidence."""
-    names = {weights: name for name, weights in IMAGENET_WEIGHTS.items()}
+    networks = {
+        weights: Network(name=f"imagenet:{name}", training=weights, words=name)
+        for name, weights in IMAGENET_WEIGHTS.items()
+    }
+    return _whole_proofs(files, networks)
+
+
+def _whole_proofs(files: Iterable[Path], networks: Mapping[str, Network]) -> tuple[Proof, ...]:
+    """Certificates of all test images by one of the networks, which are found by the sums of their weights."""
     found = (Evidence.read(file) for file in sorted(files))
     return tuple(
-        Proof(
-            each,
-            Network(name=f"imagenet:{names[each.weights]}", training=each.weights, words=names[each.weights]),
-        )
+        Proof(each, networks[each.weights])
         for each in found
-        if each.kind == "certify" and each.weights in names and each.selection.is_whole_test_set
+        if each.kind == "certify" and each.weights in networks and each.selection.is_whole_test_set
     )
 
 
@@ -199,7 +199,8 @@ def _best(rows: Sequence[Row]) -> Row:
 
 def recounted(stated: Row, counted: Sequence[Row]) -> Row:
     """A row of a file, as `recounted` where the evidence that it names is at hand, which must count the same."""
-    own = next((row for row in counted if _sum(row) is not None and _sum(row) == _sum(stated)), None)
+    named = None if stated.evidence is None else stated.evidence.sha256
+    own = next((row for row in counted if row.evidence is not None and row.evidence.sha256 == named), None)
     if own is None:
         return stated
     for name in ("data", "images", "patch", "placements", "promise", "confidence", "evidence"):
@@ -212,12 +213,8 @@ def recounted(stated: Row, counted: Sequence[Row]) -> Row:
     return replace(stated, recounted=True)
 
 
-def _sum(row: Row) -> str | None:
-    return None if row.evidence is None else row.evidence.sha256
-
-
 def _row(seeds: Sequence[Proof]) -> Row:
-    counting = min(seeds, key=_loss)
+    counting = min(seeds, key=lambda proof: comparable_loss(proof.network.loss))
     evidence, network = counting.evidence, counting.network
     assert evidence.path is not None
     shares = [proof.percent for proof in seeds]
@@ -226,8 +223,8 @@ def _row(seeds: Sequence[Proof]) -> Row:
     return Row(
         data=evidence.selection.data,
         images=evidence.total,
-        patch=patch_words(evidence),
-        placements=placement_words(evidence),
+        patch=_patch_words(evidence.threat),
+        placements=str(evidence.threat.rule) if isinstance(evidence.threat, Patch) else EVERYWHERE,
         pixels="native",
         method=method_words(evidence.meta["classifier"]),
         promise=evidence.guarantee.promise,
@@ -265,15 +262,9 @@ def _row(seeds: Sequence[Proof]) -> Row:
     )
 
 
-def _loss(proof: Proof) -> float:
-    """Infinite where it is not on record, or is no number."""
-    loss = proof.network.loss
-    return inf if loss is None or isnan(loss) else loss
-
-
 def prediction_passes(evidence: Evidence) -> int | None:
     """The forward passes of a prediction, by what the method says of the settings and the size of the images."""
-    settings: Mapping[str, Any] = evidence.meta["classifier"]
+    settings: Settings = evidence.meta["classifier"]
     method = method_named(settings["name"])
     size = evidence.meta["data"].get("image")
     if method is None or size is None:
@@ -320,11 +311,6 @@ def _model_spec(spec: Spec, evidence: Evidence) -> ModelSpec:
     return spec.model.for_images(evidence.meta["data"]["image"], 10 if classes is None else len(classes))
 
 
-def _shared(device: str, jobs: int) -> str:
-    """A device, and that several runs were given to it at once: their training times then include waiting."""
-    return f"{device}, {jobs} runs at once" if jobs > 1 else device
-
-
 def _words(spec: Spec) -> str:
     """The network by name, with the settings that make it another one."""
     model = spec.model
@@ -340,3 +326,43 @@ def _words(spec: Spec) -> str:
 def _training(spec: Spec) -> str:
     """The same for runs that differ in their seed alone."""
     return f"{experiment_key(spec)} {spec.schedule}"
+
+
+def _patch_words(threat: AnyThreat) -> str:
+    """The shape of the patch: height and width of a rectangle, else in words."""
+    if not isinstance(threat, Patch):
+        return str(threat)
+    return f"{threat.height}x{threat.width}" if threat.is_solid else shapes.describe(threat.stamp)
+
+
+def method_words(settings: Settings) -> str:
+    """The kind of proof and what decides its cost: rows with the same words differ in their network at most."""
+    name = settings["name"]
+    words = _METHODS[name](settings) if name in _METHODS else name
+    precision = settings.get("precision", "float32")
+    return words if precision == "float32" else f"{words}, {precision}"
+
+
+def _masks(kind: str, settings: Settings) -> str:
+    masks = settings["masks"]
+    rows, columns = masks if isinstance(masks, list) else (masks, masks)
+    more = [f"of {settings['patches']} patches"] if settings.get("patches", 1) > 1 else []
+    more += ["mirrored"] if settings.get("mirrored") else []
+    return ", ".join([kind, f"{rows}x{columns} masks", *more])
+
+
+def _strided(words: str, settings: Settings) -> str:
+    return f"{words} at every {settings['stride']}" if settings.get("stride", 1) > 1 else words
+
+
+_REFINED = {None: "intervals", "linear": "intervals and linear bounds", "split": "intervals, refined"}
+_BANDS = {"column": "columns", "row": "rows", "both": "columns and of as many rows"}
+_METHODS: Mapping[str, Callable[[Settings], str]] = {
+    "IntervalBounds": lambda how: _REFINED[how.get("refine")],
+    "DoubleMasking": lambda how: _masks("masking", how),
+    "MaskedDetection": lambda how: _masks("detection", how),
+    "BandVotes": lambda how: _strided(f"bands of {how['width']} {_BANDS[how['orientation']]}", how),
+    "BlockVotes": lambda how: _strided(f"blocks of {how['size']}x{how['size']}", how),
+    "LocalVotes": lambda how: f"local votes, {how['aggregation'].replace('-', ' ')}",
+    "RandomAblation": lambda how: f"random ablation, {how['retained']} pixels kept",
+}

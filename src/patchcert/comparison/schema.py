@@ -35,26 +35,39 @@ def mistakes(value: object, schema: Schema) -> Iterator[str]:
 
 
 def _mistakes(value: Any, schema: Schema, root: Schema, where: str) -> Iterator[str]:  # noqa: ANN401 - plain JSON
-    unknown = schema.keys() - _CHECKS.keys() - _WORDS - {"$ref"}
+    unknown = schema.keys() - _CHECKED - _WORDS
     if unknown:
         raise InvalidInput(
             f"the schema has the keyword {min(unknown)!r}, which is not checked here",
-            hint=f"it may use {', '.join(sorted(_CHECKS))}",
+            hint=f"it may use {', '.join(sorted(_CHECKED))}",
         )
     if "$ref" in schema:
-        yield from _mistakes(value, _referred(schema["$ref"], root), root, where)
+        referred = root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
+        yield from _mistakes(value, referred, root, where)
         return
     kind = schema.get("type")
     if kind is not None and not _TYPES[kind](value):
         yield _mistake(where, f"{'an' if kind[0] in 'aio' else 'a'} {kind}", value)
         return
-    for keyword, expected in schema.items():
-        if keyword in _CHECKS:
-            yield from _CHECKS[keyword](value, expected, schema, root, where)
+    for keyword, (words, holds) in _RULES.items():
+        if keyword in schema and not holds(value, schema[keyword]):
+            expected = schema[keyword]
+            shown = ", ".join(map(str, expected)) if isinstance(expected, list) else expected
+            yield _mistake(where, f"{words} {shown}", value)
+    yield from _mistaken_keys(value, schema, where or "the document")
+    for name, rule in schema.get("properties", {}).items():
+        if name in value:
+            yield from _mistakes(value[name], rule, root, f"{where}.{name}".lstrip("."))
+    for position, item in enumerate(value if "items" in schema else ()):
+        yield from _mistakes(item, schema["items"], root, f"{where}[{position}]")
 
 
-def _referred(name: str, root: Schema) -> Schema:
-    return root["$defs"][name.removeprefix("#/$defs/")]
+def _mistaken_keys(value: Any, schema: Schema, where: str) -> Iterator[str]:  # noqa: ANN401 - plain JSON
+    yield from (f"{where} lacks {name!r}" for name in schema.get("required", ()) if name not in value)
+    if schema.get("additionalProperties") is False:
+        known = schema["properties"]
+        for name in value.keys() - known.keys():
+            yield f"{where} has the unknown key {name!r}; its keys are {', '.join(known)}"
 
 
 def _mistake(where: str, expected: str, value: object) -> str:
@@ -63,57 +76,15 @@ def _mistake(where: str, expected: str, value: object) -> str:
     return f"{where or 'the document'} must be {expected}, got {got}"
 
 
-def _check_properties(value: Any, expected: Any, schema: Schema, root: Schema, where: str) -> Iterator[str]:  # noqa: ANN401
-    for name, rule in expected.items():
-        if name in value:
-            yield from _mistakes(value[name], rule, root, f"{where}.{name}".lstrip("."))
-
-
-def _check_items(value: Any, expected: Any, schema: Schema, root: Schema, where: str) -> Iterator[str]:  # noqa: ANN401
-    for position, item in enumerate(value):
-        yield from _mistakes(item, expected, root, f"{where}[{position}]")
-
-
-def _check_names(value: Any, expected: Any, schema: Schema, root: Schema, where: str) -> Iterator[str]:  # noqa: ANN401
-    """Of `additionalProperties`, which may only be false."""
-    for name in value.keys() - schema["properties"].keys() if expected is False else ():
-        known = ", ".join(schema["properties"])
-        yield f"{where or 'the document'} has the unknown key {name!r}; its keys are {known}"
-
-
-def _check_required(value: Any, expected: Any, schema: Schema, root: Schema, where: str) -> Iterator[str]:  # noqa: ANN401
-    for name in expected:
-        if name not in value:
-            yield f"{where or 'the document'} lacks {name!r}"
-
-
-def _check_kind(value: Any, expected: Any, schema: Schema, root: Schema, where: str) -> Iterator[str]:  # noqa: ANN401
-    """Of `type`, which is looked at before all others."""
-    yield from ()
-
-
-def _rule(words: str, holds: Callable[[Any, Any], bool]) -> Callable[..., Iterator[str]]:
-    def check(value: Any, expected: Any, schema: Schema, root: Schema, where: str) -> Iterator[str]:  # noqa: ANN401
-        if not holds(value, expected):
-            shown = ", ".join(map(str, expected)) if isinstance(expected, list) else str(expected)
-            yield _mistake(where, f"{words} {shown}", value)
-
-    return check
-
-
-_CHECKS: Mapping[str, Callable[..., Iterator[str]]] = {
-    "type": _check_kind,
-    "properties": _check_properties,
-    "items": _check_items,
-    "additionalProperties": _check_names,
-    "required": _check_required,
-    "enum": _rule(
+_RULES: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "enum": (
         "one of",
         lambda value, expected: any(type(value) is type(each) and value == each for each in expected),
     ),
-    "minimum": _rule("at least", lambda value, expected: value >= expected),
-    "maximum": _rule("at most", lambda value, expected: value <= expected),
-    "exclusiveMinimum": _rule("above", lambda value, expected: value > expected),
-    "minLength": _rule("a text of a length of at least", lambda value, expected: len(value) >= expected),
-    "pattern": _rule("a text like", lambda value, expected: re.search(expected, value) is not None),
+    "minimum": ("at least", lambda value, expected: value >= expected),
+    "maximum": ("at most", lambda value, expected: value <= expected),
+    "exclusiveMinimum": ("above", lambda value, expected: value > expected),
+    "minLength": ("a text of a length of at least", lambda value, expected: len(value) >= expected),
+    "pattern": ("a text like", lambda value, expected: re.search(expected, value) is not None),
 }
+_CHECKED = {"$ref", "type", "properties", "items", "additionalProperties", "required", *_RULES}

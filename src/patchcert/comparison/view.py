@@ -169,7 +169,6 @@ class Panel:
 
     @cached_property
     def y(self) -> Axis:
-        """Certified accuracy."""
         return replace(nice_axis("", 0.0, 100.0, suffix="%"), start=HEIGHT - BOTTOM, end=TOP)
 
     @cached_property
@@ -183,9 +182,8 @@ class Panel:
         )
 
     def _line(self, patch: str, style: str, heights: dict[int, float]) -> PlotLine:
-        rows = sorted(
-            (row for row in self.rows if row.patch == patch), key=lambda row: (_cost(row), -row.certified)
-        )
+        same = (row for row in self.rows if row.patch == patch)
+        rows = sorted(same, key=lambda row: (_cost(row), -row.certified))
         points = tuple(
             PlotPoint(
                 self.x.place(math.log10(_cost(row))),
@@ -198,22 +196,20 @@ class Panel:
             for row in rows
         )
         rising = [
-            place
-            for place, row in enumerate(rows)
+            (point.x, point.y)
+            for place, (point, row) in enumerate(zip(points, rows, strict=True))
             if all(row.certified > other.certified for other in rows[:place])
         ]
-        stated = max(
-            (row for row in self.others if row.patch == patch), key=lambda row: row.certified, default=None
-        )
+        others = (row for row in self.others if row.patch == patch)
+        stated = max(others, key=lambda row: row.certified, default=None)
+        words = "" if stated is None else f"{stated.source.title}, {patch}: {stated.certified:.1f}%"
         return PlotLine(
             label=patch,
             style=style,
             points=points,
-            path=path([(points[place].x, points[place].y) for place in rising]),
+            path=path(rising),
             published=None if stated is None else self.y.place(stated.certified),
-            published_title=""
-            if stated is None
-            else f"{stated.source.title}, {patch}: {stated.certified:.1f}%",
+            published_title=words,
         )
 
 
@@ -250,28 +246,22 @@ def plot(rows: Sequence[Row]) -> str:
         for panel in made
         for line in panel.lines
     )
-    return (
-        page_environment("patchcert.comparison")
-        .get_template("plot.svg.j2")
-        .render(panels=made, width=PANEL * max(1, len(made)), height=HEIGHT, summary=summary)
-    )
+    template = page_environment("patchcert.comparison").get_template("plot.svg.j2")
+    return template.render(panels=made, width=PANEL * max(1, len(made)), height=HEIGHT, summary=summary)
 
 
 def page(rows: Sequence[Row]) -> str:
     """A self-contained HTML page with the plot and the table."""
     shown = table(rows)
-    return (
-        page_environment("patchcert.comparison")
-        .get_template("comparison.html.j2")
-        .render(
-            title=TITLE,
-            version=patchcert.__version__,
-            columns=shown.columns,
-            rows=shown.shown(),
-            links=[row.source.link for row in in_order(rows)],
-            plot=plot(rows) if panels(rows) else "",
-            warnings=list(warnings(rows)),
-        )
+    template = page_environment("patchcert.comparison").get_template("comparison.html.j2")
+    return template.render(
+        title=TITLE,
+        version=patchcert.__version__,
+        columns=shown.columns,
+        rows=shown.shown(),
+        links=[row.source.link for row in in_order(rows)],
+        plot=plot(rows) if panels(rows) else "",
+        warnings=list(warnings(rows)),
     )
 
 

@@ -188,15 +188,14 @@ def _same_predictions(found: Sequence[Evidence]) -> Iterator[Finding]:
     own = [each for each in found if each.is_undefended and each.subject[1] == _OWN_PREDICTIONS]
     whole_sets = [each for each in own if each.selection.is_whole_test_set]
     whole = min(whole_sets, key=lambda each: "margin" not in each.columns, default=None)
-    for each in own if whole is not None else ():
-        assert whole is not None
-        differ = np.count_nonzero(
-            whole.columns["prediction"][each.columns["index"]] != each.columns["prediction"]
-        )
+    if whole is None:
+        return
+    for each in own:
+        expected = whole.columns["prediction"][each.columns["index"]]
+        differ = np.count_nonzero(expected != each.columns["prediction"])
         if differ > NEAR_TIES * each.total and each.path is not None:
-            yield Finding(
-                each.path, f"{differ} predictions are not those in {whole.where}, of the same weights"
-            )
+            what = f"{differ} predictions are not those in {whole.where}, of the same weights"
+            yield Finding(each.path, what)
 
 
 def _adaptive_is_stronger(found: Sequence[Evidence]) -> Iterator[Finding]:
@@ -239,10 +238,9 @@ def _audit_summary(run: Path, found: Sequence[Evidence]) -> Iterator[Finding]:
 
 def _audit_curve(run: Path) -> Iterator[Finding]:
     """Runs that know the sum of the code that trained them came after curves were kept, and must have theirs."""
-    environment, summary = _read(run / ENVIRONMENT), _read(run / SUMMARY)
-    file = run / METRICS
+    summary, file = _read(run / SUMMARY), run / METRICS
     if not file.is_file():
-        if environment.get("source_sha256"):
+        if _read(run / ENVIRONMENT).get("source_sha256"):
             yield Finding(file, "is missing: every run keeps its training curve")
         return
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -82,7 +82,6 @@ class ListedFile(_Line):
 
     @staticmethod
     def of(file: Path, folder: Path) -> "ListedFile":
-        """The entry of a file below a folder."""
         path = file.relative_to(folder).as_posix()
         if file.suffix != ".npz":
             return ListedFile(path, sha256(file), file.stem)
@@ -153,6 +152,8 @@ class Manifest:
             return cls()
         try:
             plain = json.loads(file.read_text(encoding="utf-8"))
+            if plain["version"] != VERSION:
+                raise ValueError(f"its version is {plain['version']}, expected {VERSION}")
             return cls(
                 tuple(map(ListedRun.from_dict, plain["runs"])),
                 tuple(map(ListedFile.from_dict, plain["files"])),
@@ -170,8 +171,7 @@ class Manifest:
 
     def superseding(self, lines: Iterable[Superseded]) -> "Manifest":
         """The same with more that is superseded; each only once."""
-        both = dict.fromkeys((*self.superseded, *lines))
-        return Manifest(self.runs, self.files, self.beside, tuple(both))
+        return replace(self, superseded=tuple(dict.fromkeys((*self.superseded, *lines))))
 
     def updated(self, folder: Path, beside: Sequence[Path] = ()) -> "Manifest":
         """The manifest of what lies in the folder now, with nothing lost of what this one has."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Annotated, Any, cast, final
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Generator, Tensor, nn
 
-from patchcert.attacks import Attack, AttackResult
+from patchcert.attacks import Attack
 from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
 from patchcert.certificates import AnyThreat, Certificates, Classifier
 from patchcert.certificates.checks import weight_dtype
@@ -52,7 +52,6 @@ class Subject:
     device: torch.device
 
     def positions(self) -> Tensor:
-        """Where the images stand in their split."""
         return self.selection.positions(len(self.dataset.split(self.selection.split)))
 
     def images(self, positions: Tensor) -> Split:
@@ -112,21 +111,19 @@ class Certification:
 
     @property
     def question(self) -> Question:
-        """What is asked."""
         return Question("certify", self.threat, self.subject.selection, self.subject.describe())
 
     def run(self, progress: Progress | None = None) -> Evidence:
         """The evidence, with the seconds of earlier, interrupted calls counted in."""
         positions = self.subject.positions()
         images = self._own_images()
-        found, seconds = self._prove(images, self._kept(images), progress)
+        found, seconds = self._prove(images, self._kept(images), progress or _unheard)
         found = _gathered(found, self._rows(len(positions)), len(positions), self.world)
         guarantee = asdict(found.guarantee)
         facts = {"guarantee": guarantee, "command": self.command, "seconds": round(seconds, 3)}
         if self.world.is_main:
-            facts["prediction"] = prediction_time(
-                self.classifier, images.floats().to(_dtype_of(self.classifier))
-            )
+            pixels = images.floats().to(_dtype_of(self.classifier))
+            facts["prediction"] = prediction_time(self.classifier, pixels)
         evidence = self.subject.evidence(self.question, certificate_columns(found, positions), facts)
         if self.file is not None and self.world.is_main:
             evidence = evidence.write(self.file)
@@ -166,27 +163,26 @@ class Certification:
         stored, labels = self._partial.read(), images.labels
         if stored is None:
             return None
-        tensors = {name: value.to(labels.device) for name, value in stored.tensors.items()}
-        notes = stored.notes
+        kept, notes = stored
+        tensors = {name: value.to(labels.device) for name, value in kept.items()}
         found = Certificates.from_tensors(
             tensors, float(notes["confidence"]), cast("Promise", notes["promise"])
         )
         is_theirs = len(found) <= len(labels) and found.labels.equal(labels[: len(found)])
-        return (found, stored.seconds) if is_theirs else None
+        return (found, float(notes["seconds"])) if is_theirs else None
 
     def _prove(
-        self, images: Split, kept: tuple[Certificates, float] | None, progress: Progress | None
+        self, images: Split, kept: tuple[Certificates, float] | None, progress: Progress
     ) -> tuple[Certificates, float]:
         total, pixels = len(images), images.floats()
         found, seconds = kept or (None, 0.0)
         done = 0 if found is None else len(found)
-        if progress is not None:
-            progress(done, total)
+        progress(done, total)
         fixed = self.classifier.images_per_block(images.labels.device)
         size = fixed or FIRST_BLOCK
         while found is None or done < total:
             began, rows = time.perf_counter(), slice(done, done + size)
-            shifted = None if progress is None else _shifted(progress, done, total)
+            shifted = _shifted(progress, done, total)
             block = self.classifier.certify(pixels[rows], images.labels[rows], self.threat, shifted)
             block = replace(block, placements=None)  # no column of evidence, and the largest part by far
             found = block if found is None else Certificates.concatenated([found, block])
@@ -237,37 +233,37 @@ def _gathered(part: Certificates, rows: slice, total: int, world: World) -> Cert
 
 def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDArray[Any]]:
     """The rows of evidence, in small types that hold them."""
-    labels = found.labels.cpu().numpy()
-    small = np.int8 if max(labels.max(initial=0), int(found.predictions.max())) < 128 else np.int16
+    classes = {"label": found.labels, "prediction": found.predictions}
+    classes |= {} if found.ballots is None else {"selected": found.ballots.selected}
+    small = np.int8 if max(int(each.max()) for each in classes.values()) < 128 else np.int16
     columns = {
         "index": positions.numpy().astype(np.int32),
-        "label": labels.astype(small),
-        "prediction": found.predictions.cpu().numpy().astype(small),
+        **{name: each.cpu().numpy().astype(small) for name, each in classes.items()},
         "certified": found.certified.cpu().numpy(),
     }
-    if found.least_margin is not None:
-        columns["margin"] = found.least_margin.cpu().numpy()
-    if found.worst_placement is not None:
-        tops, lefts = found.worst_placement.cpu().numpy().astype(np.int16).T
-        columns |= {"worst_top": tops, "worst_left": lefts}
     if found.radius is not None:
         columns["radius"] = found.radius.cpu().numpy().astype(np.int32)
     if found.ballots is not None:
         votes = found.ballots.estimation.cpu().numpy()
-        columns["selected"] = found.ballots.selected.cpu().numpy().astype(small)
         columns["votes"] = votes.astype(np.min_scalar_type(int(votes.max())))
-    if found.lead is not None:
-        columns["lead"] = found.lead.cpu().numpy()
-    if found.weakest_masks is not None:
-        first, second = found.weakest_masks.cpu().numpy().astype(np.int16).T
-        columns |= {"first_mask": first, "second_mask": second}
-    if found.broken is not None:
-        columns["broken"] = found.broken.cpu().numpy()
+    numbers = {"margin": found.least_margin, "lead": found.lead, "broken": found.broken}
+    columns |= {name: each.cpu().numpy() for name, each in numbers.items() if each is not None}
+    pairs = {
+        ("worst_top", "worst_left"): found.worst_placement,
+        ("first_mask", "second_mask"): found.weakest_masks,
+    }
+    for names, pair in pairs.items():
+        if pair is not None:
+            columns |= zip(names, pair.cpu().numpy().astype(np.int16).T, strict=True)
     if found.broken is not None and found.counterexamples is not None:
-        kept = found.broken.nonzero().flatten()
-        columns["adversarial"] = found.counterexamples[kept].float().cpu().numpy()
-        columns["adversarial_row"] = kept.cpu().numpy()
+        columns |= _kept_images(found.counterexamples.float(), found.broken)
     return columns
+
+
+def _kept_images(images: Images, kept: Annotated[Tensor, "n"]) -> dict[str, NDArray[Any]]:
+    """The columns of images that are classified wrongly, and of the rows that they belong to."""
+    rows = kept.nonzero().flatten()
+    return {"adversarial": images[rows].cpu().numpy(), "adversarial_row": rows.cpu().numpy()}
 
 
 @final
@@ -298,20 +294,13 @@ class Attacking:
 
     @property
     def question(self) -> Question:
-        """What is asked."""
-        attack = {**self.attack.describe(), "seed": self.seed}
-        return Question(
-            "attack",
-            self.threat,
-            self.subject.selection,
-            self.subject.describe(),
-            attack,
-            certified_only=self.among is not None,
-        )
+        attack, subject = {**self.attack.describe(), "seed": self.seed}, self.subject
+        is_part = self.among is not None
+        return Question("attack", self.threat, subject.selection, subject.describe(), attack, is_part)
 
     def run(self, progress: Progress | None = None) -> Evidence:
         """The evidence, with the seconds of earlier, interrupted calls counted in. Its file appears whole."""
-        columns, seconds = self._attack(progress)
+        columns, seconds = self._attack(progress or _unheard)
         facts = {**self.extra, "command": self.command, "seconds": round(seconds, 3)}
         evidence = self.subject.evidence(self.question, columns, facts)
         evidence = evidence if self.file is None else evidence.write(self.file)
@@ -327,54 +316,49 @@ class Attacking:
     def kept(self) -> int:
         """How many images an interrupted attack has left attacked."""
         stored = self._partial.read()
-        return 0 if stored is None else len(stored.tensors["index"])
+        return 0 if stored is None else len(stored[0]["index"])
 
     @property
     def can_resume(self) -> bool:
         """Whether an interruption leaves anything to resume from."""
         return self._partial.file is not None
 
-    def _attack(self, progress: Progress | None) -> tuple[dict[str, NDArray[Any]], float]:
+    def _attack(self, progress: Progress) -> tuple[dict[str, NDArray[Any]], float]:
         """The rows of all images, and the seconds that they took."""
         positions, generator = self.positions, Generator().manual_seed(self.seed)
         columns, seconds, total = {}, 0.0, len(positions)
         stored = self._partial.read()
         if stored is not None:
-            generator.set_state(stored.tensors.pop("generator"))
-            columns, seconds = {name: value.numpy() for name, value in stored.tensors.items()}, stored.seconds
+            tensors, notes = stored
+            generator.set_state(tensors.pop("generator"))
+            columns = {name: value.numpy() for name, value in tensors.items()}
+            seconds = float(notes["seconds"])
         size = ATTACKED_ON_CPU if self.subject.device.type == "cpu" else ATTACKED_ELSEWHERE
         size = max(total, 1) if self.attack.needs_all_images else size
         while not columns or len(columns["index"]) < total:
             began, done = time.perf_counter(), len(columns.get("index", ()))
-            if progress is not None:
-                progress(done, total)
+            progress(done, total)
             block = self._attack_block(positions[done : done + size], generator, progress, done)
             columns = _appended(columns, block)
             seconds += time.perf_counter() - began
             tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
             self._partial.write({**tensors, "generator": generator.get_state()}, seconds)
-        if progress is not None:
-            progress(total, total)
+        progress(total, total)
         return columns, seconds
 
     def _attack_block(
-        self, positions: Tensor, generator: Generator, progress: Progress | None, done: int
+        self, positions: Tensor, generator: Generator, progress: Progress, done: int
     ) -> dict[str, NDArray[Any]]:
-        images, total = self.subject.images(positions), len(self.positions)
+        images, attacked, total = self.subject.images(positions), self.subject.classifier, len(self.positions)
 
         def report(part: int, parts: int) -> None:
-            if progress is not None:
-                progress(done + len(positions) * part // max(parts, 1), total)
+            progress(done + len(positions) * part // max(parts, 1), total)
 
-        result = self.attack.run(
-            self.subject.classifier,
-            images.floats().to(_dtype_of(self.subject.classifier)),
-            images.labels,
-            self.threat,
-            generator,
-            report,
-        )
-        return result.columns(positions) | (_broken_images(result) if self.save_images else {})
+        pixels = images.floats().to(_dtype_of(attacked))
+        result = self.attack.run(attacked, pixels, images.labels, self.threat, generator, report)
+        broken = result.succeeded & (result.clean_predictions == result.labels)
+        images_kept = _kept_images(result.adversarial, broken) if self.save_images else {}
+        return {**result.columns(positions), **images_kept}
 
     @cached_property
     def _partial(self) -> "_Partial":
@@ -393,32 +377,12 @@ def _appended(rows: dict[str, NDArray[Any]], block: dict[str, NDArray[Any]]) -> 
 
 def _dtype_of(attacked: Classifier | nn.Module) -> torch.dtype:
     """Float64 for models of that type, which take no other images; else float32."""
-    return (
-        torch.float64 if weight_dtype(_model_of(attacked), torch.float32) == torch.float64 else torch.float32
-    )
+    dtype = weight_dtype(_model_of(attacked), torch.float32)
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 def _model_of(attacked: Classifier | nn.Module) -> nn.Module:
     return attacked.model if isinstance(attacked, Classifier) else attacked
-
-
-def _broken_images(result: AttackResult) -> dict[str, NDArray[Any]]:
-    kept = (result.succeeded & (result.clean_predictions == result.labels)).nonzero().flatten()
-    return {
-        "adversarial": result.adversarial[kept].cpu().numpy(),
-        "adversarial_row": kept.cpu().numpy(),
-    }
-
-
-@final
-@dataclass(frozen=True)
-class _Stored:
-    tensors: dict[str, Tensor]
-    notes: Mapping[str, str]
-
-    @property
-    def seconds(self) -> float:
-        return float(self.notes["seconds"])
 
 
 @final
@@ -445,8 +409,8 @@ class _Partial:
         identity = {**claim, "architecture": architecture(model), "code": source_sha256()}
         return _Partial(file.with_name(f"{file.name}.partial{part}"), json.dumps(identity, sort_keys=True))
 
-    def read(self) -> _Stored | None:
-        """What was kept, if anything."""
+    def read(self) -> tuple[dict[str, Tensor], Mapping[str, str]] | None:
+        """What was kept, if anything, with its seconds and what else was noted of it."""
         if self.file is None or not self.file.is_file() or not source_sha256():
             return None
         try:
@@ -457,7 +421,7 @@ class _Partial:
                 tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         except (SafetensorError, OSError):
             return None
-        return _Stored(tensors, notes)
+        return tensors, notes
 
     def write(
         self, tensors: Mapping[str, Tensor], seconds: float, notes: Mapping[str, str] | None = None
@@ -473,6 +437,10 @@ class _Partial:
         """Remove the blocks, once what they say is written down elsewhere."""
         if self.file is not None:
             self.file.unlink(missing_ok=True)
+
+
+def _unheard(done: int, total: int) -> None:
+    """Progress that nobody asked for."""
 
 
 def _shifted(progress: Progress, start: int, total: int) -> Progress:

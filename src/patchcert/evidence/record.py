@@ -283,14 +283,8 @@ class Evidence:
     @property
     def subject(self) -> tuple[object, ...]:
         """What the rows are about: two files with the same subject can contradict each other."""
-        selection = self.selection
-        return (
-            self.weights,
-            predictor_of(self.meta["classifier"]),
-            self.threat,
-            selection.data,
-            selection.split,
-        )
+        predictor, selection = predictor_of(self.meta["classifier"]), self.selection
+        return self.weights, predictor, self.threat, selection.data, selection.split
 
     def certified_against(self, threat: AnyThreat) -> NDArray[np.bool_] | None:
         """Which images are proven against a threat, where the rows say so: by verdicts, or by radii in pixels."""
@@ -322,83 +316,76 @@ class Evidence:
         self._check_images()
         contradiction = self._contradiction()
         if contradiction:
-            raise RunError(
-                f"{self.where} contradicts itself: {contradiction}", hint="gather the evidence again"
-            )
+            raise self._refused(f" contradicts itself: {contradiction}")
+
+    def _refused(self, what: str) -> RunError:
+        return RunError(f"{self.where}{what}", hint="gather the evidence again")
 
     def _check_meta(self) -> None:
         if not isinstance(self.meta, Mapping) or self.meta.get("version") != VERSION:
             version = self.meta.get("version", 1) if isinstance(self.meta, Mapping) else "unknown"
-            raise RunError(
-                f"{self.where} is evidence of version {version}; expected version {VERSION}",
-                hint="gather the evidence again",
-            )
+            raise self._refused(f" is evidence of version {version}; expected version {VERSION}")
         try:
-            _ = self.question.key
-        except (PatchcertError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(f"{self.where} does not say what it is evidence of: {error}") from error
+            _ = COLUMNS[self.kind], self.question.key
+        except (PatchcertError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._refused(f" does not say what it is evidence of: {error}") from error
         if "weights_sha256" not in self.meta:
-            raise RunError(f"{self.where} does not name its weights_sha256", hint="gather the evidence again")
+            raise self._refused(" does not name its weights_sha256")
         measured = self.meta.get("prediction", {"images": 1, "seconds": 0.0})
-        if (
-            not isinstance(measured, Mapping)
-            or not measured.get("images", 0) > 0
-            or "seconds" not in measured
-        ):
-            raise RunError(
-                f"{self.where} does not say how many images were predicted in how many seconds: {measured}",
-                hint="gather the evidence again",
+        is_measured = isinstance(measured, Mapping) and all(
+            isinstance(measured.get(name), int | float) for name in ("images", "seconds")
+        )
+        if not is_measured or not measured["images"] > 0:
+            raise self._refused(
+                f" does not say how many images were predicted in how many seconds: {measured}"
             )
 
     def _check_columns(self) -> None:
         missing = [name for name in COLUMNS[self.kind] if name not in self.columns]
         if missing:
-            raise RunError(f"{self.where} lacks the column {missing[0]!r}", hint="gather the evidence again")
+            raise self._refused(f" lacks the column {missing[0]!r}")
         rows = {name: column for name, column in self.columns.items() if not name.startswith("adversarial")}
         for name, column in rows.items():
             if column.ndim != (2 if name == "votes" else 1) or column.dtype.kind not in "biuf":
-                raise RunError(
-                    f"{self.where}: the column {name!r} must hold one number for each image, got {column.dtype} "
-                    f"{column.shape}"
-                )
+                got = f"{column.dtype} {column.shape}"
+                raise self._refused(f": the column {name!r} must hold one number for each image, got {got}")
             if column.dtype.kind not in KINDS.get(name, "biuf"):
                 expected = "yes or no" if KINDS[name] == "b" else "a whole number"
-                raise RunError(
-                    f"{self.where}: the column {name!r} must hold {expected} for each image, got {column.dtype}",
-                    hint="gather the evidence again",
+                raise self._refused(
+                    f": the column {name!r} must hold {expected} for each image, got {column.dtype}"
                 )
         lengths = {len(column) for column in rows.values()}
         if len(lengths) != 1 or (self.kind == "certify" and lengths == {0}):
-            raise RunError(f"{self.where} has columns of {sorted(lengths)} rows; expected one number above 0")
+            raise self._refused(f" has columns of {sorted(lengths)} rows; expected one number above 0")
 
     def _check_images(self) -> None:
         """Every image once, in order, and as many as were asked for of published data."""
         index, data = self.columns["index"], self.meta["data"]
         if (np.diff(index) <= 0).any() or (index < 0).any():
-            raise RunError(f"{self.where} does not name every image once, in order", hint="gather it again")
+            raise self._refused(" does not name every image once, in order")
         published = count_test_images(data["name"], data.get("sha256", {}))
         if published is None or self.selection.split != "test" or self.question.certified_only:
             return
         if not np.array_equal(index, self.selection.positions(published).numpy()):
-            raise RunError(
-                f"{self.where} has {self.total} rows; expected those of the {published} test images that were asked "
-                "for, one for each",
-                hint="gather the evidence again",
+            raise self._refused(
+                f" has {self.total} rows; expected those of the {published} test images that were asked for, "
+                "one for each"
             )
 
     def _contradiction(self) -> str:
         label, prediction = self.columns["label"], self.columns["prediction"]
         if self.kind == "attack":
             wrong = self.columns["prediction_after"] != label
-            broken = np.flatnonzero(wrong != self.columns["succeeded"])
-            return f"row {broken[0]} says otherwise of the attack than its label" if broken.size else ""
-        broken = np.flatnonzero(self.columns["certified"] & (prediction != label))
-        if broken.size:
-            return f"row {broken[0]} is certified, but predicted wrongly"
-        if "broken" in self.columns:
-            both = np.flatnonzero(self.columns["certified"] & self.columns["broken"])
+            differ = np.flatnonzero(wrong != self.columns["succeeded"])
+            return f"row {differ[0]} says otherwise of the attack than its label" if differ.size else ""
+        unfit = {
+            "certified, but predicted wrongly": prediction != label,
+            "both certified and broken": self.broken_rows,
+        }
+        for words, rows in unfit.items():
+            both = np.flatnonzero(self.columns["certified"] & rows)
             if both.size:
-                return f"row {both[0]} is both certified and broken"
+                return f"row {both[0]} is {words}"
         method = method_named(self.meta["classifier"].get("name", ""))
         return "" if method is None else method.contradiction(self.columns, self.meta)
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import inf, isnan
 from pathlib import Path
 from typing import Any, final
 
@@ -42,7 +43,6 @@ class Circumstances:
         return Circumstances(**json.loads(file.read_text("utf-8"))) if file.is_file() else Circumstances()
 
     def write(self, run: Path) -> None:
-        """Note them in a run's folder."""
         write_text(run / CIRCUMSTANCES, json.dumps(asdict(self)))
 
 
@@ -56,7 +56,6 @@ class Result:
 
     @classmethod
     def open(cls, path: Path) -> "Result":
-        """The result in a folder."""
         return cls(path, read_spec(path / SPEC))
 
     @cached_property
@@ -68,6 +67,14 @@ class Result:
     def training_loss(self) -> float | None:
         """The mean training loss in the last epoch; None where it is not on record."""
         return self.summary.get("training_loss")
+
+    @property
+    def training_seconds(self) -> float:
+        return float(self.summary["training_seconds"])
+
+    @property
+    def device(self) -> str:
+        return shared_device(self.summary["device"], self.summary.get("jobs", 1))
 
     @cached_property
     def evidence(self) -> tuple[Evidence, ...]:
@@ -136,12 +143,13 @@ def _check_same_images(evidence: Evidence, whole: Evidence) -> None:
 
 
 def _check_attacks_proven(attacked: Evidence, proven: Sequence[Evidence]) -> None:
-    beside = [each for each in proven if each.threat == attacked.threat and each.selection.is_whole_test_set]
+    whole = [each for each in proven if each.selection.is_whole_test_set]
+    beside = [each for each in whole if each.subject == attacked.subject]
     if not beside:
         raise RunError(
             f"{attacked.where} has no certificates of all test images beside it", hint="collect again"
         )
-    if not beside[0].columns["certified"][attacked.columns["index"]].all():
+    if not any(each.columns["certified"][attacked.columns["index"]].all() for each in beside):
         raise RunError(f"{attacked.where} attacks images that {beside[0].where} does not call proven")
 
 
@@ -214,29 +222,38 @@ def copy_evidence(source: Path, target: Path, weights: str, folder: Path) -> Non
     The counts of what is replaced stay in the manifest. Answers with the same rows are not replaced, unless they are
     the first to say what predictions take.
     """
-    there = _by_name(target)
+    there, gone = _by_name(target), dict[str, str]()
     arriving = {name: each for name, each in _by_name(source).items() if each.weights == weights}
-    alike = {name for name, each in arriving.items() if name in there and each.has_rows_of(there[name])}
-    timed = {name for name in alike if "prediction" in arriving[name].meta.keys() - there[name].meta.keys()}
-    kept = alike - timed
-    gone = {
-        name: TRAINED_AGAIN if each.weights != weights else TIMED if name in timed else MEASURED_AGAIN
-        for name, each in there.items()
-        if each.weights != weights or (name in arriving and name not in kept)
-    }
-    kept -= gone.keys()
+    for name, before in there.items():
+        after = arriving.get(name)
+        if before.weights != weights:
+            gone[name] = TRAINED_AGAIN
+        elif after is not None and not after.has_rows_of(before):
+            gone[name] = MEASURED_AGAIN
+        elif after is not None and "prediction" in after.meta.keys() - before.meta.keys():
+            gone[name] = TIMED
     if gone:
         about = ListedRun.of(folder / target.relative_to(folder).parts[0])
         lines = [Superseded.of(there[name], about, why) for name, why in gone.items()]
         Manifest.read(folder).superseding(lines).write(folder)
     for name in gone:
         (target / name).unlink()
-    for name in arriving.keys() - kept:
+    for name in arriving.keys() - (there.keys() - gone.keys()):
         copy_file(source / name, target / name)
 
 
 def _by_name(folder: Path) -> dict[str, Evidence]:
     return {file.name: Evidence.read(file) for file in EvidenceFolder(folder).files()}
+
+
+def shared_device(device: str, jobs: int) -> str:
+    """A device, and that several runs were given to it at once: their training times then include waiting."""
+    return f"{device}, {jobs} runs at once" if jobs > 1 else device
+
+
+def comparable_loss(loss: float | None) -> float:
+    """By which the seed of least loss is found: infinite where none is on record, or it is no number."""
+    return inf if loss is None or isnan(loss) else loss
 
 
 def last_loss(run: Run) -> float | None:

@@ -1,5 +1,6 @@
 """The ImageNet table from end to end, with a small network and synthetic images in the real formats."""
 
+import inspect
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import patchcert
+from forged_evidence import forge
 from patchcert.attacks import AttackJob, FastCopy, PatchAttack
 from patchcert.cli.app import run
 from patchcert.data import load_dataset
@@ -25,11 +27,11 @@ from patchcert.errors import DataError, RunError
 from patchcert.evidence import EvidenceFolder, Selection
 from patchcert.models import imagenet
 from patchcert.papers.chiang2020 import recipes, runner
+from patchcert.papers.chiang2020.answering import defense_from
 from patchcert.papers.chiang2020.imagenet import (
     CornerExperiment,
     Material,
     answer_corners,
-    imagenet_defense,
     plan_networks,
     planned_experiment,
 )
@@ -49,22 +51,6 @@ IMAGES, STEPS = 6, 4
 SELECTION = Selection("imagenet", drawn=IMAGES)
 CPU = torch.device("cpu")
 
-WORKER = """
-import sys
-from torch import nn
-from patchcert.models import imagenet
-from patchcert.papers.chiang2020.worker import main
-
-def small_network():
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 8, stride=8), nn.BatchNorm2d(4), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(36, 5),
-    )
-
-imagenet._BUILDERS["resnet50"] = small_network
-sys.exit(main())
-"""
-
 
 def small_network():
     return nn.Sequential(
@@ -75,6 +61,18 @@ def small_network():
         nn.Flatten(),
         nn.Linear(36, 5),
     )
+
+
+WORKER = f"""
+import sys
+from torch import nn
+from patchcert.models import imagenet
+from patchcert.papers.chiang2020.worker import main
+
+{inspect.getsource(small_network)}
+imagenet._BUILDERS["resnet50"] = small_network
+sys.exit(main())
+"""
 
 
 def make_folder(folder):
@@ -182,14 +180,14 @@ def test_evidence_of_all_cells_has_all_that_identifies_them(data_dir, tmp_path):
 
 def test_a_finished_defense_outlives_an_interruption_in_the_next(data_dir, tmp_path):
     def interrupt(words):
-        if "on dw" in words:
+        if "on DigitalWatermarking" in words:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         attack(data_dir, tmp_path / "broken", "42x42", interrupt)
     heard = []
     resumed = attack(data_dir, tmp_path / "broken", "42x42", heard.append)
-    assert set(heard) == {"weak attack", "adaptive attack on dw"}
+    assert set(heard) == {"weak attack", "adaptive attack on DigitalWatermarking"}
     whole = attack(data_dir, tmp_path / "whole", "42x42")
     assert len(whole) == 4
     for cell, each in whole.items():
@@ -232,7 +230,7 @@ class Quiet:
 
 
 def run_rows(data_dir, place, text):
-    shop = Workshop(place / "runs", place / "results", data_dir=data_dir, worker=runner.WORKER)
+    shop = Workshop(place / "runs", place / "results", data_dir=data_dir)
     watcher = Quiet()
     states = Runner(shop, watcher, Event()).run(plan_networks(TABLE.chosen([text]), 1, data_dir))
     return list(states.values()), watcher.note
@@ -276,14 +274,14 @@ def test_evidence_in_the_wrong_place_is_refused(made):
 
 
 @pytest.mark.parametrize(
-    ("column", "message"), [("succeeded", "contradicts itself"), ("undefended", "lacks the column")]
+    ("change", "message"),
+    [
+        (lambda columns: columns.update(succeeded=~columns["succeeded"]), "contradicts itself"),
+        (lambda columns: columns.pop("undefended"), "lacks the column"),
+    ],
 )
-def test_rows_that_were_changed_are_refused(made, column, message):
-    file = next(made.glob("*.npz"))
-    with np.load(file) as stored:
-        arrays = dict(stored)
-    changed = ~arrays.pop(column)
-    np.savez_compressed(file, **arrays, **({column: changed} if column == "succeeded" else {}))
+def test_rows_that_were_changed_are_refused(made, change, message):
+    forge(next(made.glob("*.npz")), change)
     with pytest.raises(RunError, match=message):
         assert NetworkResult(made).evidence
 
@@ -390,11 +388,17 @@ def smooth_images(count: int) -> torch.Tensor:
     return nn.functional.interpolate(coarse, 40, mode="bilinear", align_corners=False)
 
 
+def described(name, patch):
+    marking = DigitalWatermarking.imagenet(nn.Identity(), patch)
+    defense = LocalGradientSmoothing.imagenet() if name == "lgs" else marking
+    return f"{type(defense).__name__}({defense.extra_repr()})"
+
+
 def attacked(model, images, labels, patch, experiment, defenses=("lgs", "dw"), tell=None):
     """The weak and the adaptive attack on each defense."""
     job = AttackJob(images, labels, Patch(patch, placements="corners"), seeded(0))
     transferred = experiment.transferred(model, job, tell)
-    return {name: experiment.rows(name, model, job, transferred, tell) for name in defenses}
+    return {name: experiment.rows(described(name, patch), model, job, transferred, tell) for name in defenses}
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -426,7 +430,7 @@ def test_results_are_what_the_defended_network_itself_says():
     attack = PatchAttack(steps=6, step_size=0.1, restarts=2, batch_size=16)
     found = attacked(model, images, labels, 12, CornerExperiment(attack, 64, reduced=True))
     for name, row in ((name, row) for name, rows in found.items() for row in rows):
-        defended = Defended(imagenet_defense(name, model, 12), model)
+        defended = Defended(defense_from(described(name, 12), model), model)
         with torch.no_grad():
             predictions = defended(row.result.adversarial).argmax(dim=1)
         assert torch.equal(row.result.predictions, predictions)
@@ -444,7 +448,7 @@ def test_the_surrogate_past_the_clip_comes_first_and_again_by_the_margin():
         smoothing.forward_past_clip,
     ]
     assert [attack.loss for attack, _ in attacks] == ["cross-entropy", "cross-entropy", "margin"]
-    assert len(experiment.attacks(Defended(imagenet_defense("dw", copy, 12), copy))) == 2
+    assert len(experiment.attacks(Defended(DigitalWatermarking.imagenet(copy, 12), copy))) == 2
 
 
 def test_every_pass_is_told_of_and_may_be_the_last():
@@ -455,7 +459,7 @@ def test_every_pass_is_told_of_and_may_be_the_last():
     experiment = CornerExperiment(attack, 64, reduced=False)
     attacked(model, images, labels, 8, experiment, ("lgs",), tell=said.append)
     assert said[:4] == ["weak attack"] * 4
-    assert set(said[4:]) == {"adaptive attack on lgs"}
+    assert set(said[4:]) == {"adaptive attack on LocalGradientSmoothing"}
 
     class EnoughError(Exception):
         pass
@@ -468,9 +472,7 @@ def test_every_pass_is_told_of_and_may_be_the_last():
 
 
 def test_defenses_have_their_imagenet_settings():
-    model = small_model()
-    smoothing, marking = imagenet_defense("lgs", model, 42), imagenet_defense("dw", model, 42)
-    assert isinstance(smoothing, LocalGradientSmoothing)
-    assert (smoothing.window, smoothing.smoothing) == (15, 2.3)
-    assert isinstance(marking, DigitalWatermarking)
-    assert (marking.window, marking.opening) == (50, 3)
+    found = {question.classifier["defense"] for question in asked("42x42")}
+    assert found == {described("lgs", 42), described("dw", 42)}
+    assert "window=15, overlap=5, threshold=0.1, smoothing=2.3" in described("lgs", 42)
+    assert "window=50, quantile=0.95, opening=3" in described("dw", 42)

@@ -65,6 +65,13 @@ def test_nine_full_differences_under_a_kernel_can_be_told_apart_and_eight_cannot
     assert (box.lower[0] > box.upper[2]).any()
 
 
+def test_rounding_makes_no_conflict_of_images_that_wide_kernels_tell_apart():
+    """Their shares sum up to the number of pixels and a little more, less than float32 can tell."""
+    images = torch.zeros(2, 1, 27, 27)
+    images[1] = 7 / (27 * 27 - 7) * (1 + 1e-6)
+    assert not conflicts(images, torch.tensor([0, 1]), SparsePixels(7), kernel=27).any()
+
+
 def test_images_of_one_label_do_not_conflict():
     assert not conflicts(torch.zeros(3, 1, 4, 4), torch.tensor([1, 1, 1]), SparsePixels(1), 3).any()
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from patchcert.errors import InvalidInput
-from patchcert.papers.chiang2020.counting import CountedRow, CountedRun, count_rows
+from patchcert.papers.chiang2020.counting import CountedRow, count_rows
 from patchcert.papers.chiang2020.page import charts, duration, linked, page_table, write_page
 from patchcert.papers.chiang2020.tables import find_table, table_names
 from patchcert.papers.chiang2020.view import TableView
-from patchcert.report.statistics import Proportion, clopper_pearson
-from patchcert.threats import Patch
-from patchcert.train.spec import read_spec
+from patchcert.report.statistics import clopper_pearson
+from rows_of_tables import counted_run
 
 ROOT = Path(__file__).parents[3]
 TABLE = find_table("strategy-detail-5x5")
@@ -23,17 +22,8 @@ MLP, CNN2, GUIDED = (
 )
 
 
-def counted_run(certified, seed=2019, tf32=False, loss=None):
-    spec = replace(read_spec("paper-mnist"), seed=seed)
-    spec = replace(spec, optimiser=replace(spec.optimiser, tf32=tf32))
-    counts = ((Patch(5), Proportion(certified, 10_000)),)
-    return CountedRun(
-        "f" * 16, spec, Proportion(9401, 10_000), counts, 55.4, "NVIDIA H200", training_loss=loss
-    )
-
-
 MEASURED = CountedRow(MLP, "measured", (counted_run(6207),))
-TRIED = (counted_run(4000, loss=0.5), counted_run(4200, 2020, True, loss=0.6))
+TRIED = (counted_run(4000, loss=0.5), counted_run(4200, 2020, 0.6, tf32=True))
 SHORTENED = CountedRow(GUIDED, "measured", TRIED[:1], TRIED[1:], scale=0.1)
 ROWS = (MEASURED, SHORTENED, CountedRow(CNN2, "not run"))
 

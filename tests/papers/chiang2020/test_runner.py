@@ -2,18 +2,27 @@
 
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
+import pytest
 import torch
 
 import patchcert
 from patchcert.data import load_dataset
 from patchcert.evidence.results import Circumstances, Result
 from patchcert.papers.chiang2020.recipes import QUICK_DATA, Scale, parse_scale
-from patchcert.papers.chiang2020.runner import LOG, Assignment, Effort, Runner, Workshop, plan, read_questions
+from patchcert.papers.chiang2020.runner import (
+    LOG,
+    WORKER,
+    Assignment,
+    Effort,
+    Runner,
+    Workshop,
+    plan,
+    read_questions,
+)
 from patchcert.papers.chiang2020.tables import find_table
 from patchcert.threats import Patch
 from patchcert.train.run_folder import Run
@@ -44,17 +53,24 @@ class StopAfter(Quiet):
             self.stop.set()
 
 
+@pytest.fixture
+def shop(tmp_path):
+    return Workshop(tmp_path / "runs", tmp_path / "results")
+
+
 def planned(text, table="strategy-detail-5x5", **effort):
     return plan(find_table(table).chosen([text]), Effort(TINY, **effort), None)
 
 
-def test_one_run_that_fails_does_not_stop_the_others(tmp_path):
+def test_one_run_that_fails_does_not_stop_the_others(tmp_path, shop):
     (good,) = planned("mnist random(1) mlp")
     missing = replace(good.spec, data=replace(good.spec.data, name="cifar10"))
     bad = Assignment("a" * 16, "bad", good.questions, missing)
     watcher = Quiet()
-    shop = Workshop(tmp_path / "runs", tmp_path / "results", jobs=2)
-    assert Runner(shop, watcher, Event()).run([bad, good]) == {bad.name: "failed", good.name: "done"}
+    assert Runner(replace(shop, jobs=2), watcher, Event()).run([bad, good]) == {
+        bad.name: "failed",
+        good.name: "done",
+    }
     (note,) = [note for name, state, note in watcher.said if state == "failed"]
     assert "exit code 2" in note
     assert str(tmp_path / "runs" / bad.name / LOG) in note
@@ -68,11 +84,10 @@ def test_one_run_that_fails_does_not_stop_the_others(tmp_path):
     assert Runner(shop, watcher, Event()).run([good]) == {good.name: "already done"}
 
 
-def test_other_threats_than_that_of_training_get_verdicts_without_margins(tmp_path):
+def test_other_threats_than_that_of_training_get_verdicts_without_margins(tmp_path, shop):
     (made,) = planned("mnist random(1) mlp")
     (own,), line = made.questions, Patch((1, 2))
     other = replace(own, threat=line, classifier={**own.classifier, "verdicts_only": True})
-    shop = Workshop(tmp_path / "runs", tmp_path / "results")
     Runner(shop, Quiet(), Event()).run([replace(made, questions=(own, other))])
     evidence = {each.threat: each.columns for each in Result.open(tmp_path / "results" / made.name).evidence}
     assert ("margin" in evidence[Patch(5)], "margin" in evidence[line]) == (True, False)
@@ -83,10 +98,9 @@ def test_other_threats_than_that_of_training_get_verdicts_without_margins(tmp_pa
     assert (evidence[line]["certified"] == whole.certified.numpy()).all()
 
 
-def test_a_run_that_must_be_trained_again_answers_what_the_results_had(tmp_path):
+def test_a_run_that_must_be_trained_again_answers_what_the_results_had(tmp_path, shop):
     (made,) = planned("mnist random(1) mlp")
     (own,) = made.questions
-    shop = Workshop(tmp_path / "runs", tmp_path / "results")
     Runner(shop, Quiet(), Event()).run([made])
     (tmp_path / "runs" / made.name / "weights.safetensors").unlink()
     again = replace(made, questions=(replace(own, threat=Patch(2)),))
@@ -97,11 +111,11 @@ def test_a_run_that_must_be_trained_again_answers_what_the_results_had(tmp_path)
     }
 
 
-def test_a_stopped_run_resumes_where_it_stopped(tmp_path):
+def test_a_stopped_run_resumes_where_it_stopped(tmp_path, shop):
     (made,) = planned("mnist random(1) mlp")
     long = replace(made.spec, schedule=replace(made.spec.schedule, epochs=100_000))
     made = replace(made, spec=long, name=long.fingerprint())
-    shop, stop = Workshop(tmp_path / "runs", tmp_path / "results"), Event()
+    stop = Event()
     assert Runner(shop, StopAfter(3, stop), stop).run([made]) == {made.name: "interrupted"}
     run, stop = Run.open(tmp_path / "runs" / made.name), Event()
     done = len(run.metrics())
@@ -116,14 +130,7 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
     (made,) = planned("mnist random(1) mlp")
     long = replace(made.spec, schedule=replace(made.spec.schedule, epochs=100_000))
     replace(made, spec=long).write(tmp_path / "run", jobs=1)
-    command = [
-        sys.executable,
-        "-m",
-        "patchcert.papers.chiang2020.worker",
-        str(tmp_path / "run"),
-        "--parent",
-        "1",
-    ]
+    command = [*WORKER, str(tmp_path / "run"), "--parent", "1"]
     source = str(Path(patchcert.__file__).parents[1])
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": source}, capture_output=True, timeout=60)
     assert done.returncode == 130, done.stderr.decode()

@@ -12,18 +12,11 @@ from patchcert.papers.chiang2020.tables import find_table
 from patchcert.papers.chiang2020.view import TableView, compared_table, document
 from patchcert.report.statistics import Proportion
 from patchcert.threats import Patch
-from patchcert.train.spec import read_spec
+from rows_of_tables import counted_run
 
 TABLE = find_table("strategy-detail-5x5")
 (ENTRY,) = TABLE.chosen(["mnist all mlp"])
-
-
-def counted_run(certified, seed=2019, loss=None):
-    spec = replace(read_spec("paper-mnist"), seed=seed)
-    counts = ((Patch(5), Proportion(certified, 10_000)),)
-    return CountedRun(
-        "f" * 16, spec, Proportion(9401, 10_000), counts, 55.4, "NVIDIA H200", training_loss=loss
-    )
+MEASURED = CountedRow(ENTRY, "measured", (counted_run(6207),))
 
 
 def cells(outcome, **options):
@@ -32,7 +25,7 @@ def cells(outcome, **options):
 
 
 def test_a_measured_row_has_both_numbers_and_their_difference():
-    shown = cells(CountedRow(ENTRY, "measured", (counted_run(6207),)))
+    shown = cells(MEASURED)
     assert (shown["paper certified"], shown["certified"], shown["difference"]) == ("61.97", "62.07", "+0.10")
     assert (shown["paper clean"], shown["clean"]) == ("93.96", "94.01")
     assert (shown["seeds"], shown["training seconds"], shown["paper hours"]) == ("1", "55", "7.2")
@@ -40,15 +33,13 @@ def test_a_measured_row_has_both_numbers_and_their_difference():
 
 
 def test_a_scaled_schedule_is_named():
-    outcome = CountedRow(ENTRY, "measured", (counted_run(6207),), scale=0.1)
-    assert cells(outcome)["schedule"] == "scaled by 0.1"
+    assert cells(replace(MEASURED, scale=0.1))["schedule"] == "scaled by 0.1"
 
 
 def test_a_quick_look_is_labelled_in_every_row_and_in_the_title():
-    outcome = CountedRow(ENTRY, "measured", (counted_run(6207),))
-    shown = cells(outcome, quick=True)
+    shown = cells(MEASURED, quick=True)
     assert (shown["schedule"], shown["data"]) == ("quick", "MNIST (by mnist-mini)")
-    assert "NOT A RESULT" in TableView.of(TABLE, [outcome], quick=True).to_table().title
+    assert "NOT A RESULT" in TableView.of(TABLE, [MEASURED], quick=True).to_table().title
 
 
 def test_one_of_several_seeds_counts_and_they_have_a_spread():
@@ -82,7 +73,7 @@ def test_attacked_images_have_a_certified_share_of_their_own():
     assert (shown["certified"], shown["certified of those attacked"]) == ("62.07", "58.00")
     (row,) = TableView.of(TABLE, [outcome]).to_json()["rows"]
     assert (row["certified_of_attacked"], row["runs"][0]["certified_of_attacked"]) == (58.0, 58)
-    assert "certified of those attacked" not in cells(CountedRow(ENTRY, "measured", (counted_run(6207),)))
+    assert "certified of those attacked" not in cells(MEASURED)
 
 
 def test_what_was_not_run_says_so():
@@ -99,8 +90,7 @@ def test_tables_of_attacks_have_their_column(name):
 
 
 def test_the_page_has_every_table_and_counts_what_was_run():
-    outcome = CountedRow(ENTRY, "measured", (counted_run(6207),))
-    page = document([TableView.of(TABLE, [outcome, CountedRow(ENTRY, "not run")])])
+    page = document([TableView.of(TABLE, [MEASURED, CountedRow(ENTRY, "not run")])])
     assert f"| strategy-detail-5x5 | 2 | 1 | 1 | 0 |{' 1 of 1 |' * 3}{' +0.10 |' * 5}" in page
     assert "three seeds" not in page
     assert "## Training strategies by model, 5x5 patches" in page
@@ -121,7 +111,7 @@ def test_a_changed_schedule_is_not_called_full():
     row = CountedRow(changed, "measured", (counted_run(4407),))
     assert row.schedule == "changed schedule (decision 7)"
     view = TableView.of(TABLE, [row])
-    assert (view.full, view.changed, len(view.gaps)) == (0, 1, 1)
+    assert (view.full, view.changed, len(view.gaps())) == (0, 1, 1)
     average, *_ = find_table("training-strategies").chosen(["mnist 2x2 random(5)"])
     assert replace(row, entry=average).schedule == "changed schedule (decision 7 for cnn4)"
     (wide,) = find_table("large-models").chosen(["2x2 all cnn5w"])
@@ -163,8 +153,7 @@ def test_what_was_superseded_is_listed_with_why():
 
 
 def test_json_holds_the_counts_of_every_run():
-    plain = TableView.of(TABLE, [CountedRow(ENTRY, "measured", (counted_run(6207),))]).to_json()
-    (row,) = plain["rows"]
+    (row,) = TableView.of(TABLE, [MEASURED]).to_json()["rows"]
     assert row["runs"][0]["certified"] == [{"threat": Patch(5).to_dict(), "certified": 6207}]
     assert row["paper"]["certified"] == 61.97
 

@@ -3,6 +3,7 @@
 import ast
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from patchcert.attacks import (
     TransferAttack,
     default_batch_size,
 )
-from patchcert.certificates import Classifier, IntervalBounds
+from patchcert.certificates import Classifier, method_named
 from patchcert.certificates.ablation import RandomAblation
 from patchcert.data import Dataset
 from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
@@ -86,7 +87,6 @@ def answer(
     subject = Subject(classifier, sha256(run.weights), dataset, question.selection, device)
     folder, command = EvidenceFolder(run.path / EVIDENCE), command_of(question, run)
     if question.kind == "certify":
-        assert isinstance(classifier, Classifier)
         return Certification(subject, question.threat, command=command).into(folder).run(progress)
     attack = attack_from(question.attack, default_batch_size(device))
     asked = Attacking(subject, attack, question.threat, question.attack["seed"], command=command)
@@ -95,17 +95,16 @@ def answer(
 
 def classifier_of(question: Question, run: Run, device: torch.device) -> Classifier | nn.Module:
     """The run's model as the question describes it: with a kind of proof, behind a defense, or as it is."""
-    model, described = run.model(device), dict(question.classifier)
-    name = described.pop("name")
-    if name == "IntervalBounds":
-        return IntervalBounds(model, **{**described, "dtype": getattr(torch, described["dtype"])})
-    if name == "RandomAblation":
-        votes = described["selection_samples"] + described["estimation_samples"]
-        at_once = CUDA_IMAGES.get(run.spec.model.name, 1) * votes if device.type == "cuda" else CPU_VOTES
-        return RandomAblation(model, **described, batch_size=at_once)
-    if name == "Defended":
+    model, described = run.model(device), question.classifier
+    if "defense" in described:
         return Defended(defense_from(described["defense"], model), model).to(device)
-    return model
+    method = method_named(described["name"])
+    made = model if method is None else method.described(model, described)
+    if isinstance(made, RandomAblation):
+        votes = made.selection_samples + made.estimation_samples
+        at_once = CUDA_IMAGES.get(run.spec.model.name, 1) * votes if device.type == "cuda" else CPU_VOTES
+        return replace(made, batch_size=at_once)
+    return made
 
 
 def command_of(question: Question, run: Run) -> str:
@@ -126,11 +125,3 @@ def command_of(question: Question, run: Run) -> str:
     return shlex.join(
         [*words, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
     )
-
-
-def words_of(evidence: Evidence) -> str:
-    """What was found, in a line."""
-    if evidence.kind == "attack":
-        return f"{evidence.threat}: {evidence.withstood / evidence.total:.2%} withstood"
-    right, proven = evidence.correct / evidence.total, evidence.certified / evidence.total
-    return f"{evidence.threat}: {right:.2%} right, {proven:.2%} certified"

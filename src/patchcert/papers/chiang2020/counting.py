@@ -3,14 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isnan
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
 
 from patchcert.certificates import AnyThreat
 from patchcert.evidence.record import Evidence
-from patchcert.evidence.results import Result, Results
+from patchcert.evidence.results import Result, Results, comparable_loss
 from patchcert.papers.chiang2020.networks import initially_correct, network_results, with_seed
 from patchcert.papers.chiang2020.recipes import PAPER_SCALE, Recipe, Scale, changed_schedule, recipe
 from patchcert.papers.chiang2020.tables import AVERAGED, NUMBERS, Entry, authors_entry
@@ -19,6 +18,7 @@ from patchcert.train.spec import Spec, read_spec
 
 ABSENT = "-"
 Status = Literal["measured", "partly run", "not run"]
+Rule = Literal["loss", "first", "mean"]
 ATTACKED_SEEDS = 1
 """How many seeds of rows under attack are considered unless a number is given: not all were attacked."""
 
@@ -49,7 +49,6 @@ class CountedRun:
 
     @property
     def model(self) -> str:
-        """The name of the model."""
         return self.network if self.spec is None else self.spec.model.name
 
     @property
@@ -120,17 +119,11 @@ class CountedRow:
         return self._share(lambda run: run.initially_correct)
 
     @property
-    def network(self) -> str:
-        """The network that stands for the paper's, where it was not trained here."""
-        return ", ".join(dict.fromkeys(run.network for run in self.runs if run.network))
-
-    @property
     def spread(self) -> float | None:
         """The standard deviation of one model's certified accuracy over all its seeds, in points."""
         if len(self.runs) != 1:
             return None
-        found = [run.worst for run in self.seeds_of(self.runs[0])]
-        values = [worst.percent for worst in found if worst is not None]
+        values = [run.worst.percent for run in self.seeds_of(self.runs[0]) if run.worst]
         return stdev(values) if len(values) > 1 else None
 
     @property
@@ -142,10 +135,9 @@ class CountedRow:
     @property
     def mean(self) -> float | None:
         """Certified accuracy in per cent, the mean over all seeds of each model and then over the models."""
-        of_models = [[run.worst for run in self.seeds_of(counting)] for counting in self.runs]
-        return _mean(_mean(None if each is None else each.percent for each in seeds) for seeds in of_models)
+        return _mean(replace(self, runs=self.seeds_of(run)).certified for run in self.runs)
 
-    def difference_by(self, rule: "Rule") -> float | None:
+    def difference_by(self, rule: Rule) -> float | None:
         """Our certified accuracy minus the paper's in points, by the seed of least `loss`, the `first` seed, or the
         `mean` over all seeds."""
         ours = {"loss": self.certified, "first": self.by_first_seed.certified, "mean": self.mean}[rule]
@@ -155,9 +147,8 @@ class CountedRow:
     def difference(self) -> float | None:
         """Our certified accuracy minus the paper's in points; where it has none, that under attack."""
         if self.entry.certified is not None:
-            ours, paper = self.certified, self.entry.certified
-        else:
-            ours, paper = self.empirical, self.entry.empirical
+            return self.difference_by("loss")
+        ours, paper = self.empirical, self.entry.empirical
         return None if ours is None or paper is None else ours - paper
 
     @property
@@ -177,17 +168,6 @@ class CountedRow:
         return min(drawn, default=None)
 
     @property
-    def attacked_images(self) -> int | None:
-        """On how many random test images our own models were attacked, where they were."""
-        found = [run.attacked.total for run in self.runs if run.spec is not None and run.attacked is not None]
-        return min(found, default=None)
-
-    @property
-    def is_counted_on_attacked(self) -> bool:
-        """Whether clean accuracy too is that of the attacked images alone."""
-        return all(run.attacked is not None and run.clean.total == run.attacked.total for run in self.runs)
-
-    @property
     def data(self) -> str:
         """The data set, and what stands in for it in a quick look."""
         return self.entry.data_name + (" (by mnist-mini)" if self.quick else "")
@@ -202,16 +182,16 @@ class CountedRow:
     @property
     def model(self) -> str:
         """The paper's model, and ours where it is another."""
-        words, network = self.entry.model_words, self.network
-        return f"{words} (ours: {network})" if network else words
+        words, networks = self.entry.model_words, dict.fromkeys(run.network for run in self.runs)
+        ours = ", ".join(filter(None, networks))
+        return f"{words} (ours: {ours})" if ours else words
 
     @property
     def missing(self) -> str:
         """Why there is no number of ours, where there is none."""
-        status, note = self.status, self.note
-        if status == "measured":
+        if self.status == "measured":
             return ""
-        return f"{status} ({note})" if note else status
+        return f"{self.status} ({self.note})" if self.note else self.status
 
     @property
     def schedule(self) -> str:
@@ -225,9 +205,10 @@ class CountedRow:
         words = words or ["full"]
         if self.drawn_images is not None:
             words.append(f"{self.drawn_images:,} random test images")
-        if self.attacked_images is not None:
-            where = "all" if self.is_counted_on_attacked else "attack"
-            words.append(f"{where} on {self.attacked_images:,} random test images")
+        totals = [(run.clean.total, run.attacked.total) for run in self.runs if run.spec and run.attacked]
+        if totals:
+            where = "all" if all(clean == tried for clean, tried in totals) else "attack"
+            words.append(f"{where} on {min(tried for _, tried in totals):,} random test images")
         return "; ".join([*words, *filter(None, [self.note])])
 
     @property
@@ -236,18 +217,11 @@ class CountedRow:
         models = AVERAGED if self.entry.model == "average" else (self.entry.model,)
         decisions = {model: changed_schedule(self.entry, model) for model in models}
         changed = {model: number for model, number in decisions.items() if number is not None}
-        words = [f"decision {number}" for number in dict.fromkeys(changed.values())]
+        words = " and ".join(f"decision {number}" for number in dict.fromkeys(changed.values()))
         if not changed and self.entry.preset:
-            is_own = (
-                read_spec(self.entry.preset).schedule != read_spec(f"paper-{self.entry.dataset}").schedule
-            )
-            return "longer than the paper's" if is_own else ""
-        return " and ".join(words) + (f" for {', '.join(changed)}" if 0 < len(changed) < len(models) else "")
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every model was trained with the whole schedule of the paper."""
-        return self.status == "measured" and self.scale == 1.0 and not self.changed
+            own, paper = (read_spec(name) for name in (self.entry.preset, f"paper-{self.entry.dataset}"))
+            return "longer than the paper's" if own.schedule != paper.schedule else ""
+        return f"{words} for {', '.join(changed)}" if 0 < len(changed) < len(models) else words
 
     @property
     def seeds(self) -> str:
@@ -329,15 +303,6 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(numbers) if listed and len(numbers) == len(listed) else None
 
 
-Rule = Literal["loss", "first", "mean"]
-
-
-def certified_gaps(rows: Sequence[CountedRow], rule: Rule = "loss") -> tuple[float, ...]:
-    """Our certified accuracies less the paper's, in points, of the rows whose schedule was not shortened."""
-    whole = [row for row in rows if row.status == "measured" and row.scale == 1.0]
-    return tuple(gap for row in whole if (gap := row.difference_by(rule)) is not None)
-
-
 def count_rows(
     entries: Sequence[Entry], source: Path | Results, scale: Scale | None = None, seeds: int | None = None
 ) -> tuple[CountedRow, ...]:
@@ -376,7 +341,7 @@ def _best_seeds(
     No test image has a part in it: docs/decisions/0006-which-seed-counts.md.
     """
     tried = [[by_seed[seed] for seed in sorted(by_seed)[:limit]] for by_seed in models]
-    runs = tuple(min(seeds, key=_loss) for seeds in tried)
+    runs = tuple(min(seeds, key=lambda run: comparable_loss(run.training_loss)) for seeds in tried)
     contested = [run for seeds in tried if len(seeds) > 1 for run in seeds]
     unknown = next((run for run in contested if run.training_loss is None), None)
     if unknown is not None:
@@ -384,12 +349,6 @@ def _best_seeds(
         return CountedRow(entry, "partly run", note=note)
     passed_over = tuple(run for run in contested if run not in runs)
     return CountedRow(entry, "measured", runs, passed_over, factor)
-
-
-def _loss(run: CountedRun) -> float:
-    """Infinite where it is not on record, or is no number."""
-    loss = run.training_loss
-    return inf if loss is None or isnan(loss) else loss
 
 
 def _found(spec: Spec, results: Results, asked: Recipe) -> dict[float, dict[int, CountedRun]]:
@@ -409,26 +368,19 @@ def _count(result: Result, asked: Recipe) -> CountedRun:
     attacked = result.find(asked.attack) if asked.attack is not None else None
     basis = proofs[0] if proofs else attacked
     assert basis is not None
-    summary: Any = result.summary
     return CountedRun(
         fingerprint=result.path.name,
         spec=result.spec,
         clean=Proportion(basis.correct, basis.total),
         certified=tuple(_proven(proof, asked.against or proof.threat) for proof in proofs),
-        seconds=float(summary["training_seconds"]),
-        device=_device(summary),
+        seconds=result.training_seconds,
+        device=result.device,
         attacked=None if attacked is None else Proportion(attacked.withstood, attacked.total),
         certified_of_attacked=None if attacked is None else _certified_of(attacked, proofs),
         defense="" if attacked is None else attacked.meta["classifier"].get("defense", ""),
         drawn_images=basis.selection.drawn if asked.against is not None else None,
         training_loss=result.training_loss,
     )
-
-
-def _device(summary: Mapping[str, Any]) -> str:
-    """The device, and that several runs were given to it at once: their training times then include waiting."""
-    jobs = summary.get("jobs", 1)
-    return f"{summary['device']}, {jobs} runs at once" if jobs > 1 else str(summary["device"])
 
 
 def _proven(proof: Evidence, threat: AnyThreat) -> tuple[AnyThreat, Proportion]:

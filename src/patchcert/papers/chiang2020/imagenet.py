@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -20,21 +20,19 @@ from patchcert.bounds import precise_arithmetic
 from patchcert.data import Dataset, load_dataset
 from patchcert.data.files import find_imagenet
 from patchcert.data.folder import FolderSplit
-from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
+from patchcert.defenses import Defended
 from patchcert.errors import DataError
 from patchcert.evidence import EvidenceFolder, Question, Selection, Subject
 from patchcert.files import sha256, write_text
 from patchcert.models.imagenet import load_imagenet
-from patchcert.papers.chiang2020.answering import attack_from
+from patchcert.papers.chiang2020.answering import attack_from, defense_from
 from patchcert.papers.chiang2020.networks import network_name, with_seed
 from patchcert.papers.chiang2020.recipes import IMAGENET, CornerAttack, recipe
 from patchcert.papers.chiang2020.runner import Assignment
 from patchcert.papers.chiang2020.tables import Entry
-from patchcert.threats import Patch
 from patchcert.train.environment import describe_environment
 from patchcert.train.run_folder import ENVIRONMENT
 
-DefenseName = Literal["lgs", "dw"]
 Tell = Callable[[str], None]
 ON_GPU, ON_CPU = 1200, 32
 """Ascents at once. More than 1,200 would make single tensors of ResNet-50 larger than 2 GiB."""
@@ -87,21 +85,20 @@ class CornerExperiment:
     @precise_arithmetic()
     def rows(
         self,
-        name: DefenseName,
+        defense: str,
         model: nn.Module,
         job: AttackJob,
         transferred: Findings,
         tell: Tell | None = None,
     ) -> tuple[CornerRow, CornerRow]:
-        """The weak and the adaptive attack on one defense, from what was found on the undefended model."""
-        assert isinstance(job.threat, Patch)
-        patch, at_once = job.threat.height, self.judged_at_once
-        defended = Defended(imagenet_defense(name, model, patch), model)
+        """The weak and the adaptive attack on a defense, by its description, from what the undefended model gave."""
+        at_once = self.judged_at_once
+        defended = Defended(defense_from(defense, model), model).to(job.images.device)
         target = AttackedModel(defended, defended, at_once)
         clean = target.evaluate(job.images, job.labels, at_once).predictions
         weak = judged(target, job, transferred, clean, at_once)
-        copy = self._copy(model, f"adaptive attack on {name}", tell)
-        imitated = Defended(imagenet_defense(name, copy, patch), copy)
+        copy = self._copy(model, f"adaptive attack on {defense.partition('(')[0]}", tell)
+        imitated = Defended(defense_from(defense, copy), copy).to(job.images.device)
         found = self._adapted(target, imitated, job, transferred, clean)
         adaptive = judged(target, job, found, clean, at_once)
         return self._row(model, job, weak, False), self._row(model, job, adaptive, True)
@@ -139,13 +136,6 @@ class CornerExperiment:
         return CornerRow(adaptive, result, before, after)
 
 
-def imagenet_defense(name: DefenseName, model: nn.Module, patch: int) -> Defense:
-    """The defense with its settings for ImageNet; watermarking is given the size of the patch."""
-    if name == "lgs":
-        return LocalGradientSmoothing.imagenet()
-    return DigitalWatermarking.imagenet(model, patch).to(next(model.parameters()).device)
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class Material:
@@ -173,7 +163,6 @@ class Material:
         return cls(network, folder, replace(dataset, name=IMAGENET, checksums=sums), sha256(weights))
 
     def name(self, question: Question) -> str:
-        """The name of the results of attacks on this material."""
         return network_name(self.network, question, self.weights_sha256, self.dataset.checksums)
 
 
@@ -233,9 +222,8 @@ def answer_corners(
     transferred = experiment.transferred(model, job, tell)
     shared = time.perf_counter() - began
     for defense in dict.fromkeys(str(each.classifier["defense"]) for each in missing):
-        name: DefenseName = "lgs" if defense.startswith(LocalGradientSmoothing.__name__) else "dw"
         again, began = replace(job, generator=_generator(first, device)), time.perf_counter()
-        rows = experiment.rows(name, model, again, transferred, tell)
+        rows = experiment.rows(defense, model, again, transferred, tell)
         seconds = shared, shared + time.perf_counter() - began
         for row, taken in zip(rows, seconds, strict=True):
             asked = _question(first, defense, experiment, row.adaptive)
@@ -259,7 +247,6 @@ def planned_experiment(question: Question, device: torch.device) -> CornerExperi
 
 
 def _question(first: Question, defense: str, experiment: CornerExperiment, adaptive: bool) -> Question:
-    """What an attack on this defense answers."""
     attack = {**CornerAttack(experiment.attack, adaptive).describe(), "seed": first.selection.seed}
     return replace(first, classifier={"name": "Defended", "defense": defense}, attack=attack)
 

@@ -31,14 +31,13 @@ from patchcert.threats import SparsePixels
 Conflicts = Annotated[Tensor, "n n"]
 """True for two images of which one at most is certified."""
 
-# A sum of m shares of at most 1/2 is off by less than m^2 u / 2: in float32 by 1e-3 for 13x13 kernels, the largest.
-_TOLERANCE = 1e-3
-
 
 def conflicts(images: Images, labels: Labels, threat: SparsePixels, kernel: int) -> Conflicts:
     """Of grey images, for a first layer of square kernels of odd side, with zeros around the image and any stride."""
     is_tight = threat.bound == "tight"
-    rows = [_largest_sum(images, image, kernel, is_tight) <= threat.pixels - _TOLERANCE for image in images]
+    # A sum of m shares of at most 1/2 is off by less than m^2 u / 2, u = eps / 2: in float32 by 1e-3 for 13x13 kernels.
+    tolerance = max(1e-3, kernel**4 * torch.finfo(images.dtype).eps / 4)
+    rows = [_largest_sum(images, image, kernel, is_tight) <= threat.pixels - tolerance for image in images]
     return torch.stack(rows) & (labels[:, None] != labels)
 
 

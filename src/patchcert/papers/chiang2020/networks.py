@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -61,14 +61,6 @@ class NetworkResult:
                 )
         check_together(found)
         return found
-
-    def find(self, question: Question) -> Evidence | None:
-        """The answer to a question, where it is there."""
-        return next((each for each in self.evidence if each.question == question), None)
-
-    def answers(self, questions: Iterable[Question]) -> bool:
-        """Whether there is an answer to every question."""
-        return all(self.find(question) is not None for question in questions)
 
     def summary(self) -> dict[str, Any]:
         """Accuracies for people to look at."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import patchcert
 from patchcert.errors import InvalidInput
@@ -23,7 +23,7 @@ from patchcert.papers.chiang2020.view import (
 )
 from patchcert.report.charts import DotGroup, Measured
 from patchcert.report.page import page_environment
-from patchcert.report.statistics import Proportion, mean_interval
+from patchcert.report.statistics import Proportion
 from patchcert.report.tables import NOT_MEASURED
 
 TITLE = "Tables of the paper, and ours"
@@ -114,7 +114,7 @@ def linked(note: str, root: Path, page: Path) -> list[tuple[str, str]]:
 
 
 def _all_gaps(views: Sequence[TableView], rule: Rule) -> list[float]:
-    return [gap for view in views for gap in view.gaps_by(rule)]
+    return [gap for view in views for gap in view.gaps(rule)]
 
 
 def page_table(view: TableView, source: str) -> PageTable:
@@ -138,7 +138,7 @@ def page_table(view: TableView, source: str) -> PageTable:
 def _is_shown(quantity: Quantity, view: TableView) -> bool:
     """Certified accuracies are left out where neither the paper nor we have any."""
     has_proofs = any(row.entry.certified is not None or row.certified is not None for row in view.rows)
-    return quantity.shown(view) and (has_proofs or "certified" not in quantity.name)
+    return quantity.is_shown(view) and (has_proofs or "certified" not in quantity.name)
 
 
 def _row(view: TableView, anchor: str, row: CountedRow, shown: Sequence[Quantity]) -> PageRow:
@@ -160,31 +160,27 @@ def _row(view: TableView, anchor: str, row: CountedRow, shown: Sequence[Quantity
 
 def _cell(quantity: Quantity, row: CountedRow, digits: int) -> PageCell:
     """A number of ours has its interval beneath it, or says why there is none."""
-    value = quantity.value(row)
+    value, beneath = quantity.value(row), _beneath(quantity.name, row, digits)
     if not quantity.numeric:
         return PageCell(str(value), str(value))
-    if quantity.signed:
-        return _difference(row.difference, digits)
-    if quantity.count is None:
-        stated = row.stated_by_authors if quantity.name == "paper certified" else None
-        beneath = () if stated is None else (f"authors' code {stated:.2f}",)
-        return (
-            PageCell(ABSENT)
-            if not isinstance(value, float)
-            else PageCell(f"{value:.{digits}f}", value, beneath)
-        )
-    if row.missing:
+    if quantity.count is not None and row.missing:
         return PageCell(row.status, None, _lines(row.note), "missing")
-    share = share_of(row, quantity.count)
-    beneath = _beneath(quantity.name, row, digits)
-    if share is None:
+    if not isinstance(value, float):
         return PageCell(ABSENT, small=beneath)
-    interval = f"{share.low:.{digits}f} to {share.high:.{digits}f}"
-    return PageCell(f"{share.value:.{digits}f}", share.value, (interval, *beneath), "ours")
+    if quantity.signed:
+        return PageCell(_signed(value, digits), value, (), "gain" if value >= 0 else "loss")
+    interval = quantity.interval(row)
+    if interval is None:
+        return PageCell(f"{value:.{digits}f}", value, beneath)
+    words = " to ".join(f"{end:.{digits}f}" for end in interval)
+    return PageCell(f"{value:.{digits}f}", value, (words, *beneath), "ours")
 
 
 def _beneath(name: str, row: CountedRow, digits: int) -> tuple[str, ...]:
-    """Shares of some images alone, and which of several seeds counts and how they differ."""
+    """What the authors' code states, shares of some images alone, and which of several seeds counts."""
+    if name == "paper certified":
+        stated = row.stated_by_authors
+        return () if stated is None else (f"authors' code {stated:.2f}",)
     if name == "under attack":
         share = row.empirical_of_correct
         return () if share is None else (f"{share:.{digits}f} of those right at first",)
@@ -195,12 +191,6 @@ def _beneath(name: str, row: CountedRow, digits: int) -> tuple[str, ...]:
         seeds = f"seeds: {row.seeds}{apart}" if row.passed_over else ""
         return _lines("" if share is None else f"{share:.{digits}f} of those attacked", seeds)
     return ()
-
-
-def _difference(points: float | None, digits: int) -> PageCell:
-    if points is None:
-        return PageCell(ABSENT)
-    return PageCell(_signed(points, digits), points, (), "gain" if points >= 0 else "loss")
 
 
 def _signed(points: float, digits: int) -> str:
@@ -270,36 +260,15 @@ class Chart:
         return any(row.caveat for group in self.groups for row in group.rows)
 
 
-@dataclass(frozen=True)
-class Share:
-    """A mean over runs and its interval, in per cent."""
-
-    value: float
-    low: float
-    high: float
-
-
-def share_of(row: CountedRow, count: Callable[[CountedRun], Proportion | None]) -> Share | None:
-    """The mean of one number over the runs of a row that count; None unless all have it."""
-    counts = [count(run) for run in row.runs]
-    found = [each for each in counts if each is not None]
-    if not found or len(found) < len(counts):
-        return None
-    low, high = mean_interval(found)
-    return Share(100 * fmean(share.value for share in found), 100 * low, 100 * high)
-
-
 def charts(view: TableView, anchors: Sequence[str]) -> tuple[Chart, ...]:
     """A chart of what is proven and one of what withstood an attack, each where the table is about it."""
     label, drawn = _labels(view.rows), []
     for title, name in (("Certified accuracy", "certified"), ("Accuracy under attack", "under attack")):
         ours, paper = (_quantity(each) for each in (name, f"paper {name}"))
-        assert ours.count is not None
         groups: dict[str, list[Measured]] = {}
         for anchor, row in zip(anchors, view.rows, strict=True):
-            stated, share = paper.value(row), share_of(row, ours.count)
-            if stated is not None or share is not None:
-                point = _measured(row, stated if isinstance(stated, float) else None, share)
+            point = _measured(row, paper, ours)
+            if point.paper is not None or point.ours is not None:
                 point = replace(point, label=label(row), anchor=anchor, decimals=view.digits)
                 groups.setdefault(_group(row.entry), []).append(point)
         if groups:
@@ -319,11 +288,13 @@ def _joined(groups: Mapping[str, Sequence[Measured]]) -> Mapping[str, Sequence[M
     return {"": [replace(row, label=f"{name}: {row.label}") for name, (row,) in groups.items()]}
 
 
-def _measured(row: CountedRow, paper: float | None, ours: Share | None) -> Measured:
-    if ours is None:
-        return Measured("", paper, None, note=NOT_MEASURED if row.status == "measured" else row.status)
+def _measured(row: CountedRow, paper: Quantity, ours: Quantity) -> Measured:
+    stated, found, interval = paper.value(row), ours.value(row), ours.interval(row)
+    stated = stated if isinstance(stated, float) else None
+    if interval is None or not isinstance(found, float):
+        return Measured("", stated, None, note=NOT_MEASURED if row.status == "measured" else row.status)
     note = row.note if row.scale == 1.0 else f"schedule {replace(row, quick=False).schedule}"
-    return Measured("", paper, ours.value, ours.low, ours.high, note=note)
+    return Measured("", stated, found, *interval, note=note)
 
 
 def _group(entry: Entry) -> str:

@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast, final
@@ -28,10 +29,24 @@ from patchcert.evidence.manifest import ListedRun, Manifest, Superseded
 from patchcert.evidence.record import Evidence
 from patchcert.evidence.results import Results
 from patchcert.models import ModelSpec, build
-from patchcert.papers.chiang2020.audit import all_views, audit_page, results_page
-from patchcert.papers.chiang2020.counting import CountedRow, Rule
-from patchcert.papers.chiang2020.tables import AUTHORS_FILE, authors_entries
-from patchcert.papers.chiang2020.view import RULES, TableView, compared_gaps, compared_table
+from patchcert.papers.chiang2020.counting import CountedRow, Rule, count_rows
+from patchcert.papers.chiang2020.tables import (
+    AUTHORS_FILE,
+    FROZEN,
+    NUMBERS,
+    authors_entries,
+    find_table,
+    holds,
+    numbers_sha256,
+    table_names,
+)
+from patchcert.papers.chiang2020.view import (
+    RULES,
+    TableView,
+    compared_gaps,
+    document,
+    grid,
+)
 from patchcert.report.tables import Column, Table
 from patchcert.train.toml import nearest
 from patchcert.zoo.audit import whole_proof
@@ -90,13 +105,13 @@ class Sources:
 
     @cached_property
     def views(self) -> Mapping[str, TableView]:
-        """Every table, by name."""
-        return {view.paper.name: view for view in all_views(self.found)}
+        """Every table with every row, by name."""
+        rows = {table: table.matching([], on_request=True) for table in map(find_table, table_names())}
+        return {table.name: TableView.of(table, count_rows(rows[table], self.found)) for table in rows}
 
     @cached_property
     def page(self) -> str:
-        """The page of results."""
-        return results_page(tuple(self.views.values()), self.found)
+        return document(tuple(self.views.values()), self.found.all(), self.manifest.superseded)
 
     @cached_property
     def compared(self) -> tuple[Row, ...]:
@@ -107,17 +122,14 @@ class Sources:
 
     @cached_property
     def plot(self) -> str:
-        """The drawing of these rows."""
         return comparison.plot(self.compared)
 
     @cached_property
     def manifest(self) -> Manifest:
-        """That of the results."""
         return Manifest.read(self.results)
 
     @property
     def zoo(self) -> Zoo:
-        """The checkout's models."""
         return Zoo(self.root / ENTRIES)
 
     @property
@@ -127,7 +139,6 @@ class Sources:
         return (self.root / "README.md", *(page for page in pages if page != self.root / PAGE))
 
     def figure(self, query: str) -> float:
-        """The number that a query gives."""
         words = shlex.split(query)
         if len(words) > 2 and words[-2] == "/":
             return self.figure(shlex.join(words[:-2])) / float(words[-1])
@@ -144,14 +155,12 @@ class Sources:
             ) from error
 
     def table(self, query: str) -> str:
-        """The table that a query gives, in Markdown."""
         kind, *arguments = shlex.split(query)
         if kind not in _TABLES:
             raise InvalidInput(f"{query!r} begins with no kind of table", hint=nearest(kind, tuple(_TABLES)))
         return _TABLES[kind](self, *arguments)
 
     def read(self, name: str) -> Any:  # noqa: ANN401 - plain JSON of any shape
-        """A committed measurement."""
         return json.loads((self.root / name).read_text(encoding="utf-8"))
 
 
@@ -176,6 +185,29 @@ def shown(value: float, like: str) -> str:
     return f"+{text}" if like.startswith("+") and not text.startswith("-") else text
 
 
+def audit_paper(folder: Path) -> tuple[Finding, ...]:
+    """Whether the numbers in the files of a folder are those that were compared with paper and repository."""
+    found = {name: numbers_sha256(name, (folder / name).read_text(encoding="utf-8")) for name in FROZEN}
+    return tuple(
+        Finding(
+            folder / name, f"its numbers have the sum {there[:16]}..., not the frozen {FROZEN[name][:16]}..."
+        )
+        for name, there in found.items()
+        if there != FROZEN[name]
+    )
+
+
+def audit_page(page: Path, expected: str) -> tuple[Finding, ...]:
+    """Whether the page of results is the one that the evidence gives."""
+    there = page.read_text(encoding="utf-8")
+    if expected == there:
+        return ()
+    lines = zip(expected.splitlines(), there.splitlines(), strict=False)
+    differing = next((number for number, (made, stated) in enumerate(lines, 1) if made != stated), None)
+    where = "its end differs" if differing is None else f"line {differing} is the first that differs"
+    return (Finding(page, f"is not what the evidence gives: {where}"),)
+
+
 def audit_documents(sources: Sources) -> tuple[Finding, ...]:
     """What is wrong with the page of results, and with figures in all other documents."""
     try:
@@ -185,8 +217,8 @@ def audit_documents(sources: Sources) -> tuple[Finding, ...]:
     plot = sources.root / PLOT
     if not plot.is_file() or plot.read_text(encoding="utf-8") != sources.plot:
         findings.append(Finding(plot, "is not the drawing that the evidence gives"))
-    for document in sources.documents:
-        findings += audit_document(document, sources)
+    for each in sources.documents:
+        findings += audit_document(each, sources)
     return tuple(findings)
 
 
@@ -240,22 +272,13 @@ def _loss(row: CountedRow) -> float | None:
     return run.training_loss
 
 
+_SAME = ("clean", "certified", "empirical", "difference", "mean", "spread", "seconds", "scale")
 _ROW: Mapping[str, Callable[[CountedRow], float | None]] = {
-    "clean": lambda row: row.clean,
-    "certified": lambda row: row.certified,
-    "empirical": lambda row: row.empirical,
-    "difference": lambda row: row.difference,
-    "mean": lambda row: row.mean,
-    "spread": lambda row: row.spread,
-    "first": lambda row: row.by_first_seed.certified,
-    "seeds": lambda row: row.number_of_seeds,
-    "seconds": lambda row: row.seconds,
-    "scale": lambda row: row.scale,
+    **{name: attrgetter(name) for name in _SAME},
+    **{f"paper-{name}": attrgetter(f"entry.{name}") for name in NUMBERS},
+    "first": attrgetter("by_first_seed.certified"),
+    "seeds": attrgetter("number_of_seeds"),
     "loss": _loss,
-    "paper-clean": lambda row: row.entry.clean,
-    "paper-certified": lambda row: row.entry.certified,
-    "paper-empirical": lambda row: row.entry.empirical,
-    "paper-hours": lambda row: row.entry.hours,
 }
 
 
@@ -271,11 +294,8 @@ def _run(sources: Sources, name: str, what: str, shape: str = "") -> float | Non
 
 
 def _proof_lines(sources: Sources, run: ListedRun, threat: str) -> tuple[int, int, int]:
-    found = [
-        each
-        for each in sources.manifest.files
-        if each.path.startswith(f"{run.run}/certify") and threat in each.evidence_of
-    ]
+    found = [each for each in sources.manifest.files if each.path.startswith(f"{run.run}/certify")]
+    found = [each for each in found if threat in each.evidence_of]
     if len(found) != 1:
         raise InvalidInput(f"run {run.run} has {len(found)} proofs against {threat}; expected one")
     return found[0].images or 0, found[0].right or 0, found[0].counted or 0
@@ -283,9 +303,8 @@ def _proof_lines(sources: Sources, run: ListedRun, threat: str) -> tuple[int, in
 
 def _superseded(sources: Sources, name: str, what: str) -> float | None:
     """Of a run that no longer counts; where it was certified against several threats, that of its training."""
-    lines = [
-        line for line in sources.manifest.superseded if line.run == name and line.evidence_of[:7] == "certify"
-    ]
+    lines = [line for line in sources.manifest.superseded if line.run == name]
+    lines = [line for line in lines if line.evidence_of.startswith("certify ")]
     own = [line for line in lines if _threat_of(line) in line.training] or lines
     if not own:
         raise InvalidInput(f"no superseded run is named {name}")
@@ -305,15 +324,9 @@ def _share(counts: tuple[int, int, int], what: str) -> float:
 
 
 def _card(sources: Sources, name: str, path: str) -> float:
-    """A number on a card."""
     if path == "units":
         return sum(sources.zoo.card(name).model.widths or ())
     return _at(sources.zoo.card(name).to_dict(), path)
-
-
-def _json(sources: Sources, file: str, path: str) -> float:
-    """A number in a committed measurement."""
-    return _at(sources.read(file), path)
 
 
 def _evidence(sources: Sources, file: str, what: str) -> float:
@@ -362,8 +375,7 @@ _GAPS: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 def _authors(sources: Sources, words: str, what: str) -> float | None:
     """Of the one line of the authors' repository that holds all words."""
-    asked = words.lower().split()
-    found = [each for each in authors_entries() if all(word in each.label.lower() for word in asked)]
+    found = [each for each in authors_entries() if holds(each, words)]
     if len(found) != 1 or what not in ("clean", "certified"):
         raise InvalidInput(f"{len(found)} lines of {AUTHORS_FILE} have the words {words!r} and {what!r}")
     return getattr(found[0], what)
@@ -379,16 +391,12 @@ _FIGURES: Mapping[str, Callable[..., Any]] = {
     "run": _run,
     "superseded": _superseded,
     "card": _card,
-    "json": _json,
+    "json": lambda sources, file, path: _at(sources.read(file), path),
     "evidence": _evidence,
     "compare": _compared,
     "authors": _authors,
     "parameters": _parameters,
 }
-
-
-def _bench_table(sources: Sources, file: str) -> str:
-    return markdown(sources.read(file))
 
 
 def _stored_table(sources: Sources, file: str) -> str:
@@ -398,7 +406,7 @@ def _stored_table(sources: Sources, file: str) -> str:
         Column(each["name"], each.get("decimals", 1), numeric=each.get("numeric", True))
         for each in plain["columns"]
     )
-    return _grid(Table("", columns, tuple(tuple(row) for row in plain["rows"])))
+    return grid(Table("", columns, tuple(tuple(row) for row in plain["rows"])))
 
 
 def _trimmed_table(sources: Sources) -> str:
@@ -417,7 +425,7 @@ def _trimmed_table(sources: Sources) -> str:
             differ = int((whole != card.proof.certified_marks).sum())
             counts = int(whole.sum()), card.proof.certified, differ
             rows.append((card.name, _whole_megabytes(card), size, *counts))
-    return _grid(Table("", columns, tuple(rows)))
+    return grid(Table("", columns, tuple(rows)))
 
 
 def _whole_megabytes(card: Card) -> float:
@@ -427,65 +435,16 @@ def _whole_megabytes(card: Card) -> float:
     return 4 * sum(each.numel() for each in whole.parameters()) / 1e6
 
 
-def _superseded_table(sources: Sources, *words: str) -> str:
-    """Superseded certificates whose reason has all these words, against the threat of their training."""
-    names = ("data", "training", "threat", "seed")
-    columns = (
-        *(Column(name, numeric=False) for name in names),
-        *(Column(name, decimals=2) for name in ("training loss", "clean", "certified")),
-    )
-    lines = [
-        line
-        for line in sources.manifest.superseded
-        if line.evidence_of.startswith("certify") and _threat_of(line) in line.training
-    ]
-    chosen = [line for line in lines if all(word in line.why for word in words)]
-    rows = (
-        (
-            *_training_cells(line.training),
-            str(line.seed),
-            "not on record" if line.training_loss is None else line.training_loss,
-            100 * line.right / line.images,
-            100 * line.counted / line.images,
-        )
-        for line in sorted(chosen, key=lambda line: (line.training, line.seed))
-    )
-    return _grid(Table("", columns, tuple(rows)))
-
-
-def _training_cells(training: str) -> tuple[str, str, str]:
-    """Data, model with strategy, and threat out of the words of a training."""
-    data, model, strategy, threat = training.rpartition("), ")[0].split(", ", 3)
-    return data, f"{model}, {strategy}", f"{threat})"
-
-
-def _compared_table(sources: Sources) -> str:
-    return _grid(compared_table(tuple(sources.views.values())))
-
-
-def _methods_table(sources: Sources) -> str:
-    """All kinds of proof on all data and patches."""
-    return _grid(comparison.table(sources.compared))
-
-
 def _sources_table(sources: Sources) -> str:
-    """Where rows of others come from."""
     links = {row.source.link: row.source.title for row in sources.compared if row.source.link}
-    columns = (Column("source", numeric=False), Column("link", numeric=False))
-    return _grid(Table("", columns, tuple((title, f"[{link}]({link})") for link, title in links.items())))
+    columns = tuple(Column(name, numeric=False) for name in ("source", "link"))
+    return grid(Table("", columns, tuple((title, f"[{link}]({link})") for link, title in links.items())))
 
 
 _TABLES: Mapping[str, Callable[..., str]] = {
-    "bench": _bench_table,
+    "bench": lambda sources, file: markdown(sources.read(file)),
     "stored": _stored_table,
     "trimmed": _trimmed_table,
-    "superseded": _superseded_table,
-    "compare": _compared_table,
-    "methods": _methods_table,
+    "methods": lambda sources: grid(comparison.table(sources.compared)),
     "sources": _sources_table,
 }
-
-
-def _grid(table: Table) -> str:
-    """The table without its title."""
-    return table.to_markdown().partition("\n\n")[2]

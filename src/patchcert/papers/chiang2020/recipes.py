@@ -20,20 +20,13 @@ from patchcert.train.strategies import Ablated, GuidedPlacements, PooledPlacemen
 if TYPE_CHECKING:
     from patchcert.attacks import PatchAttack
 
+_GUIDED = "saliency_kind='guided', fill='ring'"
 TUNED = {
     ("mnist", "2x2", "LGS"): "LocalGradientSmoothing(window=2, overlap=1, threshold=0.6, smoothing=1.5)",
     ("cifar10", "2x2", "LGS"): "LocalGradientSmoothing(window=2, overlap=1, threshold=0.6, smoothing=1.0)",
     ("cifar10", "5x5", "LGS"): "LocalGradientSmoothing(window=4, overlap=3, threshold=0.4, smoothing=5.0)",
-    (
-        "cifar10",
-        "2x2",
-        "DW",
-    ): "DigitalWatermarking(window=4, quantile=0.98, opening=2, saliency_kind='guided', fill='ring')",
-    (
-        "cifar10",
-        "5x5",
-        "DW",
-    ): "DigitalWatermarking(window=7, quantile=0.95, opening=1, saliency_kind='guided', fill='ring')",
+    ("cifar10", "2x2", "DW"): f"DigitalWatermarking(window=4, quantile=0.98, opening=2, {_GUIDED})",
+    ("cifar10", "5x5", "DW"): f"DigitalWatermarking(window=7, quantile=0.95, opening=1, {_GUIDED})",
 }
 """The settings of defenses by data set and patch, one for all models of a row: the best of those in the files
 `tuning-*.json` among the results. All of them are tried on one model by `patchcert attack RUN --shape 2x2 --defense lgs
@@ -53,10 +46,7 @@ QUICK_SCHEDULE = Schedule(8, EpsilonSchedule(1, 4), LearningRateSchedule(initial
 QUICK_VOTING = Schedule(20, EpsilonSchedule(0, 0), LearningRateSchedule(0.1, 0.1, 15, decay_from=0))
 QUICK_RETAINED, QUICK_POOLED, QUICK_HELD_OUT = 150, 80, 50
 QUICK_MODELS = {
-    "cnn4": "cnn2",
-    "cnn5w": "cnn2",
-    "cnn4_c11": "cnn2",
-    "cnn4_c13": "cnn2",
+    **dict.fromkeys(("cnn4", "cnn5w", "cnn4_c11", "cnn4_c13"), "cnn2"),
     "resnet18_ablation": "cnn2_ablation",
 }
 
@@ -75,7 +65,6 @@ class CornerAttack:
     adaptive: bool
 
     def describe(self) -> dict[str, Any]:
-        """The kind of attack and its settings in types that JSON has."""
         return {"kind": type(self).__name__, "adaptive": self.adaptive, "attack": self.attack.describe()}
 
 
@@ -94,19 +83,16 @@ class Scale:
 
     @property
     def words(self) -> str:
-        """How tables are labelled."""
         if self.quick:
             return "quick"
         return "full schedule" if self.factor == 1.0 else f"schedule scaled by {self.factor:g}"
 
     def spec(self, spec: Spec) -> Spec:
-        """A run at this scale."""
         if self.quick:
             return self._quick(spec)
         return spec if self.factor == 1.0 else spec.scaled(self.factor)
 
     def test_images(self, spec: Spec) -> Selection:
-        """The test images that are certified."""
         return Selection(spec.data.name, limit=self.quick_test if self.quick else None)
 
     def drawn(self, spec: Spec, images: int | None) -> Selection:
@@ -183,7 +169,6 @@ class Recipe:
 
     @property
     def questions(self) -> tuple[Question, ...]:
-        """All that is asked of each run."""
         return (*self.proofs, *((self.attack,) if self.attack else ()))
 
 
@@ -206,11 +191,9 @@ def _proven(specs: Sequence[Spec], scale: Scale, threats: Iterable[AnyThreat] = 
     """Against other threats than that of training images get verdicts without margins, which is faster."""
     scaled = tuple(dict.fromkeys(map(scale.spec, specs)))
     images, own = scale.test_images(scaled[0]), scaled[0].threat
-    asked = {
-        threat: IntervalBounds(_ANY, verdicts_only=threat != own).describe()
-        for threat in tuple(threats) or (own,)
-    }
-    return Recipe(scaled, tuple(Question("certify", threat, images, how) for threat, how in asked.items()))
+    bounds = {is_own: IntervalBounds(_ANY, verdicts_only=not is_own).describe() for is_own in (True, False)}
+    asked = dict.fromkeys(tuple(threats) or (own,))
+    return Recipe(scaled, tuple(Question("certify", each, images, bounds[each == own]) for each in asked))
 
 
 def _voted(entry: Entry, scale: Scale) -> Recipe:
@@ -251,13 +234,9 @@ def _corners(entry: Entry) -> Recipe:
     side, is_adaptive = _patch(entry).height, entry.attack == "adaptive"
     watermarking = DigitalWatermarking.imagenet(_ANY, side)
     defense = LocalGradientSmoothing.imagenet() if entry.defense == "LGS" else watermarking
+    defended = _defended(f"{type(defense).__name__}({defense.extra_repr()})")
     attack = CornerAttack(PatchAttack(CORNER_STEPS, restarts=CORNERS, check_every=10), is_adaptive)
-    asked = _attack(
-        entry,
-        Selection(IMAGENET, drawn=CORNER_IMAGES),
-        _defended(f"{type(defense).__name__}({defense.extra_repr()})"),
-        attack.describe(),
-    )
+    asked = _attack(entry, Selection(IMAGENET, drawn=CORNER_IMAGES), defended, attack.describe())
     corners = replace(asked, threat=Patch(side, placements="corners"))
     return Recipe((), attack=corners, network=OUR_NETWORKS[entry.model])
 
@@ -288,18 +267,12 @@ def _spec(entry: Entry, model: str) -> Spec:
         changes.append(f"model.hidden={entry.hidden}")
     if entry.pixels:
         return _sparse_spec(entry, model, changes)
-    return read_spec(
-        f"paper-{entry.dataset}",
-        [
-            *changes,
-            f"threat.stamp='{entry.patch}'",
-            *strategy_changes(entry.strategy),
-            *_schedule(entry, model),
-        ],
-    )
+    changes += [f"threat.stamp='{entry.patch}'", *strategy_changes(entry.strategy)]
+    schedule = CHANGED_SCHEDULES.get(changed_schedule(entry, model), ())
+    return read_spec(f"paper-{entry.dataset}", [*changes, *schedule])
 
 
-CHANGED_SCHEDULES = {
+CHANGED_SCHEDULES: Mapping[int | None, tuple[str, ...]] = {
     7: ("schedule.epsilon.ramp_epochs=6", "schedule.learning_rate.decay_from=62"),
     8: ("schedule.epsilon.natural_epochs=1", "schedule.learning_rate.decay_from=131"),
 }
@@ -314,11 +287,6 @@ def changed_schedule(entry: Entry, model: str) -> int | None:
     if model == "cnn5w" and not (entry.patch == "2x2" and has_few):
         return 8
     return None
-
-
-def _schedule(entry: Entry, model: str) -> tuple[str, ...]:
-    decision = changed_schedule(entry, model)
-    return () if decision is None else CHANGED_SCHEDULES[decision]
 
 
 def _sparse_spec(entry: Entry, model: str, changes: Sequence[str]) -> Spec:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Literal, Protocol
@@ -102,7 +102,6 @@ def plan(entries: Sequence[Entry], effort: Effort, data_dir: Path | None) -> tup
 
 
 def _label(spec: Spec) -> str:
-    """The run in a few words."""
     strategy = spec.strategy.kind
     if isinstance(spec.strategy, RandomPlacements):
         strategy = f"random({spec.strategy.placements})"
@@ -120,7 +119,6 @@ class Workshop:
     device: str = "cpu"
     data_dir: Path | None = None
     jobs: int = 1
-    worker: tuple[str, ...] = field(default_factory=lambda: WORKER)
 
 
 class Watcher(Protocol):
@@ -142,26 +140,19 @@ class Job:
     assignment: Assignment
     folder: Path
     process: subprocess.Popen[bytes]
-    started: float = field(default_factory=time.monotonic)
 
     @property
     def epochs_done(self) -> int:
-        """How many epochs have been trained so far."""
         file = self.folder / METRICS
         return len(file.read_bytes().splitlines()) if file.is_file() else 0
 
     @property
     def words(self) -> str:
-        """How far it is."""
         label, spec, done = self.assignment.label, self.assignment.spec, self.epochs_done
         if spec is not None and done < spec.schedule.epochs:
             return f"{label} {done}/{spec.schedule.epochs}"
         last = _last_line(self.folder).partition(" ")[2]
         return f"{label} on evidence{f', {last}' if last and not last.startswith('{') else ''}"
-
-    def stop(self) -> None:
-        """Ask it to save its state and end."""
-        (self.folder / STOP_FILE).touch()
 
 
 class Runner:
@@ -191,7 +182,7 @@ class Runner:
 
     def _is_done(self, assignment: Assignment) -> bool:
         """Whether results, or else the folder of the run, have every answer; the latter is collected then."""
-        if not is_answered(self.shop.results, assignment):
+        if not set(assignment.questions) <= set(self._answered(assignment)):
             if not self._is_finished(assignment):
                 return False
             self._collect(assignment)
@@ -223,24 +214,29 @@ class Runner:
         self._set(assignment, "running")
 
     def _command(self, folder: Path) -> list[str]:
-        command = [*self.shop.worker, str(folder.resolve())]
+        command = [*WORKER, str(folder.resolve())]
         command += ["--device", self.shop.device, "--parent", str(os.getpid())]
         return command + (["--data-dir", str(self.shop.data_dir)] if self.shop.data_dir else [])
 
     def _to_ask(self, assignment: Assignment) -> Assignment:
         """With the questions that are left of a network; of a run that must be trained again, also with those that the
         results answer by certificates and plain attacks, since evidence of earlier weights is replaced."""
+        asked, answered = assignment.questions, self._answered(assignment)
+        if assignment.spec is None:
+            return replace(assignment, questions=tuple(each for each in asked if each not in answered))
+        if (self.shop.runs / assignment.name / WEIGHTS).is_file():
+            return assignment
+        found = (each for each in answered if not each.certified_only)
+        earlier = (each for each in found if each.attack.get("kind", "PatchAttack") == "PatchAttack")
+        return replace(assignment, questions=tuple(dict.fromkeys((*asked, *earlier))))
+
+    def _answered(self, assignment: Assignment) -> tuple[Question, ...]:
         path = self.shop.results / assignment.name
         if assignment.spec is None:
-            known = NetworkResult(path)
-            left = tuple(each for each in assignment.questions if known.find(each) is None)
-            return replace(assignment, questions=left)
-        has_weights = (self.shop.runs / assignment.name / WEIGHTS).is_file()
-        if has_weights or not (path / SPEC).is_file():
-            return assignment
-        found = (each.question for each in Result.open(path).evidence if not each.question.certified_only)
-        earlier = (each for each in found if each.attack.get("kind", "PatchAttack") == "PatchAttack")
-        return replace(assignment, questions=tuple(dict.fromkeys((*assignment.questions, *earlier))))
+            found = NetworkResult(path).evidence
+        else:
+            found = Result.open(path).evidence if (path / SPEC).is_file() else ()
+        return tuple(each.question for each in found)
 
     def _look(self) -> None:
         for job in [job for job in self._running if job.process.poll() is not None]:
@@ -262,7 +258,7 @@ class Runner:
     def _end_all(self) -> None:
         """Ask all to stop and wait; what does not stop in time is killed, and resumes from its last state."""
         for job in self._running:
-            job.stop()
+            (job.folder / STOP_FILE).touch()
         until = time.monotonic() + GRACE_SECONDS
         while self._running:
             job = self._running.pop()
@@ -287,14 +283,6 @@ class Runner:
     def _set(self, assignment: Assignment, state: State, note: str = "") -> None:
         self.states[assignment.name] = state
         self.watcher.changed(assignment, state, note)
-
-
-def is_answered(results: Path, assignment: Assignment) -> bool:
-    """Whether the results have an answer to every question of an assignment."""
-    path = results / assignment.name
-    if assignment.spec is None:
-        return NetworkResult(path).answers(assignment.questions)
-    return (path / SPEC).is_file() and Result.open(path).answers(assignment.questions)
 
 
 def _environment(jobs: int) -> dict[str, str]:

@@ -4,9 +4,10 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from operator import attrgetter
 from typing import Any, Literal
 
 from patchcert.errors import InvalidInput
@@ -18,8 +19,10 @@ OURS = "ours"
 DATA_NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "imagenet": "ImageNet", "mnist-mini": "mnist-mini"}
 AVERAGED = ("mlp", "cnn2", "cnn4")
 PAPER_FILE, AUTHORS_FILE = "paper.json", "authors.json"
-NUMBERS_SHA256 = "9df47726b991bb7043bbbeceaa00d441a2cbe6cd8f48b610ec3ec6150badc8fb"
-AUTHORS_SHA256 = "749c546c36518ae8b757928c1f1197815c9fee1a8d403e541d5d452e2efeccce"
+FROZEN = {
+    PAPER_FILE: "9df47726b991bb7043bbbeceaa00d441a2cbe6cd8f48b610ec3ec6150badc8fb",
+    AUTHORS_FILE: "749c546c36518ae8b757928c1f1197815c9fee1a8d403e541d5d452e2efeccce",
+}
 """Of the paper's numbers, and of those that the authors' repository states for the same networks, as `numbers_sha256`
 sums them up; they were compared with their sources when this was written."""
 NUMBERS = ("clean", "empirical", "certified", "hours")
@@ -51,12 +54,10 @@ class Entry:
 
     @property
     def data_name(self) -> str:
-        """The data set as it is usually written."""
         return DATA_NAMES.get(self.dataset, self.dataset)
 
     @property
     def threat_words(self) -> str:
-        """The threat in a few words."""
         if self.pixels:
             return f"{self.pixels} pixel{'s' if self.pixels > 1 else ''}"
         return f"{self.shape}, as many pixels as {self.patch}" if self.shape else self.patch
@@ -96,7 +97,7 @@ class PaperTable:
         """The rows that hold all words of at least one text; without any, all, with those on request if wanted."""
         if not texts:
             return tuple(entry for entry in self.entries if on_request or not entry.on_request)
-        return tuple(entry for entry in self.entries if any(_holds(entry, text) for text in texts))
+        return tuple(entry for entry in self.entries if any(holds(entry, text) for text in texts))
 
     def chosen(self, texts: Sequence[str], on_request: bool = False) -> tuple[Entry, ...]:
         """The matching rows, of which there must be some."""
@@ -123,11 +124,10 @@ def authors_entries() -> tuple[Entry, ...]:
 
 def authors_entry(entry: Entry) -> Entry | None:
     """What the authors' repository states for the same images, threat, training and network, if anything."""
-    same = ("dataset", "patch", "pixels", "strategy", "model")
-    found = (each for each in authors_entries() if not (entry.shape or entry.defense or entry.preset))
-    return next(
-        (each for each in found if all(getattr(each, key) == getattr(entry, key) for key in same)), None
-    )
+    if entry.shape or entry.defense or entry.preset:
+        return None
+    asked = attrgetter("dataset", "patch", "pixels", "strategy", "model")
+    return next((each for each in authors_entries() if asked(each) == asked(entry)), None)
 
 
 def read_authors(text: str) -> tuple[Entry, ...]:
@@ -144,22 +144,17 @@ def read_tables(text: str) -> tuple[PaperTable, ...]:
     return tuple(_table(plain) for plain in json.loads(text))
 
 
-def numbers_sha256(tables: Sequence[PaperTable]) -> str:
-    """A sum over every row and what the paper has for it; captions and notes are ours, and no part of it."""
-    return _sum_of([[table.name, _numbers(table.entries)] for table in tables])
-
-
-def authors_sha256(entries: Sequence[Entry]) -> str:
-    """The same over what the authors' repository states."""
-    return _sum_of(_numbers(entries))
+def numbers_sha256(name: str, text: str) -> str:
+    """A sum over every row of one of the files and its numbers; captions and notes are ours, and no part of it."""
+    if name == AUTHORS_FILE:
+        numbers = _numbers(read_authors(text))
+    else:
+        numbers = [[table.name, _numbers(table.entries)] for table in read_tables(text)]
+    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
 
 
 def _numbers(entries: Sequence[Entry]) -> list[Any]:
     return [[row.label, *(getattr(row, name) for name in NUMBERS)] for row in entries]
-
-
-def _sum_of(numbers: Any) -> str:  # noqa: ANN401 - plain JSON of any shape
-    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
 
 
 def table_names() -> tuple[str, ...]:
@@ -178,8 +173,7 @@ def find_table(name: str) -> PaperTable:
 
 
 def _table(plain: dict[str, Any]) -> PaperTable:
-    known = {field.name for field in fields(Entry)}
-    entries = tuple(Entry(**{key: row[key] for key in row if key in known}) for row in plain["rows"])
+    entries = tuple(Entry(**row) for row in plain["rows"])
     return PaperTable(
         plain["name"], plain["section"], plain["title"], plain["caption"], tuple(plain["notes"]), entries
     )
@@ -207,39 +201,29 @@ def _our_table() -> PaperTable:
 
 
 def _our_entry(preset: str, spec: Spec) -> Entry:
-    patch, pixels = "", 0
-    if isinstance(spec.threat, Patch):
-        patch = f"{spec.threat.height}x{spec.threat.width}"
-    else:
-        pixels = spec.threat.pixels
-    best = _best_of_paper(spec.data.name, patch, pixels)
-    return Entry(
+    threat = spec.threat
+    own = Entry(
         dataset=spec.data.name,
         model=spec.model.name,
         strategy=spec.strategy.kind,
-        patch=patch,
-        pixels=pixels,
+        patch=f"{threat.height}x{threat.width}" if isinstance(threat, Patch) else "",
+        pixels=0 if isinstance(threat, Patch) else threat.pixels,
         hidden=spec.model.hidden,
         preset=preset,
-        clean=best.clean if best else None,
-        certified=best.certified if best else None,
-        hours=best.hours if best else None,
     )
+    best = _best_of_paper(own)
+    return replace(own, clean=best.clean, certified=best.certified, hours=best.hours) if best else own
 
 
-def _best_of_paper(dataset: str, patch: str, pixels: int) -> Entry | None:
+def _best_of_paper(own: Entry) -> Entry | None:
     """The paper's row of a single model with the highest certified accuracy for the same question."""
-    asked = (dataset, patch, pixels)
-    rows = [row for table in paper_tables() for row in table.entries]
-    rows = [row for row in rows if (row.dataset, row.patch, row.pixels) == asked]
+    asked = attrgetter("dataset", "patch", "pixels")
+    rows = [row for table in paper_tables() for row in table.entries if asked(row) == asked(own)]
     rows = [row for row in rows if row.model != "average" and not row.shape and row.certified is not None]
     return max(rows, key=lambda row: row.certified or 0.0, default=None)
 
 
-def _holds(entry: Entry, text: str) -> bool:
-    return all(word in entry.label.lower() for word in _words(text.lower()))
-
-
-def _words(text: str) -> list[str]:
-    """Words, and phrases between double quotes."""
-    return [phrase or word for phrase, word in re.findall(r'"([^"]+)"|([^\s"]+)', text)]
+def holds(entry: Entry, text: str) -> bool:
+    """Whether the label of a row has every word of a text, and every phrase between double quotes."""
+    words = [phrase or word for phrase, word in re.findall(r'"([^"]+)"|([^\s"]+)', text.lower())]
+    return all(word in entry.label.lower() for word in words)

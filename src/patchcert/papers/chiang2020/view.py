@@ -8,9 +8,9 @@ from typing import Any
 from patchcert.evidence.manifest import Superseded
 from patchcert.evidence.record import Evidence
 from patchcert.evidence.results import Result
-from patchcert.papers.chiang2020.counting import ABSENT, CountedRow, CountedRun, Rule, certified_gaps
+from patchcert.papers.chiang2020.counting import ABSENT, CountedRow, CountedRun, Rule
 from patchcert.papers.chiang2020.tables import DATA_NAMES, PaperTable
-from patchcert.report.statistics import Proportion
+from patchcert.report.statistics import Proportion, mean_interval
 from patchcert.report.tables import Cell, Column, Table
 
 QUICK_LABEL = "QUICK LOOK, NOT A RESULT (small images, networks and schedules stand in for the paper's)"
@@ -65,14 +65,13 @@ SHORT_RULES: Mapping[Rule, str] = {"loss": "least loss", "first": "first seed", 
 SEEDED = ("All Patch", "Random(10)", "Guided(10)")
 """The strategies whose rows on CIFAR-10 have three seeds each, whatever the first one reached."""
 
-Shown = Callable[["TableView"], bool]
-
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A column: what it shows of a row, in which tables, and the counts that it is the mean of, where it is one.
+    """A column: what it shows of a row, and the counts that it is the mean of, where it is one.
 
-    Per cent have the decimals of the paper's table unless others are given.
+    Per cent have the decimals of the paper's table unless others are given. An `optional` column stands in tables that
+    have a row with something to show.
     """
 
     name: str
@@ -80,27 +79,29 @@ class Quantity:
     numeric: bool = True
     decimals: int | None = None
     signed: bool = False
-    shown: Shown = lambda view: True
+    optional: bool = False
     count: Callable[[CountedRun], Proportion | None] | None = None
 
     def column(self, digits: int) -> Column:
-        """How its cells are written."""
         return Column(
             self.name, digits if self.decimals is None else self.decimals, self.signed, self.numeric
         )
 
+    def is_shown(self, view: "TableView") -> bool:
+        return not self.optional or any(self.value(row) is not None for row in view.rows)
+
     def cell(self, row: CountedRow) -> Cell:
-        """What it says of a row."""
         value = self.value(row)
         return ABSENT if value is None else value
 
-
-def _has_attacks(view: "TableView") -> bool:
-    return any(row.entry.empirical is not None for row in view.rows)
-
-
-def _any(value: Callable[[CountedRow], float | None]) -> Shown:
-    return lambda view: any(value(row) is not None for row in view.rows)
+    def interval(self, row: CountedRow) -> tuple[float, float] | None:
+        """Of the mean over the runs of a row that count, in per cent; None unless all have it."""
+        counts = [None if self.count is None else self.count(run) for run in row.runs]
+        found = [count for count in counts if count is not None]
+        if not found or len(found) < len(counts):
+            return None
+        low, high = mean_interval(found)
+        return 100 * low, 100 * high
 
 
 def _float(value: float | None) -> float | None:
@@ -114,39 +115,21 @@ QUANTITIES = (
     Quantity("model", lambda row: row.model, numeric=False),
     Quantity("paper clean", lambda row: _float(row.entry.clean)),
     Quantity("clean", lambda row: row.clean, count=lambda run: run.clean),
-    Quantity("paper under attack", lambda row: _float(row.entry.empirical), shown=_has_attacks),
+    Quantity("paper under attack", lambda row: _float(row.entry.empirical), optional=True),
     Quantity(
         "under attack",
-        lambda row: row.missing or row.empirical,
-        shown=_has_attacks,
+        lambda row: None if row.entry.empirical is None else row.missing or row.empirical,
+        optional=True,
         count=lambda run: run.attacked,
     ),
-    Quantity(
-        "under attack, of those right at first",
-        lambda row: row.empirical_of_correct,
-        shown=_any(lambda row: row.empirical_of_correct),
-    ),
+    Quantity("under attack, of those right at first", lambda row: row.empirical_of_correct, optional=True),
     Quantity("paper certified", lambda row: _float(row.entry.certified)),
-    Quantity(
-        "authors' code certified",
-        lambda row: row.stated_by_authors,
-        decimals=2,
-        shown=_any(lambda row: row.stated_by_authors),
-    ),
+    Quantity("authors' code certified", lambda row: row.stated_by_authors, decimals=2, optional=True),
     Quantity("certified", lambda row: row.missing or row.certified, count=lambda run: run.worst),
-    Quantity(
-        "certified of those attacked",
-        lambda row: row.certified_of_attacked,
-        shown=_any(lambda row: row.certified_of_attacked),
-    ),
+    Quantity("certified of those attacked", lambda row: row.certified_of_attacked, optional=True),
     Quantity("difference", lambda row: row.difference, signed=True),
-    Quantity(
-        "mean over seeds",
-        lambda row: row.mean if row.passed_over else None,
-        decimals=2,
-        shown=lambda view: any(row.passed_over for row in view.rows),
-    ),
-    Quantity("spread over seeds", lambda row: row.spread, decimals=2, shown=_any(lambda row: row.spread)),
+    Quantity("mean over seeds", lambda row: row.mean if row.passed_over else None, decimals=2, optional=True),
+    Quantity("spread over seeds", lambda row: row.spread, decimals=2, optional=True),
     Quantity("seeds", lambda row: row.seeds, decimals=1),
     Quantity("paper hours", lambda row: _float(row.entry.hours), decimals=1),
     Quantity("training seconds", lambda row: _float(row.seconds), decimals=0),
@@ -165,7 +148,6 @@ class TableView:
 
     @classmethod
     def of(cls, paper: PaperTable, rows: Sequence[CountedRow], quick: bool = False) -> "TableView":
-        """The view of counted rows."""
         return cls(paper, tuple(replace(row, quick=quick) for row in rows), quick)
 
     @property
@@ -178,50 +160,48 @@ class TableView:
 
     @property
     def measured(self) -> int:
-        """How many rows were run."""
         return sum(row.status == "measured" for row in self.rows)
+
+    @property
+    def counted(self) -> tuple[CountedRow, ...]:
+        """The rows that are results."""
+        return () if self.quick else tuple(row for row in self.rows if row.status == "measured")
 
     @property
     def full(self) -> int:
         """How many rows were run with the paper's whole schedule."""
-        return 0 if self.quick else sum(row.is_full for row in self.rows)
+        return sum(row.scale == 1.0 and not row.changed for row in self.counted)
 
     @property
     def changed(self) -> int:
         """How many rows were run with another schedule, for some of their models at least."""
-        return 0 if self.quick else sum(row.status == "measured" and row.changed != "" for row in self.rows)
+        return sum(row.changed != "" for row in self.counted)
 
-    @property
-    def gaps(self) -> tuple[float, ...]:
-        """Our certified accuracies less the paper's, where they can be compared."""
-        return () if self.quick else certified_gaps(self.rows)
-
-    def gaps_by(self, rule: Rule) -> tuple[float, ...]:
-        """The same by another way to make one number of several seeds."""
-        return () if self.quick else certified_gaps(self.rows, rule)
+    def gaps(self, rule: Rule = "loss") -> tuple[float, ...]:
+        """Our certified accuracies less the paper's, in points, of the rows whose schedule was not shortened."""
+        whole = [row for row in self.counted if row.scale == 1.0]
+        return tuple(gap for row in whole if (gap := row.difference_by(rule)) is not None)
 
     def not_below(self, rule: Rule = "loss") -> str:
         """How many of these are not below the paper."""
-        return not_below(self.gaps_by(rule))
+        return not_below(self.gaps(rule))
 
     def to_table(self) -> Table:
         """One row for each row of the paper's table, with its numbers and ours."""
         section = f" (section {self.paper.section} of the paper)" if self.paper.section else ""
         title = f"{QUICK_LABEL}: {self.paper.title}" if self.quick else f"{self.paper.title}{section}"
-        shown = [quantity for quantity in QUANTITIES if quantity.shown(self)]
+        shown = [quantity for quantity in QUANTITIES if quantity.is_shown(self)]
         columns = tuple(quantity.column(self.digits) for quantity in shown)
         return Table(title, columns, tuple(tuple(each.cell(row) for each in shown) for row in self.rows))
 
     def to_json(self) -> Mapping[str, Any]:
-        """All that is known, down to the counts of every run."""
         rows = [row.to_json() for row in self.rows]
         return {"table": self.paper.name, "title": self.paper.title, "quick": self.quick, "rows": rows}
 
     def to_section(self) -> str:
-        """The table as a section of a Markdown document."""
         notes = "".join(f"- {_from_docs(note)}\n" for note in self.paper.notes)
         head = f"## {self.paper.title}\n\n{self.paper.source}{self.paper.caption}\n"
-        return "\n".join(filter(None, [head, notes, _grid(self.to_table())]))
+        return "\n".join(filter(None, [head, notes, grid(self.to_table())]))
 
 
 def _from_docs(note: str) -> str:
@@ -235,7 +215,7 @@ def document(
     """A Markdown page of all tables, of several seeds, of challenged proofs and of what no longer counts, the same for
     the same evidence."""
     parts, compared = [HEADING, overview_table(views).to_markdown()], compared_table(views)
-    parts += [COMPARED, _grid(compared)] if compared.rows else []
+    parts += [COMPARED, grid(compared)] if compared.rows else []
     parts += [view.to_section() for view in views]
     for table, words in (
         (seeds_table(views), SEEDS),
@@ -243,11 +223,11 @@ def document(
         (superseded_table(superseded), SUPERSEDED),
     ):
         if table.rows:
-            parts.append("\n".join([f"## {table.title}\n\n{words}", _grid(table)]))
+            parts.append("\n".join([f"## {table.title}\n\n{words}", grid(table)]))
     return "\n".join(parts)
 
 
-def _grid(table: Table) -> str:
+def grid(table: Table) -> str:
     """The table without its title."""
     return table.to_markdown().partition("\n\n")[2]
 
@@ -288,7 +268,7 @@ def compared_gaps(views: Sequence[TableView], rule: Rule) -> tuple[float, ...]:
 
 
 def _overview_row(view: TableView) -> tuple[Cell, ...]:
-    gaps = view.gaps
+    gaps = view.gaps()
     return (
         view.paper.name,
         len(view.rows),
@@ -296,7 +276,7 @@ def _overview_row(view: TableView) -> tuple[Cell, ...]:
         view.full,
         view.changed,
         *(view.not_below(rule) for rule in RULES),
-        *(median(view.gaps_by(rule)) if gaps else ABSENT for rule in RULES),
+        *(median(view.gaps(rule)) if gaps else ABSENT for rule in RULES),
         *((min(gaps), max(gaps)) if gaps else (ABSENT,) * 2),
     )
 
@@ -321,8 +301,7 @@ def seeds_table(views: Sequence[TableView]) -> Table:
         if len(seeds) > 1:
             threats = tuple(threat for threat, _ in run.certified)
             several.setdefault((run.fingerprint, *seeds, threats, run.defense), (row, run))
-    found = several.values()
-    shown = (_seed_row(row, run, each) for row, run in found for each in row.seeds_of(run))
+    shown = (_seed_row(row, run, each) for row, run in several.values() for each in row.seeds_of(run))
     return Table("Seeds", columns, tuple(shown))
 
 
@@ -343,9 +322,11 @@ def _seed_row(row: CountedRow, best: CountedRun, run: CountedRun) -> tuple[Cell,
 
 def challenged_table(results: Sequence[Result]) -> Table:
     """Every attack on certified images alone that is among the results, and how many proofs it refuted."""
-    names = ("data", "threat", "training", "model", "hardware of the attack")
-    columns = [Column(name, numeric=False) for name in names]
-    columns[4:4] = [Column(name) for name in ("certified images", "gradient steps", "broken")]
+    columns = (
+        *(Column(name, numeric=False) for name in ("data", "threat", "training", "model")),
+        *(Column(name) for name in ("certified images", "gradient steps", "broken")),
+        Column("hardware of the attack", numeric=False),
+    )
     rows = tuple(
         _challenged_row(result, model, evidence)
         for result in results
@@ -353,19 +334,18 @@ def challenged_table(results: Sequence[Result]) -> Table:
         for evidence in found
         if evidence.question.certified_only
     )
-    return Table("Challenged proofs", tuple(columns), rows)
+    return Table("Challenged proofs", columns, rows)
 
 
 def superseded_table(lines: Sequence[Superseded]) -> Table:
     """All that was counted once and no longer is, with why."""
-    columns = [Column(name, numeric=False) for name in ("training", "evidence", "why")]
-    columns[1:1] = [Column("seed")]
-    columns[3:3] = [Column(name) for name in ("images", "right", "proven or withstood")]
+    names = ("training", "seed", "evidence", "images", "right", "proven or withstood", "why")
+    columns = tuple(Column(name, numeric=name not in ("training", "evidence", "why")) for name in names)
     rows = tuple(
         (line.training, str(line.seed), line.evidence_of, line.images, line.right, line.counted, line.why)
         for line in sorted(lines, key=lambda line: (line.why, line.training, line.seed, line.evidence_of))
     )
-    return Table("Superseded", tuple(columns), rows)
+    return Table("Superseded", columns, rows)
 
 
 def _challenged_row(result: Result, trimmed: str, evidence: Evidence) -> tuple[Cell, ...]:

@@ -16,8 +16,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from patchcert.data import load_dataset
 from patchcert.errors import PatchcertError
+from patchcert.evidence import EvidenceFolder
+from patchcert.files import sha256
+from patchcert.papers.chiang2020.answering import answer
 from patchcert.papers.chiang2020.runner import STOP_FILE, read_questions
+from patchcert.report.statistics import in_words
+from patchcert.train.run_folder import EVIDENCE, Run
+from patchcert.train.training import Workplace, train_run
 
 MISTAKEN, INTERRUPTED = 2, 130
 LOOK_EVERY = 0.3
@@ -44,15 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def carry_out(folder: Path, device_name: str, data_dir: Path | None) -> None:
     """Train the run in the folder to its end, and leave evidence for each question asked of it."""
-    import torch
-
-    from patchcert.data import load_dataset
-    from patchcert.evidence.record import EvidenceFolder
-    from patchcert.files import sha256
-    from patchcert.papers.chiang2020.answering import answer, words_of
-    from patchcert.train.run_folder import EVIDENCE, Run
-    from patchcert.train.training import Workplace, train_run
-
     network, questions = read_questions(folder)
     device, kept = torch.device(device_name), EvidenceFolder(folder / EVIDENCE)
     if network:
@@ -65,23 +65,19 @@ def carry_out(folder: Path, device_name: str, data_dir: Path | None) -> None:
     dataset = load_dataset(spec.data.name, data_dir)
     for question in questions:
         if kept.find(question, sha256(run.weights)) is None:
-            _log(words_of(answer(question, run, dataset, device, _ProgressLog())))
+            _log(in_words(answer(question, run, dataset, device, _ProgressLog())))
 
 
 class _EpochLog:
-    """One line of the log for each epoch."""
+    """One line of the log for each epoch, with everything that is known of it."""
 
-    def on_start(self, pace: object) -> None:
-        """The log has the time of every epoch."""
+    def on_start(self, pace: object) -> None: ...
 
-    def on_stop(self) -> None:
-        """The log ends."""
+    def on_stop(self) -> None: ...
 
-    def on_batch(self, position: object, batches: int) -> None:
-        """Batches are not logged."""
+    def on_batch(self, position: object, batches: int) -> None: ...
 
     def on_epoch(self, row: Mapping[str, Any]) -> None:
-        """Everything that is known of the epoch."""
         _log(json.dumps(dict(row)))
 
 
@@ -98,7 +94,6 @@ class _ProgressLog:
             _log(f"{done:,} of {total:,} images")
 
     def tell(self, words: str) -> None:
-        """Say what begins."""
         if words != self._said:
             self._said = words
             _log(words)
