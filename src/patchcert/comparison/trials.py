@@ -44,11 +44,12 @@ class TrialResult:
         return self.name, settings, len(shares), right, f"{self.certified:.1f}{spread}"
 
 
-def trials_table(trials: Path, folder: Path) -> Table:
-    """The trials of a TRIALS.toml whose evidence the folder holds, the one that proves most first."""
-    found = sorted(_results(trials, folder), key=lambda each: -each.certified)
+def trials_table(folder: Path, name: str) -> Table:
+    """The trials of FOLDER/NAME.toml of which FOLDER/results/NAME has evidence, the one that proves most first."""
+    trials, results = folder / f"{name}.toml", folder / "results" / name
+    found = sorted(_results(trials, results), key=lambda each: -each.certified)
     if not found:
-        raise InvalidInput(f"{folder} has no evidence of the trials in {trials}")
+        raise InvalidInput(f"{results} has no evidence of the trials in {trials}")
     return Table("", _COLUMNS, tuple(each.cells() for each in found))
 
 

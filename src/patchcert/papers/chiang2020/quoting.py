@@ -23,6 +23,7 @@ from patchcert.bench.report import markdown
 from patchcert.comparison import view as comparison
 from patchcert.comparison.counting import best, count, proofs_of_imagenet, proofs_of_results, proofs_of_zoo
 from patchcert.comparison.leaderboard import Row, published_rows
+from patchcert.comparison.trials import trials_table
 from patchcert.errors import InvalidInput, PatchcertError
 from patchcert.evidence.audit import Finding
 from patchcert.evidence.manifest import ListedRun, Manifest, Superseded
@@ -447,4 +448,5 @@ _TABLES: Mapping[str, Callable[..., str]] = {
     "trimmed": _trimmed_table,
     "methods": lambda sources: grid(comparison.table(sources.compared)),
     "sources": _sources_table,
+    "trials": lambda sources, name: grid(trials_table(sources.root / "trials", name)),
 }
