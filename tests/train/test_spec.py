@@ -123,12 +123,7 @@ def test_a_minimal_file_gets_the_stated_defaults(tmp_path):
             "size is '32'; expected height x width",
             'write data.size = "32x32"',
         ),
-        (
-            'kind = "all"',
-            'kind = "masked"\nsize = 6',
-            "strategy.size is 6; expected text in quotes",
-            "",
-        ),
+        ('kind = "all"', 'kind = "masked"\nsize = 6', "strategy.size is 6; expected text in quotes", ""),
         (
             "[threat]",
             "[schedule.learning_rate]\none_cycle = 0.3\ndecay_from = 2\n[threat]",

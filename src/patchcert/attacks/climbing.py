@@ -9,14 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchcert.attacks.base import (
-    Attack,
-    AttackedModel,
-    AttackJob,
-    require_finite,
-    sure_lead,
-    wrong_lead,
-)
+from patchcert.attacks.base import Attack, AttackedModel, AttackJob, require_finite, sure_lead, wrong_lead
 from patchcert.attacks.views import View, put
 from patchcert.errors import InvalidInput, at_least
 from patchcert.tensors import Images, Labels, Logits, PerImage

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, final
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from patchcert.attacks.base import AttackedModel, AttackJob, Findings
 from patchcert.attacks.climbing import Climbers, GradientAttack, Loss, Record
@@ -46,9 +46,11 @@ class SparseAttack(GradientAttack):
             )
         record = Record(target, images, job.labels)
         for still_open, turns in self.turns(record, job, self.restarts):
-            starts = torch.cat([_start(turn, images, threat, job.generator)[still_open] for turn in turns])
+            starts = [
+                (threat.sample(images, job.generator) if turn else images)[still_open] for turn in turns
+            ]
             owners = still_open.repeat(len(turns)).split(self.batch_size)
-            for owner, start in zip(owners, starts.split(self.batch_size), strict=True):
+            for owner, start in zip(owners, torch.cat(starts).split(self.batch_size), strict=True):
                 self._climb(record, threat, owner, start)
         return Findings(record.images, Findings.unchanged(images).placement, record.steps)
 
@@ -74,10 +76,6 @@ class SparseAttack(GradientAttack):
         """How many steps follow each selection; together all of them."""
         ends = [number * self.steps // self.selections for number in range(self.selections + 1)]
         return [end - start for start, end in itertools.pairwise(ends)]
-
-
-def _start(restart: int, images: Images, threat: SparsePixels, generator: Generator) -> Images:
-    return images if restart == 0 else threat.sample(images, generator)
 
 
 def freed(

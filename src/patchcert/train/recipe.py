@@ -104,27 +104,20 @@ class Observation:
         self, batch: Batch, epsilon: float | Tensor, generator: Generator
     ) -> Annotated[Tensor, ""] | None:
         """Batch norms normalise by this batch from now on; what is to be added to its loss, where anything is."""
-        is_normed, is_both = isinstance(self.network, NormedNetwork), self.settings.statistics == "both"
-        box = None
+        network, is_both, box = self.network, self.settings.statistics == "both", None
+        is_normed = isinstance(network, NormedNetwork)
         if self.patch is not None and (self.regularises or (is_normed and is_both)):
             box = self._box(self.patch, batch, epsilon, generator)
-        if isinstance(self.network, NormedNetwork):
-            boxes = self.network.observe(batch.own_images, box, is_both)
+        if is_normed:
+            boxes = network.observe(batch.own_images, box, is_both)
         else:
-            boxes = [] if box is None else self.network.intervals(box)
-        return (
-            self._added([boxes[index] for index in _bent(self.network)], epsilon)
-            if self.regularises
-            else None
-        )
+            boxes = [] if box is None else network.intervals(box)
+        return self._added([boxes[index] for index in _bent(network)], epsilon) if self.regularises else None
 
     def _box(
         self, patch: PlacedPatch, batch: Batch, epsilon: float | Tensor, generator: Generator
     ) -> Interval:
-        corners = patch.corners(batch.images)
-        drawn = torch.randint(len(corners), (len(batch),), generator=generator, device=generator.device)
-        chosen = corners[drawn[batch.rows]].unsqueeze(1)
-        return patch.threat.boxes(batch.own_images, chosen, epsilon).map(lambda part: part[:, 0])
+        return patch.boxes(batch.own_images, patch.draw(batch, 1, generator), epsilon)
 
     def _added(self, boxes: Sequence[Interval], epsilon: float | Tensor) -> Annotated[Tensor, ""]:
         settings, total = self.settings, boxes[0].lower.new_zeros(())

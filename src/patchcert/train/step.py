@@ -71,7 +71,8 @@ class Trainee:
         self.epsilon = torch.zeros((), device=self.device)
         self.learning_rate = torch.zeros((), device=self.device)
         self.sums = torch.zeros(3, device=self.device, dtype=torch.float64)
-        self.average = None if settings.average_decay is None else _still_copy(model)
+        is_averaged = settings.average_decay is not None
+        self.average = copy.deepcopy(model).eval().requires_grad_(False) if is_averaged else None
         self.average_share = torch.ones((), device=self.device)
         self.statistics = [each for layer in batch_norms(model).values() for each in layer.buffers()]
         self.optimiser = self._optimiser(settings)
@@ -117,18 +118,9 @@ class Trainee:
         rate, decay = self.learning_rate, settings.weight_decay
         if settings.momentum is not None:
             return torch.optim.SGD(
-                groups,
-                rate,
-                settings.momentum,
-                weight_decay=decay,
-                nesterov=settings.nesterov,
-                fused=True,
+                groups, rate, settings.momentum, weight_decay=decay, nesterov=settings.nesterov, fused=True
             )
         return torch.optim.Adam(groups, lr=rate, weight_decay=decay, fused=True, capturable=on_cuda)
-
-
-def _still_copy(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).eval().requires_grad_(False)
 
 
 class TrainingStep:
