@@ -103,6 +103,7 @@ def attack_briefly(model, images, labels):
 
 
 LINEAR = nn.Sequential(nn.Flatten(), nn.Linear(9, 2))
+OWN_STATISTICS = nn.Sequential(nn.BatchNorm2d(1, track_running_stats=False), nn.Flatten(), nn.Linear(9, 2))
 BLACK, GREY, ZEROS = torch.zeros(2, 1, 3, 3), torch.full((2, 1, 3, 3), 0.5), torch.zeros(2, dtype=torch.long)
 
 
@@ -111,8 +112,13 @@ BLACK, GREY, ZEROS = torch.zeros(2, 1, 3, 3), torch.full((2, 1, 3, 3), 0.5), tor
     [
         (NanAfterChange(), BLACK, "the model gave NaN or infinite logits"),
         (NanAfterChange(), GREY, "the model gave NaN or infinite logits"),
-        (nn.Sequential(nn.Dropout(), *LINEAR), GREY, r"layer '0' \(Dropout\) is in training mode"),
-        (nn.Sequential(nn.BatchNorm2d(1), *LINEAR), GREY, r"layer '0' \(BatchNorm2d\) is in training mode"),
+        (nn.Sequential(nn.Dropout(), *LINEAR), GREY, r"layer '0' \(Dropout\) drops values at random"),
+        (
+            nn.Sequential(nn.BatchNorm2d(1), *LINEAR),
+            GREY,
+            r"layer '0' \(BatchNorm2d\) normalises by the stat",
+        ),
+        (OWN_STATISTICS.eval(), GREY, r"layer '0' \(BatchNorm2d\) normalises by the statistics of the batch"),
         (Two(), GREY, "the model must return one tensor of logits, got tuple"),
         (nn.Flatten(0), GREY, r"must return logits \(1, classes\), got \(9,\)"),
         (nn.AvgPool2d(3), GREY, r"must return logits \(1, classes\), got \(1, 1, 1, 1\)"),

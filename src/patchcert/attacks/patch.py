@@ -14,12 +14,11 @@ from patchcert.attacks.climbing import (
     Climbers,
     GradientAttack,
     Loss,
-    PerAscent,
     Record,
     check_choice,
     segments_of,
 )
-from patchcert.attacks.views import ImageViews, WindowViews, patch_views, put, stamp_cells
+from patchcert.attacks.views import ImageViews, OnCells, PerAscent, WindowViews, patch_views, put, stamp_cells
 from patchcert.bounds import precise_arithmetic
 from patchcert.certificates import placement_margins as interval_placement_margins
 from patchcert.errors import InvalidInput, at_least
@@ -156,9 +155,7 @@ class _PatchAscents:
         corners = self.corners[self.record.placement.clamp(min=0)]
         return Findings(self.record.images, torch.where(found >= 0, corners, -1), self.record.steps)
 
-    def _climbed(
-        self, owner: PerAscent, placement: PerAscent, starts: Annotated[Tensor, "m v"], steps: int
-    ) -> Climbers:
+    def _climbed(self, owner: PerAscent, placement: PerAscent, starts: OnCells, steps: int) -> Climbers:
         """One batch of ascents after their steps, without those on images that were broken."""
         view = self.views.at(owner, self.corners[placement])
         start = self.job.images.flatten(1)[owner[:, None], view.cells] + starts

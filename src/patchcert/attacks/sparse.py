@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from patchcert.attacks.base import AttackedModel, AttackJob, Findings
 from patchcert.attacks.climbing import Climbers, GradientAttack, Loss, Record
-from patchcert.attacks.views import ImageView, put
+from patchcert.attacks.views import AscentImages, ImageView, PerAscent, put
 from patchcert.errors import InvalidInput, at_least
 from patchcert.tensors import Images, Labels
 from patchcert.threats import SparsePixels
@@ -54,13 +54,7 @@ class SparseAttack(GradientAttack):
                 self._climb(record, threat, owner, start)
         return Findings(record.images, Findings.unchanged(images).placement, record.steps)
 
-    def _climb(
-        self,
-        record: Record,
-        threat: SparsePixels,
-        owner: Annotated[Tensor, "m"],
-        current: Annotated[Tensor, "m c h w"],
-    ) -> None:
+    def _climb(self, record: Record, threat: SparsePixels, owner: PerAscent, current: AscentImages) -> None:
         """One ascent per owner: choose pixels, climb, choose again from where the climb ended."""
         model = record.target.surrogate
         for steps in self._shares():

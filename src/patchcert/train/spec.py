@@ -281,13 +281,12 @@ def write_spec(spec: Spec) -> str:
 
 
 def _load(source: str | Path) -> dict[str, Any]:
-    path = Path(source)
+    path, presets = Path(source), preset_names()
     if path.is_file():
         return parse_toml(_text(path), str(path))
-    if str(source) in preset_names():
+    if str(source) in presets:
         preset = resources.files("patchcert.train") / "presets" / f"{source}.toml"
         return parse_toml(preset.read_text(encoding="utf-8"), str(source))
-    presets = preset_names()
     message = f"{source} is neither a file nor a preset, nor a folder with a run"
     raise SpecError(message, hint=nearest(str(source), presets, "presets are"))
 

@@ -22,7 +22,7 @@ from patchcert.train.distributed import ALONE, World
 from patchcert.train.recipe import Observation
 from patchcert.train.schedules import Phase
 from patchcert.train.spec import OptimiserSettings, Spec
-from patchcert.train.strategy import Batch, Objective, derived_seed, is_robust, margin_loss
+from patchcert.train.strategy import Batch, Objective, Scalar, derived_seed, is_robust, margin_loss
 
 WARM_UP_STEPS = 3
 Rows = Annotated[Tensor, "b"]
@@ -189,7 +189,7 @@ class TrainingStep:
             images = random_colours(images, settings.colours, self.trainee.generator)
         return Batch(images, labels, self.plan.world.rows(len(index)))
 
-    def _loss(self, batch: Batch) -> tuple[Annotated[Tensor, ""], Annotated[Tensor, "3"]]:
+    def _loss(self, batch: Batch) -> tuple[Scalar, Annotated[Tensor, "3"]]:
         """This process's part of the batch's mean loss, and its sums of loss, robust images and images.
 
         A helper learns from its own loss alone: the classifier's loss does not reach it, nor the reverse.
@@ -207,7 +207,7 @@ class TrainingStep:
             loss = loss if more is None else loss + more
         return loss, counts
 
-    def _observe(self, batch: Batch) -> Annotated[Tensor, ""] | None:
+    def _observe(self, batch: Batch) -> Scalar | None:
         """Show the batch to batch norms; this process's part of what regularisers add to its mean loss."""
         if self.observation is None:
             return None

@@ -99,9 +99,7 @@ class Masked(Strategy):
         if self.compiled and subject.device.type == "cuda":
             run = torch.compile(network.model, dynamic=False)
         trainer = MaskedTraining(self, network, fill, layout, run)
-        if self.worst_of == 1:
-            return Objective(network, trainer.random_case)
-        hardest = Objective(network, trainer.hardest_case)
+        hardest = None if self.worst_of == 1 else Objective(network, trainer.hardest_case)
         return Objective(network, trainer.random_case, later=hardest, later_from=self.worst_from)
 
     def _check_fit(self, subject: Subject) -> None:
@@ -201,7 +199,7 @@ class MaskedTraining:
 
     def logits(self, images: Images) -> Logits:
         """The logits in float32, whatever the network is rounded to."""
-        return rounded_logits(self.run, images.contiguous(memory_format=self.layout), self.strategy.bfloat16)
+        return rounded_logits(self.run, images, self.strategy.bfloat16, self.layout)
 
     def _draw(self, batch: Batch, pairs: int, generator: Generator) -> tuple[Pairs, Wanted]:
         """What is drawn for the images of this process, among draws for the whole batch."""

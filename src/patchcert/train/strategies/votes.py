@@ -17,7 +17,7 @@ from patchcert.certificates.local_votes import (
     trace_local,
 )
 from patchcert.certificates.votes import LARGEST, Windows, masked_totals, maximal, sum_totals
-from patchcert.errors import InvalidInput, PatchcertError, SpecError, at_least
+from patchcert.errors import PatchcertError, SpecError, at_least
 from patchcert.tensors import Images, Labels, Margins
 from patchcert.threats import Patch
 from patchcert.train.strategy import (
@@ -55,10 +55,7 @@ class _Parts(Strategy):
     def bind(self, subject: Subject) -> Objective:
         """The margins of one part of each image, by the model in training mode."""
         spec = subject.model_spec
-        try:
-            views = self.views(spec.height, spec.width).to(subject.device)
-        except InvalidInput as error:
-            raise SpecError(error.message, error.hint) from error
+        views = self.views(spec.height, spec.width).to(subject.device)
         hint = 'set model.name = "resnet18_parts" and model.normalise = false'
         check_takes(subject, spec.channels + 1, "parts of images", hint)
         layout, network = lay_out(subject), whole_model(subject.model)
@@ -68,8 +65,7 @@ class _Parts(Strategy):
             drawn = torch.randint(len(views), (count,), generator=generator, device=generator.device)
             chosen = drawn[batch.rows] if self.draw == "image" else drawn
             encoded = encode_visible(batch.own_images, views[chosen])
-            laid_out = encoded.contiguous(memory_format=layout)
-            logits = rounded_logits(network.model, laid_out, self.bfloat16)
+            logits = rounded_logits(network.model, encoded, self.bfloat16, layout)
             return WorstCase(logit_margins(logits, batch.own_labels))
 
         return Objective(network, worst_case)
@@ -156,8 +152,7 @@ class LocalMargins(Strategy):
         layout, network = lay_out(subject), whole_model(subject.model)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
-            laid_out = batch.own_images.contiguous(memory_format=layout)
-            logits = rounded_logits(network.model, laid_out, self.bfloat16)
+            logits = rounded_logits(network.model, batch.own_images, self.bfloat16, layout)
             margins = weakest_margins(self, self.local_scores(logits), batch.own_labels, windows, epsilon)
             return WorstCase(margins * (self.scale / windows.shape[1]))
 
