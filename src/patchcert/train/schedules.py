@@ -129,6 +129,12 @@ class Schedule:
     def __post_init__(self) -> None:
         at_least(1, "epochs", self.epochs)
 
+    @property
+    def decay_from(self) -> int:
+        """The epoch from which the decays of the learning rate are counted."""
+        given = self.learning_rate.decay_from
+        return self.epsilon.full_from + 1 if given is None else given
+
     def rate(self, epoch: int, batch: int = 0, batches: int = 1) -> float:
         """The learning rate of one batch of an epoch, which is that of all its batches unless there is one cycle.
 
@@ -139,8 +145,7 @@ class Schedule:
         if top is not None:
             done = (epoch * batches + batch + 1) / (self.epochs * batches + 1)
             return rates.initial * min(done / top, (1 - done) / (1 - top))
-        start = self.epsilon.full_from + 1 if rates.decay_from is None else rates.decay_from
-        return rates.initial * rates.decay_factor ** (max(epoch - start, 0) // rates.decay_every)
+        return rates.initial * rates.decay_factor ** (max(epoch - self.decay_from, 0) // rates.decay_every)
 
     def scaled(self, factor: float) -> "Schedule":
         """Every part shrunk (or stretched) in proportion, each at least 1 epoch where it was above 0."""
