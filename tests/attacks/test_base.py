@@ -88,124 +88,97 @@ class NanAfterChange(nn.Module):
         return torch.stack([1 + 0 * value, torch.where(value > 0, math.nan, 0 * value)], dim=1)
 
 
-def test_models_that_give_nan_are_refused():
-    images, labels = torch.zeros(2, 1, 3, 3), torch.zeros(2, dtype=torch.long)
-    with pytest.raises(ModelError, match="the model gave NaN or infinite logits"):
-        PatchAttack(2, 0.1, 1).run(NanAfterChange(), images, labels, Patch(1))
-    with pytest.raises(ModelError, match="the model gave NaN or infinite logits"):
-        PatchAttack(2, 0.1, 1).run(NanAfterChange(), images + 0.5, labels, Patch(1))
+class Two(nn.Module):
+    def forward(self, images):
+        return images.flatten(1), images
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout(), nn.BatchNorm2d(1)])
-def test_models_in_training_mode_are_refused(layer):
-    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(9, 2))
-    with pytest.raises(ModelError, match=rf"layer '0' \({type(layer).__name__}\) is in training mode"):
-        PatchAttack(1, 0.1, 1).run(model, torch.rand(2, 1, 3, 3), torch.zeros(2, dtype=torch.long), Patch(1))
+class Halving(nn.Module):
+    def forward(self, images):
+        return images.mul_(0.5).flatten(1)[:, :2]
+
+
+def attack_briefly(model, images, labels):
+    return PatchAttack(2, 0.1, 1).run(model, images, labels, Patch(1))
+
+
+LINEAR = nn.Sequential(nn.Flatten(), nn.Linear(9, 2))
+OWN_STATISTICS = nn.Sequential(nn.BatchNorm2d(1, track_running_stats=False), nn.Flatten(), nn.Linear(9, 2))
+BLACK, GREY, ZEROS = torch.zeros(2, 1, 3, 3), torch.full((2, 1, 3, 3), 0.5), torch.zeros(2, dtype=torch.long)
 
 
 @pytest.mark.parametrize(
-    ("images", "labels", "message"),
+    ("model", "images", "message"),
     [
-        (torch.zeros(2, 3, 3), torch.zeros(2, dtype=torch.long), r"floats \(n, channels, height, width\)"),
-        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.long), "got torch.uint8"),
+        (NanAfterChange(), BLACK, "the model gave NaN or infinite logits"),
+        (NanAfterChange(), GREY, "the model gave NaN or infinite logits"),
+        (nn.Sequential(nn.Dropout(), *LINEAR), GREY, r"layer '0' \(Dropout\) drops values at random"),
         (
-            torch.full((2, 1, 3, 3), 1.5),
-            torch.zeros(2, dtype=torch.long),
-            r"must lie in \[0, 1\], got values",
+            nn.Sequential(nn.BatchNorm2d(1), *LINEAR),
+            GREY,
+            r"layer '0' \(BatchNorm2d\) normalises by the stat",
         ),
-        (torch.full((2, 1, 3, 3), math.nan), torch.zeros(2, dtype=torch.long), "got values from nan"),
-        (
-            torch.zeros(2, 1, 3, 3),
-            torch.zeros(3, dtype=torch.long),
-            r"labels must be a long tensor \(2,\), got",
-        ),
-        (torch.zeros(2, 1, 3, 3), torch.zeros(2), "got torch.float32"),
-        (torch.zeros(2, 1, 3, 3), [0, 1], "labels must be a dense torch.Tensor, got list"),
-        (torch.zeros(2, 1, 3, 3), np.zeros(2, np.int64), "labels must be a dense torch.Tensor, got ndarray"),
-        (np.zeros((2, 1, 3, 3)), torch.zeros(2).long(), "images must be a dense torch.Tensor, got ndarray"),
-        (torch.zeros(2, 1, 3, 3), torch.tensor([0, 2]), r"labels must lie in 0..1, got 0 to 2"),
-        (torch.zeros(2, 1, 3, 3), torch.tensor([-1, 0]), r"labels must lie in 0..1, got -1 to 0"),
+        (OWN_STATISTICS.eval(), GREY, r"layer '0' \(BatchNorm2d\) normalises by the statistics of the batch"),
+        (Two(), GREY, "the model must return one tensor of logits, got tuple"),
+        (nn.Flatten(0), GREY, r"must return logits \(1, classes\), got \(9,\)"),
+        (nn.AvgPool2d(3), GREY, r"must return logits \(1, classes\), got \(1, 1, 1, 1\)"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(9, 1)), GREY, "the model gives 1 logit for each image"),
+        (Halving(), GREY, "changes the images it is given in place"),
+        (nn.Conv2d(1, 2, 3), torch.zeros(2, 3, 3, 3), r"the model does not take images of \(3, 3, 3\)"),
     ],
 )
-def test_images_and_labels_that_do_not_fit_are_refused(images, labels, message):
-    with pytest.raises(InvalidInput, match=message):
-        PatchAttack(1, 0.1, 1).run(PixelModel(0, 0), images, labels, Patch(1))
+def test_models_that_cannot_be_judged_are_refused(model, images, message):
+    with pytest.raises(ModelError, match=message):
+        attack_briefly(model, images, ZEROS)
+    assert (GREY == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message", "hint"),
+    [
+        (torch.zeros(2, 3, 3), ZEROS, r"floats \(n, channels, height, width\)", ""),
+        (BLACK.byte(), ZEROS, "got torch.uint8", ""),
+        (BLACK + 1.5, ZEROS, r"must lie in \[0, 1\], got values", ""),
+        (BLACK * math.nan, ZEROS, "got values from nan", ""),
+        (BLACK, torch.zeros(3, dtype=torch.long), r"labels must be a long tensor \(2,\), got", ""),
+        (BLACK, torch.zeros(2), "got torch.float32", ""),
+        (BLACK, [0, 1], "labels must be a dense torch.Tensor, got list", ""),
+        (BLACK, np.zeros(2, np.int64), "labels must be a dense torch.Tensor, got ndarray", ""),
+        (BLACK.numpy(), ZEROS, "images must be a dense torch.Tensor, got ndarray", ""),
+        (
+            BLACK,
+            torch.tensor([0, 2]),
+            r"labels must lie in 0..1, got 0 to 2",
+            "the model has 2 classes, fewer",
+        ),
+        (BLACK, torch.tensor([-1, 0]), r"labels must lie in 0..1, got -1 to 0", "count classes from 0"),
+        (
+            BLACK.double(),
+            ZEROS,
+            "model of torch.float32 does not take images of torch.float64",
+            "convert the images with .to(torch.float32)",
+        ),
+    ],
+)
+def test_images_and_labels_that_do_not_fit_are_refused(images, labels, message, hint):
+    with pytest.raises(InvalidInput, match=message) as caught:
+        attack_briefly(LINEAR, images, labels)
+    assert hint in caught.value.hint
 
 
 def test_a_function_is_no_model():
     with pytest.raises(InvalidInput, match=r"the model must be a torch\.nn\.Module, got function"):
-        PatchAttack(1, 0.1, 1).run(lambda x: x, torch.zeros(2, 1, 3, 3), torch.zeros(2).long(), Patch(1))
-
-
-def test_images_of_another_type_than_the_model_are_refused():
-    model, labels = nn.Sequential(nn.Flatten(), nn.Linear(9, 2)), torch.zeros(2, dtype=torch.long)
-    with pytest.raises(
-        InvalidInput, match="model of torch.float32 does not take images of torch.float64"
-    ) as caught:
-        PatchAttack(1, 0.1, 1).run(model, torch.zeros(2, 1, 3, 3).double(), labels, Patch(1))
-    assert caught.value.hint == "convert the images with .to(torch.float32)"
+        attack_briefly(lambda images: images, BLACK, ZEROS)
 
 
 @pytest.mark.parametrize(("model_channels", "image_channels"), [(3, 1), (3, 2), (2, 3)])
-def test_channels_that_the_normalisation_does_not_know_are_refused_as_by_certify(
-    model_channels, image_channels
-):
-    model = nn.Sequential(
-        Normalize((0.5,) * model_channels, (0.2,) * model_channels),
-        nn.Conv2d(model_channels, 2, 3),
-        nn.Flatten(),
-    )
-    images, labels = torch.zeros(2, image_channels, 3, 3), torch.zeros(2, dtype=torch.long)
+def test_channels_unknown_to_the_normalisation_are_refused_as_by_certify(model_channels, image_channels):
+    normalise = Normalize((0.5,) * model_channels, (0.2,) * model_channels)
+    model = nn.Sequential(normalise, nn.Conv2d(model_channels, 2, 3), nn.Flatten())
     message = f"Normalize has the statistics of {model_channels} channels, got images of shape"
     for look in (PatchAttack(1, 0.1, 1).run, certify):
         with pytest.raises(ModelError, match=message):
-            look(model, images, labels, Patch(1))
-
-
-def test_labels_below_zero_and_too_large_have_hints_of_their_own():
-    for label, hint in ((-1, "count classes from 0"), (2, "the model has 2 classes, fewer than")):
-        with pytest.raises(InvalidInput) as caught:
-            PatchAttack(1, 0.1, 1).run(
-                PixelModel(0, 0), torch.zeros(1, 1, 3, 3), torch.tensor([label]), Patch(1)
-            )
-        assert caught.value.hint.startswith(hint)
-
-
-def test_a_model_of_two_results_is_refused():
-    class Two(nn.Module):
-        def forward(self, images):
-            return images.flatten(1), images
-
-    with pytest.raises(ModelError, match="the model must return one tensor of logits, got tuple"):
-        PatchAttack(1, 0.1, 1).run(Two(), torch.zeros(2, 1, 3, 3), torch.zeros(2).long(), Patch(1))
-
-
-def test_a_model_without_a_row_of_logits_per_image_is_refused():
-    with pytest.raises(ModelError, match=r"must return logits \(1, classes\), got \(9,\)"):
-        PatchAttack(1, 0.1, 1).run(
-            nn.Flatten(0), torch.zeros(2, 1, 3, 3), torch.zeros(2, dtype=torch.long), Patch(1)
-        )
-
-
-def test_a_model_that_changes_its_images_is_refused_and_leaves_them_alone():
-    class Halving(nn.Module):
-        def forward(self, images):
-            return images.mul_(0.5).flatten(1)[:, :2]
-
-    images = torch.ones(2, 1, 3, 3)
-    with pytest.raises(ModelError, match="changes the images it is given in place"):
-        PatchAttack(1, 0.1, 1).run(Halving(), images, torch.zeros(2, dtype=torch.long), Patch(1))
-    assert (images == 1).all()
-
-
-def test_images_that_the_model_does_not_take_are_refused():
-    with pytest.raises(ModelError, match=r"the model does not take images of \(3, 3, 3\)"):
-        PatchAttack(1, 0.1, 1).run(
-            nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()),
-            torch.zeros(2, 3, 3, 3),
-            torch.zeros(2, dtype=torch.long),
-            Patch(1),
-        )
+            look(model, torch.zeros(2, image_channels, 3, 3), ZEROS, Patch(1))
 
 
 def test_columns_have_one_row_per_image():

@@ -55,14 +55,7 @@ def tuned(factors, largest_drop, progress=None):
     images, labels = column(0.1, 0.2, 0.9, 0.6), torch.tensor([0, 0, 1, 1])
     defenses = [Dim(factor) for factor in factors]
     return tune_defense(
-        attack,
-        Threshold(),
-        images,
-        labels,
-        Patch(1),
-        defenses,
-        largest_drop=largest_drop,
-        progress=progress,
+        attack, Threshold(), images, labels, Patch(1), defenses, largest_drop=largest_drop, progress=progress
     )
 
 

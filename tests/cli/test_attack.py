@@ -262,7 +262,7 @@ def test_nothing_certified_is_said(capsys, run_folder):
         (["--defense", "lgs", "--setting", "window=big"], "--setting window=big is not a number"),
         (["--defense", "lgs", "--certified-only"], "is about the model itself"),
         (["--certified-only", "--loss", "margin"], "tries every placement with every loss"),
-        (["--restarts", "0"], "at least one restart, got restarts=0"),
+        (["--restarts", "0"], "restarts is 0; expected at least 1"),
         (["--steps", "-1"], "steps is -1; expected at least 0"),
         (["--loss", "hinge"], "unknown loss 'hinge'"),
         (["--search", "grid"], "unknown search 'grid'"),

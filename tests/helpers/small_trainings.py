@@ -6,11 +6,28 @@ from torch import nn
 from patchcert.bounds import Interval
 from patchcert.models import ModelSpec
 from patchcert.testing.conformance import seeded
+from patchcert.threats import Patch, SparsePixels
 from patchcert.train.checkpoint import Best, load_state, save_state
 from patchcert.train.loop import Position, train
+from patchcert.train.strategies import (
+    AllPlacements,
+    GuidedPlacements,
+    Natural,
+    PooledPlacements,
+    RandomPlacements,
+    SparseChanges,
+)
 from patchcert.train.strategy import Batch, Subject, margin_loss
 
 CLASSES = 4
+STRATEGIES = {
+    "natural": (Natural(), Patch(2)),
+    "all": (AllPlacements(), Patch((2, 3))),
+    "random": (RandomPlacements(placements=3), Patch(2)),
+    "guided": (GuidedPlacements(width=2), Patch(2)),
+    "pooled": (PooledPlacements(), Patch(2)),
+    "sparse": (SparseChanges(), SparsePixels(2)),
+}
 
 
 def make_model(kind, channels=1, side=8, seed=0):

@@ -7,34 +7,17 @@ from torch import Generator, nn
 from patchcert.data import Split
 from patchcert.errors import InvalidInput, RunError
 from patchcert.models import ModelSpec
-from patchcert.threats import Patch, SparsePixels
 from patchcert.train.checkpoint import Best, load_state, save_state
 from patchcert.train.loop import Position
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
 from patchcert.train.step import Plan, Trainee
-from patchcert.train.strategies import (
-    AllPlacements,
-    GuidedPlacements,
-    Natural,
-    PooledPlacements,
-    RandomPlacements,
-    SparseChanges,
-)
 from patchcert.train.strategy import Subject
-from small_trainings import check_resumes, same_weights, watched
+from small_trainings import STRATEGIES, check_resumes, same_weights, watched
 
 SIDE, CLASSES = 8, 3
 SCHEDULE = Schedule(4, EpsilonSchedule(1, 2), LearningRateSchedule(0.01, decay_every=1))
 VARIED = DataSettings(flip=True, crop_padding=1)
-STRATEGIES = {
-    "natural": (Natural(), Patch(2)),
-    "all": (AllPlacements(), Patch((2, 3))),
-    "random": (RandomPlacements(placements=3), Patch(2)),
-    "guided": (GuidedPlacements(width=2), Patch(2)),
-    "pooled": (PooledPlacements(), Patch(2)),
-    "sparse": (SparseChanges(), SparsePixels(2)),
-}
 
 
 def make_data(count=21):

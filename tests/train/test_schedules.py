@@ -98,7 +98,6 @@ def test_a_smooth_ramp_starts_slowly_and_meets_the_line_half_way():
     ("make", "message"),
     [
         (lambda: EpsilonSchedule(-1), "natural_epochs is -1; expected at least 0"),
-        (lambda: EpsilonSchedule(1, 2, "steep"), "ramp is 'steep'; expected one of linear, smooth"),
         (lambda: LearningRateSchedule(0.0), "learning rate is 0.0; expected a number above 0"),
         (lambda: LearningRateSchedule(decay_every=0), "decay_every is 0; expected at least 1"),
         (lambda: Schedule(0), "epochs is 0; expected at least 1"),

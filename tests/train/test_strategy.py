@@ -7,16 +7,9 @@ import torch.nn.functional as F
 from patchcert.errors import InvalidThreat
 from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, SparsePixels
-from patchcert.train.strategies import (
-    AllPlacements,
-    GuidedPlacements,
-    Natural,
-    PooledPlacements,
-    RandomPlacements,
-    SparseChanges,
-)
+from patchcert.train.strategies import AllPlacements, Natural, PooledPlacements
 from patchcert.train.strategy import Batch, derived_seed, is_robust, margin_loss
-from small_trainings import bind, make_batch, make_model, worst_margins
+from small_trainings import STRATEGIES, bind, make_batch, make_model, worst_margins
 
 
 @pytest.mark.parametrize("make", [AllPlacements, PooledPlacements])
@@ -41,21 +34,11 @@ def test_natural_training_is_plain_cross_entropy():
     assert torch.equal(is_robust(margins, batch.labels), model(batch.images).argmax(1) == batch.labels)
 
 
-SHARED = {
-    "natural": (Natural(), Patch(3)),
-    "all": (AllPlacements(), Patch(3)),
-    "random": (RandomPlacements(placements=3), Patch(3)),
-    "guided": (GuidedPlacements(width=2), Patch(3)),
-    "pooled": (PooledPlacements(), Patch(3)),
-    "sparse": (SparseChanges(), SparsePixels(2)),
-}
-
-
-@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_shares_of_a_batch_add_up_to_the_whole(kind):
     model, batch, epsilon = make_model("cnn"), make_batch(5), torch.tensor(0.8)
     whole, *parts = [
-        bind(SHARED[kind][0], model, SHARED[kind][1]).worst_case(
+        bind(STRATEGIES[kind][0], model, STRATEGIES[kind][1]).worst_case(
             Batch(batch.images, batch.labels, rows), epsilon, seeded(3)
         )
         for rows in (slice(None), slice(0, 2), slice(2, 5))
@@ -65,9 +48,9 @@ def test_shares_of_a_batch_add_up_to_the_whole(kind):
         torch.testing.assert_close(sum(part.helper_loss for part in parts), whole.helper_loss)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SHARED if kind != "natural"])
+@pytest.mark.parametrize("kind", [kind for kind in STRATEGIES if kind != "natural"])
 def test_a_threat_of_the_other_kind_is_refused(kind):
-    strategy, threat = SHARED[kind]
+    strategy, threat = STRATEGIES[kind]
     other = Patch(3) if isinstance(threat, SparsePixels) else SparsePixels(2)
     with pytest.raises(InvalidThreat, match="trained against, but the threat is"):
         bind(strategy, make_model("cnn"), other)

@@ -13,7 +13,13 @@ from torch import Generator, Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from patchcert.bounds import precise_arithmetic
-from patchcert.certificates.checks import check_inputs, check_labels, check_logits, logits_as_given
+from patchcert.certificates.checks import (
+    check_independence,
+    check_inputs,
+    check_labels,
+    check_logits,
+    logits_as_given,
+)
 from patchcert.errors import InvalidInput, ModelError, PatchcertError
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, Logits, PerImage
@@ -23,7 +29,9 @@ from patchcert.threats import Threat
 # model is asked again about every image that is handed out.
 _ROUNDING = 100.0
 
-_MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
+
+Rows = Annotated[Tensor, "i"]
+"""Indices of some of the images, or of some of the ascents."""
 
 
 class Predictor(Protocol):
@@ -127,12 +135,7 @@ class AttackedModel:
     def check(self, images: Images, labels: Labels) -> None:
         """Refuse images, labels and models that do not fit together, before time is spent on them."""
         check_inputs(self.surrogate, images, labels)
-        for name, module in self.surrogate.named_modules():
-            if module.training and isinstance(module, _MODAL):
-                raise ModelError(
-                    f"layer {name!r} ({type(module).__name__}) is in training mode, so its answers vary",
-                    hint="call model.eval() first",
-                )
+        check_independence(self.surrogate)
         if len(images):
             with torch.no_grad():
                 logits = logits_as_given(self.surrogate, images[:1])
@@ -241,7 +244,7 @@ class AttackJob:
     generator: Generator
     progress: Progress | None = None
 
-    def part(self, index: Annotated[Tensor, "i"]) -> "AttackJob":
+    def part(self, index: Rows) -> "AttackJob":
         """The same for some of the images."""
         return replace(self, images=self.images[index], labels=self.labels[index])
 
@@ -275,11 +278,11 @@ class Findings:
         nowhere = torch.full((len(images), 2), -1, dtype=torch.long, device=images.device)
         return cls(images.clone(), nowhere, nowhere.new_zeros(len(images)))
 
-    def part(self, index: Annotated[Tensor, "i"]) -> "Findings":
+    def part(self, index: Rows) -> "Findings":
         """The findings for some of the images."""
         return Findings(self.images[index], self.placement[index], self.steps[index])
 
-    def updated(self, index: Annotated[Tensor, "i"], part: "Findings") -> "Findings":
+    def updated(self, index: Rows, part: "Findings") -> "Findings":
         """The findings with those of some images replaced."""
         return Findings(
             self.images.index_copy(0, index, part.images.detach()),

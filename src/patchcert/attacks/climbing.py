@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self, final
+from typing import Literal, Self, final
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,12 @@ from patchcert.attacks.base import (
     Attack,
     AttackedModel,
     AttackJob,
+    Rows,
     require_finite,
     sure_lead,
     wrong_lead,
 )
-from patchcert.attacks.views import View, put
+from patchcert.attacks.views import AscentLogits, OnCells, PerAscent, View, put
 from patchcert.errors import InvalidInput, at_least
 from patchcert.tensors import Images, Labels, Logits, PerImage
 
@@ -27,9 +28,6 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross-entropy": lambda logits, labels: F.cross_entropy(logits, labels, reduction="none"),
     "margin": wrong_lead,
 }
-
-PerAscent = Annotated[Tensor, "m"]
-Values = Annotated[Tensor, "m v"]
 
 
 @final
@@ -42,14 +40,14 @@ class Climbers:
     placement: PerAscent
     """Index of the placement; -1 where there is none."""
     view: View
-    current: Values
+    current: OnCells
     """Values of the view's cells."""
-    best: Values
+    best: OnCells
     lead: PerAscent
     """Of `best`: by how much, beyond rounding, the best wrong class leads the label."""
 
     @classmethod
-    def at(cls, owner: PerAscent, placement: PerAscent, view: View, start: Values) -> "Climbers":
+    def at(cls, owner: PerAscent, placement: PerAscent, view: View, start: OnCells) -> "Climbers":
         """New ascents at the values nearest to the given ones."""
         current = start.clamp(0, 1)
         return cls(owner, placement, view, current, current, current.new_full((len(current),), -torch.inf))
@@ -57,7 +55,7 @@ class Climbers:
     def __len__(self) -> int:
         return len(self.owner)
 
-    def keep(self, index: Annotated[Tensor, "i"]) -> "Climbers":
+    def keep(self, index: Rows) -> "Climbers":
         """The ascents of these indices; the same object where these are all."""
         if len(index) == len(self):
             return self
@@ -141,9 +139,7 @@ class GradientAttack(Attack):
         """The same attack without an early stop: it continues after a success, to the largest margin."""
         return replace(self, early_stop=False)  # pyright: ignore[reportArgumentType]
 
-    def turns(
-        self, record: Record, job: AttackJob, restarts: int
-    ) -> Iterator[tuple[Annotated[Tensor, "i"], range]]:
+    def turns(self, record: Record, job: AttackJob, restarts: int) -> Iterator[tuple[Rows, range]]:
         """The images still worth attacking and the numbers of their next restarts, as many as fit into a batch."""
         done = 0
         while done < restarts and len(still_open := self._still_open(record)):
@@ -152,7 +148,7 @@ class GradientAttack(Attack):
             done += group
             job.report(done, restarts)
 
-    def _still_open(self, record: Record) -> Annotated[Tensor, "i"]:
+    def _still_open(self, record: Record) -> Rows:
         if self.early_stop:
             return (record.lead <= 0).nonzero().flatten()
         return torch.arange(len(record.lead), device=record.lead.device)
@@ -202,13 +198,8 @@ class GradientAttack(Attack):
         return replace(climbers, best=best, lead=lead)
 
     def _better(
-        self,
-        best: Values,
-        lead: PerAscent,
-        current: Values,
-        logits: Annotated[Tensor, "m k"],
-        truth: PerAscent,
-    ) -> tuple[Values, PerAscent, PerAscent]:
+        self, best: OnCells, lead: PerAscent, current: OnCells, logits: AscentLogits, truth: PerAscent
+    ) -> tuple[OnCells, PerAscent, PerAscent]:
         """The better of the best and the current points, its lead, and the size of the logits, NaN included.
 
         With an early stop a success is never given up.

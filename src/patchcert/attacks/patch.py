@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal, final, get_args
 
 import torch
@@ -17,11 +18,11 @@ from patchcert.attacks.climbing import (
     check_choice,
     segments_of,
 )
-from patchcert.attacks.views import ImageViews, WindowViews, patch_views, put, stamp_cells
+from patchcert.attacks.views import ImageViews, OnCells, PerAscent, WindowViews, patch_views, put, stamp_cells
 from patchcert.bounds import precise_arithmetic
 from patchcert.certificates import placement_margins as interval_placement_margins
 from patchcert.errors import InvalidInput, at_least
-from patchcert.tensors import Images, Labels
+from patchcert.tensors import Corners, Images, Labels
 from patchcert.threats import Patch
 
 Search = Literal["random", "sweep", "certificate"]
@@ -93,8 +94,10 @@ class PatchAttack(GradientAttack):
         if self.search == "certificate":
             bounds = self.placement_margins or interval_placement_margins
             margins = bounds(target.surrogate, job.images, job.labels, ascents.patch)
-            return weakest_first(certificate_leads(margins.detach(), job.labels, placements))
-        return weakest_first(self._swept_leads(ascents, placements))
+            leads = certificate_leads(margins.detach(), job.labels, placements)
+        else:
+            leads = self._swept_leads(ascents, placements)
+        return leads.argsort(dim=1, descending=True, stable=True)
 
     def _swept_leads(self, ascents: "_PatchAscents", placements: int) -> PerPlacement:
         """The largest lead met at every placement by vertices and by a few steps."""
@@ -119,8 +122,8 @@ class _PatchAscents:
     views: ImageViews | WindowViews
     record: Record
 
-    @property
-    def corners(self) -> Annotated[Tensor, "p 2"]:
+    @cached_property
+    def corners(self) -> Corners:
         """All allowed corners."""
         height, width = self.job.images.shape[2:]
         return self.patch.placements(height, width).corners.to(self.job.images.device)
@@ -133,15 +136,17 @@ class _PatchAscents:
         `draw` is called once per restart for noise for all images, including broken ones, so that a restart does
         not depend on how batches were cut. Returns the largest lead met at every placement.
         """
-        corners = self.corners
-        leads = self.job.images.new_full((len(self.job.images), len(corners)), -torch.inf)
+        size = self.attack.batch_size
+        leads = self.job.images.new_full((len(self.job.images), len(self.corners)), -torch.inf)
         for still_open, turns in self.attack.turns(self.record, self.job, restarts):
             starts = torch.cat([draw()[still_open] for _ in turns])
             columns = torch.arange(turns.start, turns.stop, device=still_open.device) % order.shape[1]
             owner = still_open.repeat(len(turns))
             placement = order[owner, columns.repeat_interleave(len(still_open))]
-            for climbers in self._batches(owner, placement, starts, corners):
-                self._climb(climbers, steps, leads)
+            for part in zip(owner.split(size), placement.split(size), starts.split(size), strict=True):
+                rest = self._climbed(*part, steps)
+                place = (rest.owner, rest.placement)
+                leads[place] = torch.maximum(leads[place], rest.lead)
         return leads
 
     def findings(self) -> Findings:
@@ -150,24 +155,12 @@ class _PatchAscents:
         corners = self.corners[self.record.placement.clamp(min=0)]
         return Findings(self.record.images, torch.where(found >= 0, corners, -1), self.record.steps)
 
-    def _batches(
-        self,
-        owner: Annotated[Tensor, "m"],
-        placement: Annotated[Tensor, "m"],
-        starts: Annotated[Tensor, "m v"],
-        corners: Annotated[Tensor, "p 2"],
-    ) -> Iterator[Climbers]:
-        pixels, batch_size = self.job.images.flatten(1), self.attack.batch_size
-        for first in range(0, len(owner), batch_size):
-            part = slice(first, first + batch_size)
-            view = self.views.at(owner[part], corners[placement[part]])
-            start = pixels[owner[part, None], view.cells] + starts[part]
-            yield Climbers.at(owner[part], placement[part], view, start)
-
-    def _climb(self, climbers: Climbers, steps: int, leads: PerPlacement) -> None:
-        rest = self.attack.ascend(climbers, self.record, segments_of(steps, self.attack.check_every))
-        place = (rest.owner, rest.placement)
-        leads[place] = torch.maximum(leads[place], rest.lead)
+    def _climbed(self, owner: PerAscent, placement: PerAscent, starts: OnCells, steps: int) -> Climbers:
+        """One batch of ascents after their steps, without those on images that were broken."""
+        view = self.views.at(owner, self.corners[placement])
+        start = self.job.images.flatten(1)[owner[:, None], view.cells] + starts
+        climbers = Climbers.at(owner, placement, view, start)
+        return self.attack.ascend(climbers, self.record, segments_of(steps, self.attack.check_every))
 
 
 def noise(images: Images, patch: Patch, generator: Generator) -> Noise:
@@ -200,11 +193,6 @@ def random_order(images: int, placements: int, generator: Generator) -> PerPlace
     """
     keys = torch.rand(images, placements, generator=generator, device=generator.device, dtype=torch.float64)
     return keys.argsort(dim=1)
-
-
-def weakest_first(leads: PerPlacement) -> PerPlacement:
-    """Placements by falling lead of the wrong classes."""
-    return leads.argsort(dim=1, descending=True, stable=True)
 
 
 def certificate_leads(margins: Annotated[Tensor, "n p k"], labels: Labels, placements: int) -> PerPlacement:

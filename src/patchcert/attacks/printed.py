@@ -19,12 +19,15 @@ from patchcert.attacks.composite import better
 from patchcert.attacks.views import put, stamp_cells, stamp_offsets
 from patchcert.certificates.checks import check_inputs
 from patchcert.errors import InvalidInput, at_least
-from patchcert.tensors import Images, Labels
+from patchcert.tensors import Images, Labels, PerImage
 from patchcert.threats import Patch, Placements, Threat
 
 Contents = Annotated[Tensor, "n c height width"]
 """What patches show, on the bounding box of the stamp; values beside the stamp are never seen."""
 CornersOf = Annotated[Tensor, "n 2"]
+Content = Annotated[Tensor, "1 c height width"]
+Shared = Annotated[Tensor, "_ c _ _"]
+"""The contents of as many patches as images, or of fewer, which images have in common in turn."""
 
 
 @final
@@ -82,9 +85,7 @@ class Transform:
         return torch.where(allowed[tuple(places.T)][:, None], places, own).to(corners)
 
 
-def _grid(
-    contents: Contents, angle: Annotated[Tensor, "n"], factor: Annotated[Tensor, "n"]
-) -> Annotated[Tensor, "n height width 2"]:
+def _grid(contents: Contents, angle: PerImage, factor: PerImage) -> Annotated[Tensor, "n height width 2"]:
     """Where each pixel of a patch, turned and enlarged, comes from; pixels are squares in boxes of any shape."""
     height, width = contents.shape[2:]
     cosine, sine, nothing = angle.cos() / factor, angle.sin() / factor, torch.zeros_like(angle)
@@ -104,7 +105,7 @@ class Printer:
     transform: Transform
     generator: Generator
 
-    def show(self, images: Images, corners: CornersOf, contents: Annotated[Tensor, "_ c _ _"]) -> Images:
+    def show(self, images: Images, corners: CornersOf, contents: Shared) -> Images:
         """Each image with a patch at its corner, after a draw; where contents are fewer, they are taken in turn."""
         contents = contents.repeat(len(images) // len(contents), 1, 1, 1)
         box = Patch((self.patch.height, self.patch.width))
@@ -160,11 +161,11 @@ class PrintedAttack(GradientAttack):
         self,
         model: nn.Module,
         printer: Printer,
-        contents: Annotated[Tensor, "_ c _ _"],
+        contents: Shared,
         images: Images,
         labels: Labels,
         corners: CornersOf,
-    ) -> Annotated[Tensor, "_ c _ _"]:
+    ) -> Shared:
         """The contents after one sign-gradient step on the loss of the images that show them."""
         _, gradient = self.gradient(
             lambda point: model(printer.show(images, corners, point)), contents, labels
@@ -177,7 +178,7 @@ class PrintedAttack(GradientAttack):
         target: AttackedModel,
         printer: Printer,
         job: AttackJob,
-        contents: Annotated[Tensor, "_ c _ _"],
+        contents: Shared,
         draw_corners: Callable[[], CornersOf],
     ) -> Findings:
         """Of fresh draws for each image the one with the largest margin."""
@@ -237,9 +238,7 @@ class UniversalAttack(PrintedAttack):
         job = AttackJob(self.images, self.labels, threat, generator)
         return self._best(model, self.printer(threat, generator), job)[0]
 
-    def _best(
-        self, model: nn.Module, printer: Printer, job: AttackJob
-    ) -> Annotated[Tensor, "1 c height width"]:
+    def _best(self, model: nn.Module, printer: Printer, job: AttackJob) -> Content:
         """Of all restarts the patch that misleads most of the images it is learned on."""
         images, labels = self.images.to(job.images), self.labels.to(job.labels)
         best, most = printer.noise(images[:1]), -1
@@ -260,12 +259,7 @@ class UniversalAttack(PrintedAttack):
 
     @torch.no_grad()
     def _misled(
-        self,
-        model: nn.Module,
-        printer: Printer,
-        content: Annotated[Tensor, "1 c height width"],
-        images: Images,
-        labels: Labels,
+        self, model: nn.Module, printer: Printer, content: Content, images: Images, labels: Labels
     ) -> int:
         """How many of the images the patch misleads."""
         misled = 0
@@ -340,7 +334,7 @@ class TransformedAttack(PrintedAttack):
     @torch.no_grad()
     def _mean_lead(
         self, target: AttackedModel, printer: Printer, job: AttackJob, corners: CornersOf, contents: Contents
-    ) -> Annotated[Tensor, "n"]:
+    ) -> PerImage:
         """By how much the best wrong class leads in the mean over fresh draws."""
         total = job.images.new_zeros(len(job.images))
         for _ in range(self.samples):

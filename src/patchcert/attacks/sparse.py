@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Annotated, final
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from patchcert.attacks.base import AttackedModel, AttackJob, Findings
 from patchcert.attacks.climbing import Climbers, GradientAttack, Loss, Record
-from patchcert.attacks.views import ImageView, put
+from patchcert.attacks.views import AscentImages, ImageView, PerAscent, put
 from patchcert.errors import InvalidInput, at_least
 from patchcert.tensors import Images, Labels
 from patchcert.threats import SparsePixels
@@ -46,19 +46,15 @@ class SparseAttack(GradientAttack):
             )
         record = Record(target, images, job.labels)
         for still_open, turns in self.turns(record, job, self.restarts):
-            starts = torch.cat([_start(turn, images, threat, job.generator)[still_open] for turn in turns])
+            starts = [
+                (threat.sample(images, job.generator) if turn else images)[still_open] for turn in turns
+            ]
             owners = still_open.repeat(len(turns)).split(self.batch_size)
-            for owner, start in zip(owners, starts.split(self.batch_size), strict=True):
+            for owner, start in zip(owners, torch.cat(starts).split(self.batch_size), strict=True):
                 self._climb(record, threat, owner, start)
         return Findings(record.images, Findings.unchanged(images).placement, record.steps)
 
-    def _climb(
-        self,
-        record: Record,
-        threat: SparsePixels,
-        owner: Annotated[Tensor, "m"],
-        current: Annotated[Tensor, "m c h w"],
-    ) -> None:
+    def _climb(self, record: Record, threat: SparsePixels, owner: PerAscent, current: AscentImages) -> None:
         """One ascent per owner: choose pixels, climb, choose again from where the climb ended."""
         model = record.target.surrogate
         for steps in self._shares():
@@ -74,10 +70,6 @@ class SparseAttack(GradientAttack):
         """How many steps follow each selection; together all of them."""
         ends = [number * self.steps // self.selections for number in range(self.selections + 1)]
         return [end - start for start, end in itertools.pairwise(ends)]
-
-
-def _start(restart: int, images: Images, threat: SparsePixels, generator: Generator) -> Images:
-    return images if restart == 0 else threat.sample(images, generator)
 
 
 def freed(

@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar, final
 import torch
 from torch import Tensor, nn
 
+from patchcert.attacks.base import Rows
 from patchcert.bounds import trace
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Window, convolve
 from patchcert.bounds.network import Step
@@ -38,27 +39,33 @@ _CACHE = 2**31
 _OFF = 1e30
 """Less than minus this, a ReLU gives zero: so cells outside the map stay what zero padding takes them for."""
 
+PerAscent = Annotated[Tensor, "m"]
+AscentCorners = Annotated[Tensor, "m 2"]
+AscentImages = Annotated[Tensor, "m c h w"]
+AscentLogits = Annotated[Tensor, "m k"]
+OnCells = Annotated[Tensor, "m v"]
+"""Of each ascent the cells that it may change, or the values there."""
 Values = Annotated[Tensor, "m _"]
 """What each ascent has on its window, place by place and channel by channel, or as features."""
-Bases = Annotated[Tensor, "m"]
+Bases = PerAscent
 """At which of the common bases the window of each ascent begins."""
 
 
 class View(ABC):
     """Ascents (m) seen through the values (m, v) of the cells that each may change, all within [0, 1]."""
 
-    cells: Annotated[Tensor, "m v"]
+    cells: OnCells
     """Where the values lie in the flattened image."""
 
     is_exact: ClassVar[bool]
     """Whether `logits` are bit for bit those of the module looked at; otherwise they differ by rounding."""
 
     @abstractmethod
-    def logits(self, values: Annotated[Tensor, "m v"]) -> Annotated[Tensor, "m k"]:
+    def logits(self, values: OnCells) -> AscentLogits:
         """The logits of the images with these values, with a gradient."""
 
     @abstractmethod
-    def keep(self, index: Annotated[Tensor, "i"]) -> "View":
+    def keep(self, index: Rows) -> "View":
         """The view of the ascents of these indices."""
 
 
@@ -70,13 +77,13 @@ class ImageView(View):
     is_exact: ClassVar[bool] = True
 
     model: nn.Module
-    clean: Annotated[Tensor, "m c h w"]
-    cells: Annotated[Tensor, "m v"]
+    clean: AscentImages
+    cells: OnCells
 
-    def logits(self, values: Annotated[Tensor, "m v"]) -> Annotated[Tensor, "m k"]:
+    def logits(self, values: OnCells) -> AscentLogits:
         return self.model(put(self.clean, self.cells, values))
 
-    def keep(self, index: Annotated[Tensor, "i"]) -> "ImageView":
+    def keep(self, index: Rows) -> "ImageView":
         return ImageView(self.model, self.clean[index], self.cells[index])
 
 
@@ -89,15 +96,13 @@ class ImageViews:
     images: Images
     patch: Patch
 
-    def at(self, owner: Annotated[Tensor, "m"], corners: Annotated[Tensor, "m 2"]) -> ImageView:
+    def at(self, owner: PerAscent, corners: AscentCorners) -> ImageView:
         """The images of these ascents, with a patch at the corners."""
         cells = stamp_cells(self.patch, corners, self.images.shape[1:])
         return ImageView(self.model, self.images[owner], cells)
 
 
-def put(
-    images: Annotated[Tensor, "m c h w"], cells: Annotated[Tensor, "m v"], values: Annotated[Tensor, "m v"]
-) -> Annotated[Tensor, "m c h w"]:
+def put(images: AscentImages, cells: OnCells, values: OnCells) -> AscentImages:
     """The images with the given values at the cells, every other value bit for bit as it was."""
     return images.flatten(1).scatter(1, cells, values).view_as(images)
 
@@ -110,9 +115,7 @@ def stamp_offsets(
     return rows, columns
 
 
-def stamp_cells(
-    patch: Patch, corners: Annotated[Tensor, "m 2"], shape: torch.Size
-) -> Annotated[Tensor, "m v"]:
+def stamp_cells(patch: Patch, corners: AscentCorners, shape: torch.Size) -> OnCells:
     """The cells under the patch at the corners of images of the shape (c, h, w), channel by channel."""
     channels, height, width = shape
     rows, columns = stamp_offsets(patch, corners.device)
@@ -191,9 +194,7 @@ class MapWindows:
         channels = torch.arange(self.area.channels, device=base.device) * (self.area.height * self.area.width)
         return Spread((places[..., None] + channels).flatten(1), self.area.size)
 
-    def gather(
-        self, clean: Annotated[Tensor, "n places c"], rows: Annotated[Tensor, "m"], base: Bases
-    ) -> Values:
+    def gather(self, clean: Annotated[Tensor, "n places c"], rows: PerAscent, base: Bases) -> Values:
         """The clean value of each ascent's image on its window, far below zero outside the map."""
         places = self.places[base]
         chosen = clean[rows[:, None], places.clamp(min=0).long()]
@@ -332,7 +333,7 @@ class Layer:
         values = linear(self.parts, values, self.constant)
         return values.relu() if self.rectified else values
 
-    def keep(self, index: Annotated[Tensor, "i"]) -> "Layer":
+    def keep(self, index: Rows) -> "Layer":
         """The layer for some of the ascents; only a spread differs between them."""
         parts = (replace(p, index=p.index[index]) if isinstance(p, Spread) else p for p in self.parts)
         return replace(self, parts=tuple(parts), constant=self.constant[index])
@@ -356,15 +357,15 @@ class WindowView(View):
 
     is_exact: ClassVar[bool] = False
 
-    cells: Annotated[Tensor, "m v"]
+    cells: OnCells
     layers: tuple[Layer, ...]
 
-    def logits(self, values: Annotated[Tensor, "m v"]) -> Annotated[Tensor, "m k"]:
+    def logits(self, values: OnCells) -> AscentLogits:
         for layer in self.layers:
             values = layer(values)
         return values
 
-    def keep(self, index: Annotated[Tensor, "i"]) -> "WindowView":
+    def keep(self, index: Rows) -> "WindowView":
         return WindowView(self.cells[index], tuple(layer.keep(index) for layer in self.layers))
 
 
@@ -378,7 +379,7 @@ class WindowViews:
         self.kept = plan.clean(images) if size <= _CACHE else None
 
     @torch.no_grad()
-    def at(self, owner: Annotated[Tensor, "m"], corners: Annotated[Tensor, "m 2"]) -> WindowView:
+    def at(self, owner: PerAscent, corners: AscentCorners) -> WindowView:
         """The view of ascents on these images with patches at the corners."""
         cells = stamp_cells(self.patch, corners, self.images.shape[1:])
         clean = self.images.flatten(1)[owner[:, None], cells]
@@ -408,7 +409,7 @@ class WindowViews:
         ):
             raise NotCovered("the traced network does not give what the model gives")
 
-    def _start(self, corners: Annotated[Tensor, "m 2"]) -> Spread:
+    def _start(self, corners: AscentCorners) -> Spread:
         """From the values to the window on the image, laid out (height, width, channels)."""
         window, channels = self.plan.common.windows[0], self.images.shape[1]
         assert window is not None
@@ -418,7 +419,7 @@ class WindowViews:
         index = pixels[:, None] * channels + torch.arange(channels, device=pixels.device)[:, None]
         return Spread(index.flatten(1), window.height * window.width * channels)
 
-    def _clean(self, owner: Annotated[Tensor, "m"]) -> tuple[list[Tensor], Annotated[Tensor, "m"]]:
+    def _clean(self, owner: PerAscent) -> tuple[list[Tensor], PerAscent]:
         """The clean maps before every ReLU, and which of their rows belong to the owners."""
         if self.kept is not None:
             return self.kept, owner

@@ -93,11 +93,9 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _restore_optimiser(trainee: Trainee, tensors: dict[str, Tensor], path: Path) -> None:
     for number, parameter in enumerate(trainee.parameters):
         saved = _take(tensors, f"optimiser.{number}.")
-        unlike = next(
-            (value for value in saved.values() if value.dim() and value.shape != parameter.shape), None
-        )
-        if unlike is not None:
-            raise _misfit(path, f"parameter {number} has shape {tuple(unlike.shape)}")
+        for value in saved.values():
+            if value.dim() and value.shape != parameter.shape:
+                raise _misfit(path, f"parameter {number} has shape {tuple(value.shape)}")
         if saved:
             trainee.optimiser.state[parameter] = {
                 key: laid_out_like(parameter, value) if value.dim() else value.to(trainee.device)

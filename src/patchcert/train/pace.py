@@ -26,13 +26,8 @@ class TrainingPace:
         tried: Mapping[bool, float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.schedule, self.batches, self.position, self.tried, self.clock = (
-            schedule,
-            batches,
-            start,
-            tried,
-            clock,
-        )
+        self.schedule, self.batches, self.position = schedule, batches, start
+        self.tried, self.clock = tried, clock
         self.began = self.at = clock()
         self.seconds, self.done = {True: 0.0, False: 0.0}, {True: 0, False: 0}
 

@@ -7,7 +7,7 @@ are, so that a layer is judged by the units that the patch can reach.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -18,7 +18,7 @@ from patchcert.errors import SpecError
 from patchcert.threats import Patch
 from patchcert.train.batch_norms import NormedNetwork
 from patchcert.train.strategies.placements import PlacedPatch
-from patchcert.train.strategy import Batch, Threat
+from patchcert.train.strategy import Batch, Scalar, Threat
 
 TOLERATED = 0.5
 """Ratios from here on cost nothing."""
@@ -100,33 +100,24 @@ class Observation:
             )
         return Observation(network, None, settings, regularises)
 
-    def __call__(
-        self, batch: Batch, epsilon: float | Tensor, generator: Generator
-    ) -> Annotated[Tensor, ""] | None:
+    def __call__(self, batch: Batch, epsilon: float | Tensor, generator: Generator) -> Scalar | None:
         """Batch norms normalise by this batch from now on; what is to be added to its loss, where anything is."""
-        is_normed, is_both = isinstance(self.network, NormedNetwork), self.settings.statistics == "both"
-        box = None
+        network, is_both, box = self.network, self.settings.statistics == "both", None
+        is_normed = isinstance(network, NormedNetwork)
         if self.patch is not None and (self.regularises or (is_normed and is_both)):
             box = self._box(self.patch, batch, epsilon, generator)
-        if isinstance(self.network, NormedNetwork):
-            boxes = self.network.observe(batch.own_images, box, is_both)
+        if is_normed:
+            boxes = network.observe(batch.own_images, box, is_both)
         else:
-            boxes = [] if box is None else self.network.intervals(box)
-        return (
-            self._added([boxes[index] for index in _bent(self.network)], epsilon)
-            if self.regularises
-            else None
-        )
+            boxes = [] if box is None else network.intervals(box)
+        return self._added([boxes[index] for index in _bent(network)], epsilon) if self.regularises else None
 
     def _box(
         self, patch: PlacedPatch, batch: Batch, epsilon: float | Tensor, generator: Generator
     ) -> Interval:
-        corners = patch.corners(batch.images)
-        drawn = torch.randint(len(corners), (len(batch),), generator=generator, device=generator.device)
-        chosen = corners[drawn[batch.rows]].unsqueeze(1)
-        return patch.threat.boxes(batch.own_images, chosen, epsilon).map(lambda part: part[:, 0])
+        return patch.boxes(batch.own_images, patch.draw(batch, 1, generator), epsilon)
 
-    def _added(self, boxes: Sequence[Interval], epsilon: float | Tensor) -> Annotated[Tensor, ""]:
+    def _added(self, boxes: Sequence[Interval], epsilon: float | Tensor) -> Scalar:
         settings, total = self.settings, boxes[0].lower.new_zeros(())
         if settings.tightness:
             total = total + settings.tightness * tightness_loss(boxes)
@@ -140,7 +131,7 @@ def _bent(network: Network) -> list[int]:
     return [step.inputs[0] for step in network.steps if is_relu(step.operation)]
 
 
-def tightness_loss(boxes: Sequence[Interval]) -> Annotated[Tensor, ""]:
+def tightness_loss(boxes: Sequence[Interval]) -> Scalar:
     """How much wider the bounds of later layers are than those of the first, by the mean radius of reached units.
 
     A layer of r times the radius costs nothing while r is at most 2, and 1 - 2 / r beyond: the mean over later layers.
@@ -150,7 +141,7 @@ def tightness_loss(boxes: Sequence[Interval]) -> Annotated[Tensor, ""]:
     return torch.stack(costs).mean() if costs else torch.zeros_like(first)
 
 
-def balance_loss(boxes: Sequence[Interval]) -> Annotated[Tensor, ""]:
+def balance_loss(boxes: Sequence[Interval]) -> Scalar:
     """How unevenly units of a layer are on for good and off for good, by their centres and the squares of these.
 
     Of two sums of the centres of units, of those always on and of those always off, the smaller should be half of the
@@ -159,7 +150,7 @@ def balance_loss(boxes: Sequence[Interval]) -> Annotated[Tensor, ""]:
     return torch.stack([_imbalance(box) for box in boxes]).mean()
 
 
-def _imbalance(box: Interval) -> Annotated[Tensor, ""]:
+def _imbalance(box: Interval) -> Scalar:
     centre, is_reached = box.centre, box.upper > box.lower
     count = is_reached.sum().clamp(min=1)
     spread = (centre - (centre * is_reached).sum() / count).square()
@@ -171,15 +162,15 @@ def _imbalance(box: Interval) -> Annotated[Tensor, ""]:
     )
 
 
-def _mean_radius(box: Interval) -> Annotated[Tensor, ""]:
+def _mean_radius(box: Interval) -> Scalar:
     radius = box.radius
     return radius.sum() / (radius > 0).sum().clamp(min=1)
 
 
-def _ratio(first: Annotated[Tensor, ""], second: Annotated[Tensor, ""]) -> Annotated[Tensor, ""]:
+def _ratio(first: Scalar, second: Scalar) -> Scalar:
     return torch.minimum(first, second) / _positive(torch.maximum(first, second))
 
 
-def _positive(value: Annotated[Tensor, ""]) -> Annotated[Tensor, ""]:
+def _positive(value: Scalar) -> Scalar:
     """A divisor that is 0 while epsilon is, or where no unit counts; its ratio and gradient are then 0 or finite."""
     return value.clamp(min=1e-12)

@@ -81,7 +81,11 @@ class Run:
         """One row per finished epoch."""
         file = self.path / METRICS
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        return [row for row in map(_row, lines) if row is not None]
+        rows = []
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):  # cut short by a kill
+                rows.append(json.loads(line))
+        return rows
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add the row of an epoch."""
@@ -133,9 +137,8 @@ def prepare_run(folder: Path, spec: Spec, resume: bool) -> Run:
         return Run.create(folder, spec)
     run = Run.open(folder)
     if not (resume or run.is_finished or run.state.is_file() or run.metrics()):
-        (folder / ENVIRONMENT).unlink(
-            missing_ok=True
-        )  # it was refused, or killed, before it had a state to lose
+        # It was refused, or killed, before it had a state to lose.
+        (folder / ENVIRONMENT).unlink(missing_ok=True)
         return Run.create(folder, spec)
     if run.spec.fingerprint() != spec.fingerprint():
         difference = _first_difference(to_table(run.spec), to_table(spec))
@@ -218,11 +221,3 @@ def check_new(folder: Path) -> None:
     place = folder.resolve()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise RunError(f"{folder} is not empty", hint="name a new folder")
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    """A metrics row; None for a line cut short by a kill."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return None

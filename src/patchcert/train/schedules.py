@@ -1,7 +1,7 @@
 """How the perturbation size and the learning rate change over a training run, counted in epochs from 0."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from patchcert.errors import InvalidInput, at_least
 
@@ -30,8 +30,6 @@ class EpsilonSchedule:
     def __post_init__(self) -> None:
         at_least(0, "natural_epochs", self.natural_epochs)
         at_least(0, "ramp_epochs", self.ramp_epochs)
-        if self.ramp not in get_args(Ramp):
-            raise InvalidInput(f"ramp is {self.ramp!r}; expected one of {', '.join(get_args(Ramp))}")
 
     @property
     def full_from(self) -> int:
@@ -107,12 +105,6 @@ class LearningRateSchedule:
                 hint="leave decay_factor, decay_every and decay_from out",
             )
 
-    def at(self, done: float) -> float:
-        """The rate of one cycle when this share of all batches is done."""
-        top = self.one_cycle
-        assert top is not None
-        return self.initial * min(done / top, (1 - done) / (1 - top))
-
     def scaled(self, factor: float) -> "LearningRateSchedule":
         """The same rates with the decays closer together, in proportion."""
         if self.one_cycle is not None:
@@ -149,9 +141,10 @@ class Schedule:
         The first decay comes `decay_every` epochs after `decay_from`. One cycle has its ends before the first batch and
         after the last one, so that no batch has a rate of 0.
         """
-        rates = self.learning_rate
-        if rates.one_cycle is not None:
-            return rates.at((epoch * batches + batch + 1) / (self.epochs * batches + 1))
+        rates, top = self.learning_rate, self.learning_rate.one_cycle
+        if top is not None:
+            done = (epoch * batches + batch + 1) / (self.epochs * batches + 1)
+            return rates.initial * min(done / top, (1 - done) / (1 - top))
         return rates.initial * rates.decay_factor ** (max(epoch - self.decay_from, 0) // rates.decay_every)
 
     def scaled(self, factor: float) -> "Schedule":

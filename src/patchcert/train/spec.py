@@ -168,6 +168,9 @@ class OptimiserSettings:
 
     def __post_init__(self) -> None:
         at_least(1, "batch_size", self.batch_size)
+        at_least(0, "weight_decay", self.weight_decay)
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise SpecError(f"clip_norm is {self.clip_norm}; expected a number above 0")
         if self.nesterov and not self.momentum:
             raise SpecError("nesterov is true, but there is no momentum", hint="set optimiser.momentum = 0.9")
         _below_one("label_smoothing", self.label_smoothing)
@@ -196,6 +199,7 @@ class RunSettings:
     check_images: int = 200
 
     def __post_init__(self) -> None:
+        at_least(0, "checkpoint_seconds", self.checkpoint_seconds)
         at_least(0, "check_every", self.check_every)
         at_least(1, "check_images", self.check_images)
 
@@ -277,13 +281,12 @@ def write_spec(spec: Spec) -> str:
 
 
 def _load(source: str | Path) -> dict[str, Any]:
-    path = Path(source)
+    path, presets = Path(source), preset_names()
     if path.is_file():
         return parse_toml(_text(path), str(path))
-    if str(source) in preset_names():
+    if str(source) in presets:
         preset = resources.files("patchcert.train") / "presets" / f"{source}.toml"
         return parse_toml(preset.read_text(encoding="utf-8"), str(source))
-    presets = preset_names()
     message = f"{source} is neither a file nor a preset, nor a folder with a run"
     raise SpecError(message, hint=nearest(str(source), presets, "presets are"))
 

@@ -22,7 +22,7 @@ from patchcert.train.distributed import ALONE, World
 from patchcert.train.recipe import Observation
 from patchcert.train.schedules import Phase
 from patchcert.train.spec import OptimiserSettings, Spec
-from patchcert.train.strategy import Batch, Objective, derived_seed, is_robust, margin_loss
+from patchcert.train.strategy import Batch, Objective, Scalar, derived_seed, is_robust, margin_loss
 
 WARM_UP_STEPS = 3
 Rows = Annotated[Tensor, "b"]
@@ -71,7 +71,8 @@ class Trainee:
         self.epsilon = torch.zeros((), device=self.device)
         self.learning_rate = torch.zeros((), device=self.device)
         self.sums = torch.zeros(3, device=self.device, dtype=torch.float64)
-        self.average = None if settings.average_decay is None else _still_copy(model)
+        is_averaged = settings.average_decay is not None
+        self.average = copy.deepcopy(model).eval().requires_grad_(False) if is_averaged else None
         self.average_share = torch.ones((), device=self.device)
         self.statistics = [each for layer in batch_norms(model).values() for each in layer.buffers()]
         self.optimiser = self._optimiser(settings)
@@ -117,18 +118,9 @@ class Trainee:
         rate, decay = self.learning_rate, settings.weight_decay
         if settings.momentum is not None:
             return torch.optim.SGD(
-                groups,
-                rate,
-                settings.momentum,
-                weight_decay=decay,
-                nesterov=settings.nesterov,
-                fused=True,
+                groups, rate, settings.momentum, weight_decay=decay, nesterov=settings.nesterov, fused=True
             )
         return torch.optim.Adam(groups, lr=rate, weight_decay=decay, fused=True, capturable=on_cuda)
-
-
-def _still_copy(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).eval().requires_grad_(False)
 
 
 class TrainingStep:
@@ -197,7 +189,7 @@ class TrainingStep:
             images = random_colours(images, settings.colours, self.trainee.generator)
         return Batch(images, labels, self.plan.world.rows(len(index)))
 
-    def _loss(self, batch: Batch) -> tuple[Annotated[Tensor, ""], Annotated[Tensor, "3"]]:
+    def _loss(self, batch: Batch) -> tuple[Scalar, Annotated[Tensor, "3"]]:
         """This process's part of the batch's mean loss, and its sums of loss, robust images and images.
 
         A helper learns from its own loss alone: the classifier's loss does not reach it, nor the reverse.
@@ -215,7 +207,7 @@ class TrainingStep:
             loss = loss if more is None else loss + more
         return loss, counts
 
-    def _observe(self, batch: Batch) -> Annotated[Tensor, ""] | None:
+    def _observe(self, batch: Batch) -> Scalar | None:
         """Show the batch to batch norms; this process's part of what regularisers add to its mean loss."""
         if self.observation is None:
             return None

@@ -18,6 +18,7 @@ from patchcert.threats import Patch, SparsePixels
 from patchcert.train.batch_norms import batch_norms
 
 Threat = Patch | SparsePixels
+Scalar = Annotated[Tensor, ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class WorstCase:
     """
 
     margins: Margins
-    helper_loss: Annotated[Tensor, ""] | None = None
+    helper_loss: Scalar | None = None
     bounded: Margins | None = None
 
 
@@ -224,9 +225,7 @@ def logit_margins(logits: Annotated[Tensor, "n k"], labels: Labels) -> Margins:
     return logits.gather(1, labels.unsqueeze(1)) - logits
 
 
-def margin_loss(
-    margins: Margins, labels: Labels, count: int, smoothing: float = 0.0
-) -> Annotated[Tensor, ""]:
+def margin_loss(margins: Margins, labels: Labels, count: int, smoothing: float = 0.0) -> Scalar:
     """Cross entropy of the negated margins, summed over these images and divided by the whole batch's count.
 
     Margins of a clean image give the ordinary cross entropy of its logits, from which they differ by a constant.

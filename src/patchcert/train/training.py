@@ -33,7 +33,6 @@ from patchcert.train.strategy import Subject, derived_seed, natural_objective
 SAVE_SHARE = 0.02
 """At most this share of the time is spent on saving the state."""
 
-
 QUICK_STEP = 0.5
 """Seconds of a step that is tried twice before it is timed."""
 
@@ -164,12 +163,16 @@ class _Training:
         self.held_out = None if held_out is None else held_out.to(place.device)
         self.plan = Plan(spec, data.to(place.device), place.world)
         _check_batches(self.plan, self.model)
-        is_rounded = spec.optimiser.windows is not None and place.device.type == "cuda"
-        windows = torch.bfloat16 if is_rounded else None
-        subject = Subject(self.model, self.model_spec, spec.threat, spec.seed, windows)
-        self.trainee = Trainee(self.model, spec.strategy.bind(subject), spec.optimiser)
+        self.trainee = self._trainee(self.model)
         self.best = Best()
         self._saved_at, self._save_took = 0.0, 0.0
+
+    def _trainee(self, model: nn.Module) -> Trainee:
+        spec = self.spec
+        is_rounded = spec.optimiser.windows is not None and self.place.device.type == "cuda"
+        windows = torch.bfloat16 if is_rounded else None
+        subject = Subject(model, self.model_spec, spec.threat, spec.seed, windows)
+        return Trainee(model, spec.strategy.bind(subject), spec.optimiser)
 
     def carry_out(self, stop: StopRequest) -> None:
         """Train from the saved state, or from the start, to the end or until a stop is asked for."""
@@ -193,9 +196,7 @@ class _Training:
         """
         if self.place.device.type != "cpu" or self.place.world.size > 1:
             return {}
-        schedule, model = self.spec.schedule, copy.deepcopy(self.model)
-        subject = Subject(model, self.model_spec, self.spec.threat, self.spec.seed)
-        trainee = Trainee(model, self.spec.strategy.bind(subject), self.spec.optimiser)
+        schedule, trainee = self.spec.schedule, self._trainee(copy.deepcopy(self.model))
         trainee.epsilon.fill_(schedule.epsilon.end(schedule.epochs - 1))
         rows = torch.arange(min(self.spec.optimiser.batch_size, len(self.plan.data)))
         kinds = {schedule.epsilon.phase(epoch) == "natural" for epoch in range(start.epoch, schedule.epochs)}

@@ -19,10 +19,7 @@ from patchcert.train.loop import train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
 from patchcert.train.step import Plan, Trainee
-from patchcert.train.strategies import (
-    Masked,
-    Natural,
-)
+from patchcert.train.strategies import Masked, Natural
 from patchcert.train.strategies.masked import MaskedTraining
 from patchcert.train.strategy import Batch, Forward, Subject, WholeModel, derived_seed
 from small_trainings import Watcher, check_resumes, watched

@@ -7,11 +7,7 @@ from torch import nn
 from patchcert.bounds import trace
 from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, shapes
-from patchcert.train.strategies import (
-    AllPlacements,
-    GuidedPlacements,
-    RandomPlacements,
-)
+from patchcert.train.strategies import AllPlacements, GuidedPlacements, RandomPlacements
 from patchcert.train.strategies.placements import PlacedPatch
 from patchcert.train.strategy import Batch, margin_loss
 from patchcert.train.unet import build_unet

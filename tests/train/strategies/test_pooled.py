@@ -16,9 +16,7 @@ from patchcert.models import ModelSpec, Normalize, build
 from patchcert.testing.conformance import seeded
 from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
-from patchcert.train.strategies import (
-    PooledPlacements,
-)
+from patchcert.train.strategies import PooledPlacements
 from patchcert.train.strategies.placements import PlacedPatch
 from patchcert.train.strategies.pooled import PooledPatch
 from patchcert.train.strategy import Batch

@@ -11,7 +11,7 @@ from patchcert.certificates.band_votes import encode_visible
 from patchcert.certificates.local_votes import LocalVotes
 from patchcert.certificates.votes import Scores, masked_margins, masked_totals, sum_margins, sum_totals
 from patchcert.cli.app import run
-from patchcert.errors import PatchcertError, SpecError
+from patchcert.errors import PatchcertError
 from patchcert.models import ModelSpec, build
 from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch
@@ -88,7 +88,7 @@ def test_draws_do_not_depend_on_how_many_processes_share_a_batch(monkeypatch):
     ],
 )
 def test_models_and_parts_that_do_not_fit_are_refused(strategy, spec, message):
-    with pytest.raises(SpecError, match=message):
+    with pytest.raises(PatchcertError, match=message):
         strategy.bind(subject(spec))
 
 

@@ -92,9 +92,7 @@ class Masked(Strategy):
         forward = Forward.of(subject, self.bfloat16, self.compiled)
         network, fill = forward.network, torch.tensor(self.fill, device=subject.device)[:, None, None]
         trainer = MaskedTraining(self, forward, fill)
-        if self.worst_of == 1:
-            return Objective(network, trainer.random_case)
-        hardest = Objective(network, trainer.hardest_case)
+        hardest = None if self.worst_of == 1 else Objective(network, trainer.hardest_case)
         return Objective(network, trainer.random_case, later=hardest, later_from=self.worst_from)
 
     def _check_fit(self, subject: Subject) -> None:

@@ -12,14 +12,7 @@ from patchcert.models import Normalize
 from patchcert.tensors import Corners, Images, Labels, Margins
 from patchcert.threats import Patch
 from patchcert.train.batch_norms import trainable_network
-from patchcert.train.strategy import (
-    Batch,
-    Objective,
-    Strategy,
-    Subject,
-    WorstCase,
-    derived_seed,
-)
+from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase, derived_seed
 from patchcert.train.unet import build_unet
 from patchcert.windows.passes import Clean
 from patchcert.windows.training import DifferentiablePlacements, WeakestPlacements, covering_placements
@@ -77,11 +70,8 @@ class RandomPlacements(Strategy):
         patch = PlacedPatch.of(subject)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
-            allowed = len(patch.corners(batch.images))
-            shape = (len(batch), self.placements)
-            drawn = torch.randint(allowed, shape, generator=generator, device=generator.device)
-            margins = patch.margins(batch.own_images, batch.own_labels, drawn[batch.rows], epsilon)
-            return WorstCase(margins.amin(dim=1))
+            drawn = patch.draw(batch, self.placements, generator)
+            return WorstCase(patch.margins(batch.own_images, batch.own_labels, drawn, epsilon).amin(dim=1))
 
         return Objective(patch.network, worst_case)
 
@@ -168,6 +158,11 @@ class PlacedPatch:
             placements = self.threat.placements(images.shape[2], images.shape[3])
             self._corners[key] = placements.corners.to(images.device)
         return self._corners[key]
+
+    def draw(self, batch: Batch, count: int, generator: Generator) -> Chosen:
+        """Random placements for the images of this process, among draws for the whole batch."""
+        allowed, shape = len(self.corners(batch.images)), (len(batch), count)
+        return torch.randint(allowed, shape, generator=generator, device=generator.device)[batch.rows]
 
     def clean(self, images: Images, labels: Labels) -> Clean | None:
         """The clean pass, with a gradient, for all that windows are asked in one step; None where there are none."""

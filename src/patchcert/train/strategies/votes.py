@@ -17,7 +17,7 @@ from patchcert.certificates.local_votes import (
     trace_local,
 )
 from patchcert.certificates.votes import LARGEST, Windows, masked_totals, maximal, sum_totals
-from patchcert.errors import InvalidInput, PatchcertError, SpecError, at_least
+from patchcert.errors import PatchcertError, SpecError, at_least
 from patchcert.tensors import Images, Labels, Margins
 from patchcert.threats import Patch
 from patchcert.train.strategy import (
@@ -54,10 +54,7 @@ class _Parts(Strategy):
     def bind(self, subject: Subject) -> Objective:
         """The margins of one part of each image, by the model in training mode."""
         spec = subject.model_spec
-        try:
-            views = self.views(spec.height, spec.width).to(subject.device)
-        except InvalidInput as error:
-            raise SpecError(error.message, error.hint) from error
+        views = self.views(spec.height, spec.width).to(subject.device)
         hint = 'set model.name = "resnet18_parts" and model.normalise = false'
         check_takes(subject, spec.channels + 1, "parts of images", hint)
         forward = Forward.of(subject, self.bfloat16, self.compiled)
