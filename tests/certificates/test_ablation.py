@@ -303,7 +303,7 @@ def test_a_model_that_gives_no_numbers_proves_nothing(value):
         (torch.rand(4, 1, 4, 4), torch.zeros(1).long(), "labels must be a long tensor"),
         (torch.rand(4, 1, 4, 4), torch.zeros(4), "labels must be a long tensor"),
         (torch.rand(4, 1, 4, 4), torch.full((4,), 99), "99"),
-        (torch.rand(0, 1, 4, 4), torch.zeros(0).long(), "one at least"),
+        (torch.rand(0, 1, 4, 4), torch.zeros(0).long(), "one image at least"),
     ],
 )
 def test_images_and_labels_are_checked_before_votes_are_believed(images, labels, message):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Annotated, Any, ClassVar, final
 
 import torch
@@ -11,7 +12,6 @@ from patchcert.bounds import Network, Rounding, precise_arithmetic, subnormals_k
 from patchcert.bounds.network import unwrapped
 from patchcert.certificates.checks import (
     bound_dtype,
-    check_call,
     check_fit,
     check_foreign_rules,
     check_images,
@@ -88,7 +88,7 @@ class IntervalBounds(Classifier):
 
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         """The class of the largest logit."""
-        check_images(self.model, images)
+        check_images(self.model, images, progress)
         with torch.no_grad(), precise_arithmetic():
             logits = logits_of(self.model, images)
         check_logits(logits, images)
@@ -99,7 +99,6 @@ class IntervalBounds(Classifier):
     def certify(
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
     ) -> Certificates:
-        check_call(progress)
         with torch.no_grad(), precise_arithmetic(), subnormals_kept():
             proof = _Proof.of(self, images, labels, threat, progress)
             is_bare = self.verdicts_only and proof.sweep is not None
@@ -113,7 +112,6 @@ class IntervalBounds(Classifier):
             raise InvalidInput(
                 f"{threat} has no single placement", hint="use certify for threats other than one patch"
             )
-        check_call(progress)
         with torch.no_grad(), precise_arithmetic(), subnormals_kept():
             proof = _Proof.of(self, images, labels, threat, progress)
             pieces = [proof.refined(chunk).margins for chunk in proof.chunks()]
@@ -189,7 +187,7 @@ class _Proof:
         bounds: IntervalBounds, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None
     ) -> "_Proof":
         model = unwrapped(bounds.model)
-        check_inputs(model, images, labels)
+        check_inputs(model, images, labels, progress)
         check_fit(threat, images)
         dtype = bound_dtype(model, images, bounds.dtype)
         shape, exact_model = images.shape[1:], copy_of_type(model, torch.float64)
@@ -204,7 +202,7 @@ class _Proof:
         sweep = None
         if isinstance(threat, Patch) and len(images):
             sweep = covering_sweep(network, converted, threat, budget)
-        predictions = logits.argmax(dim=1) if len(logits) else labels.new_empty(0)
+        predictions = logits.argmax(dim=1)
         is_finite = logits.isfinite().all(dim=1) & has_finite_weights(model)
         return _Proof(
             network=network,
@@ -246,9 +244,7 @@ class _Proof:
         kinds = {Patch: self._bounded, Patches: self._bounded_several, SparsePixels: self._bounded_sparse}
         bound = kinds[type(self.threat)]
         if not len(self.images):
-            return self._verdicts(
-                slice(0), self.images.new_empty(0, self.classes), self.labels.new_empty(0, 2)
-            )
+            return self._verdicts(slice(0), self.images.new_empty(0, self.classes))
         return Certificates.concatenated([bound(chunk) for chunk in self.chunks()])
 
     def bare_verdicts(self) -> Certificates:
@@ -281,16 +277,10 @@ class _Proof:
 
     def _bounded_several(self, chunk: slice) -> Certificates:
         """Some of the images over every set of placements, one set after the other."""
-        from patchcert.windows.dense import dense_margins
-
-        images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
-        assert isinstance(threat, Patches)
-        sets = threat.corners(images.shape[-2], images.shape[-1]).to(images.device)
-        least = images.new_full((len(images), self.classes), torch.inf)
-        for some in sets.split(rows_within(self.network, images, self.budget, unfolded=True)):
-            margins = dense_margins(self.network, images, labels, threat, some, rounding=self.rounding)
-            least = torch.minimum(least, margins.amin(dim=1))
-        return self._verdicts(chunk, least, labels.new_full((len(labels), 2), -1))
+        assert isinstance(self.threat, Patches)
+        sets = self.threat.corners(*self.images.shape[-2:])
+        least = reduce(torch.minimum, (margins.amin(dim=1) for margins in self._dense(chunk, sets)))
+        return self._verdicts(chunk, least)
 
     def _bounded_sparse(self, chunk: slice) -> Certificates:
         """Some of the images against sparse changes."""
@@ -301,11 +291,15 @@ class _Proof:
         margins = sparse_margins(
             self.network, images, labels, threat.pixels, threat.bound, rounding=self.rounding
         )
-        return self._verdicts(chunk, margins, labels.new_full((len(labels), 2), -1))
+        return self._verdicts(chunk, margins)
 
-    def _verdicts(self, chunk: slice, margins: Margins, worst_placement: Tensor) -> Certificates:
+    def _verdicts(
+        self, chunk: slice, margins: Margins, worst_placement: Annotated[Tensor, "n 2"] | None = None
+    ) -> Certificates:
         """What is not strictly proven, NaN and infinity included, is not certified."""
         labels = self.labels[chunk]
+        if worst_placement is None:
+            worst_placement = labels.new_full((len(labels), 2), -1)
         own = torch.nn.functional.one_hot(labels, self.classes).bool()
         proven = ((margins > 0) | own).all(dim=1) & margins.isfinite().all(dim=1)
         return Certificates(
@@ -325,19 +319,21 @@ class _Proof:
 
     def margins(self, chunk: slice) -> PlacementMargins:
         """The margins of some of the images at every placement, by intervals."""
-        images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
-        assert isinstance(threat, Patch)
         if self.sweep is not None:
-            return self.sweep.margins(self._clean_pass(chunk), labels, rounding=self.rounding)
+            return self.sweep.margins(self._clean_pass(chunk), self.labels[chunk], rounding=self.rounding)
+        assert isinstance(self.threat, Patch)
+        corners = self.threat.placements(*self.images.shape[-2:]).corners
+        return torch.cat(list(self._dense(chunk, corners)), dim=1)
+
+    def _dense(self, chunk: slice, corners: Annotated[Tensor, "p ... 2"]) -> Iterator[PlacementMargins]:
+        """The margins of some of the images at all corners, or sets of corners, as many at a time as fit."""
         from patchcert.windows.dense import dense_margins
 
-        corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
+        images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
+        assert isinstance(threat, Patch | Patches)
         size = rows_within(self.network, images, self.budget, unfolded=True)
-        parts = [
-            dense_margins(self.network, images, labels, threat, some, rounding=self.rounding)
-            for some in corners.split(size)
-        ]
-        return torch.cat(parts, dim=1)
+        for some in corners.to(images.device).split(size):
+            yield dense_margins(self.network, images, labels, threat, some, rounding=self.rounding)
 
     def _clean_pass(self, chunk: slice) -> Clean:
         images = self.images[chunk]

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchcert.errors import InvalidInput, InvalidThreat
-from patchcert.threats.patch import Patch, Patches, choices
+from patchcert.errors import InvalidInput
+from patchcert.threats.patch import Patch, Patches, choices, patch_and_count
 from patchcert.threats.shapes import to_rows
 from patchcert.threats.threat import as_whole
 
@@ -76,14 +76,11 @@ def masks_covering(
 
 def hidden_patch(threat: object) -> tuple[Patch, int]:
     """The patch that masks hide, and how many there are of it at once."""
-    if isinstance(threat, Patches):
-        return threat.patch, threat.count
-    if not isinstance(threat, Patch):
-        raise InvalidThreat(
-            f"masks hide patches, got {threat!r}",
-            hint="changed pixels that are scattered lie under no mask; give patchcert.Patch(5)",
-        )
-    return threat, 1
+    return patch_and_count(
+        threat,
+        f"masks hide patches, got {threat!r}",
+        hint="changed pixels that are scattered lie under no mask; give patchcert.Patch(5)",
+    )
 
 
 def masks_per_axis(masks: object) -> tuple[int, int]:

@@ -325,6 +325,15 @@ MOST_CHOICES = 2**20
 _SETS_AT_ONCE = 2**12
 
 
+def patch_and_count(threat: object, refusal: str, hint: str) -> tuple[Patch, int]:
+    """The patch of a threat, and how many there are of it at once; other threats are refused in these words."""
+    if isinstance(threat, Patches):
+        return threat.patch, threat.count
+    if not isinstance(threat, Patch):
+        raise InvalidThreat(refusal, hint=hint)
+    return threat, 1
+
+
 def choices(among: int, count: int) -> Annotated[Tensor, "q _"]:
     """Every set of `count` numbers below `among`, or the one set of all where there are no more."""
     count = min(count, among)
