@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from patchcert.bounds import Interval, Network, Rounding
 from patchcert.bounds.network import Step
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError
-from patchcert.threats import Patch, Patches, SparsePixels
+from patchcert.threats import AnyThreat, Patch, Patches, SparsePixels
 
 
 def bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) -> torch.dtype:
@@ -131,7 +131,7 @@ def _check_call(progress: object) -> None:
         )
 
 
-def check_fit(threat: Patch | Patches | SparsePixels, images: Tensor) -> None:
+def check_fit(threat: AnyThreat, images: Tensor) -> None:
     """Raises the threat's own error where it does not fit images of this shape."""
     patch = threat.patch if isinstance(threat, Patches) else threat
     if isinstance(patch, Patch):
@@ -189,9 +189,7 @@ def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
 _PROBED = 4
 
 
-def check_trace(
-    twin: nn.Module, audit: Network, network: Network, images: Tensor, threat: Patch | Patches | SparsePixels
-) -> None:
+def check_trace(twin: nn.Module, audit: Network, network: Network, images: Tensor, threat: AnyThreat) -> None:
     """The traced operations must give what the model's float64 twin gives: on a few images, their negatives, and
     random members of the threat. So must those of the model itself, in the type of the images.
 
@@ -224,7 +222,7 @@ def check_trace(
         )
 
 
-def check_foreign_rules(network: Network, images: Tensor, threat: Patch | Patches | SparsePixels) -> None:
+def check_foreign_rules(network: Network, images: Tensor, threat: AnyThreat) -> None:
     """Operations whose rules come from elsewhere hold what they make of points in a few boxes: those between images and
     random members of the threat, and between images and their negatives.
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels
-from patchcert.threats import Patch, Patches, SparsePixels
+from patchcert.threats import AnyThreat
 
-AnyThreat = Patch | Patches | SparsePixels
 Promise = Literal["recovery", "detection"]
 Columns = Mapping[str, NDArray[Any]]
 ABSTAINED = -1

@@ -11,7 +11,7 @@ from torch import Tensor
 from patchcert.errors import InvalidInput
 from patchcert.threats.patch import Patch, Patches, choices, patch_and_count
 from patchcert.threats.shapes import to_rows
-from patchcert.threats.threat import as_whole
+from patchcert.threats.threat import as_pair
 
 MOST_MASKS = 4096
 """Twice as many pairs of masks as 2^23; each pair is a forward pass for each image."""
@@ -85,14 +85,13 @@ def hidden_patch(threat: object) -> tuple[Patch, int]:
 
 def masks_per_axis(masks: object) -> tuple[int, int]:
     """What `masks` says, K or (rows, columns), as (rows, columns)."""
-    given = tuple(masks) if isinstance(masks, tuple | list) else (masks, masks)
-    whole = tuple(as_whole(count) for count in given)
-    if len(whole) != 2 or whole[0] is None or whole[1] is None or min(whole[0], whole[1]) < 1:
+    whole = as_pair(masks if isinstance(masks, tuple | list) else (masks, masks))
+    if whole is None or min(whole) < 1:
         raise InvalidInput(
             f"masks is {masks!r}; expected a whole number of at least 1, or a pair (rows, columns)",
             hint="masks=6 makes 6 x 6 masks",
         )
-    return whole[0], whole[1]
+    return whole
 
 
 def _runs(values: Annotated[Tensor, "p"], count: int) -> Annotated[Tensor, "p"]:

@@ -354,14 +354,11 @@ def _boxes(images: Images, masks: Annotated[Tensor, "... h w"], epsilon: float |
     return Interval(lower, upper)
 
 
-_KINDS: dict[str, type[Patch] | type[Patches] | type[SparsePixels]] = {
-    "patch": Patch,
-    "patches": Patches,
-    "sparse": SparsePixels,
-}
+AnyThreat = Patch | Patches | SparsePixels
+_KINDS: dict[str, type[AnyThreat]] = {"patch": Patch, "patches": Patches, "sparse": SparsePixels}
 
 
-def threat_from_dict(plain: Mapping[str, Plain]) -> Patch | Patches | SparsePixels:
+def threat_from_dict(plain: Mapping[str, Plain]) -> AnyThreat:
     """The threat, of whatever kind, whose `to_dict` is the given table."""
     kind = plain.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
