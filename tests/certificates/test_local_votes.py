@@ -15,12 +15,10 @@ from patchcert.certificates.votes import slow_margins
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError, UnsupportedLayer
 from patchcert.testing import check_certifier
 from patchcert.testing.brute_force import members
+from patchcert.testing.conformance import seeded
 from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, SparsePixels, shapes
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
+from written_models import per_pixel
 
 
 class Glimpses(nn.Module):
@@ -135,24 +133,9 @@ def test_touched_cells_are_those_that_some_member_may_change(patch, name):
         assert touched[place].tolist() == reached.flatten().tolist()
 
 
-class PerPixel(nn.Module):
-    """Class 0 scores how dark a pixel is, class 1 how bright: all that scores can be, pixels can be."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 2, 1)
-        with torch.no_grad():
-            self.conv.weight.copy_(torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1))
-            self.conv.bias.copy_(torch.tensor([1.0, 0.0]))
-        self.eval()
-
-    def forward(self, images):
-        return self.conv(images)
-
-
 @pytest.mark.parametrize("scores", ["one-hot", "clipped"])
 def test_sums_are_proven_exactly_where_brute_force_over_pixels_changes_nothing(scores):
-    votes = LocalVotes(PerPixel(), scores=scores, slack=2**-40)
+    votes = LocalVotes(per_pixel(), scores=scores, slack=2**-40)
     share = torch.linspace(0, 1, 40).view(40, 1, 1, 1)
     images = 0.1 + 0.8 * (torch.rand(40, 1, 3, 4, generator=seeded(1)) < share)
     labels, patch = votes.predict(images), Patch((1, 2))
@@ -196,18 +179,14 @@ def test_verdicts_are_those_of_the_slow_reference(settings):
 
 
 def test_masked_sums_certify_a_smaller_patch_than_they_mask_and_no_larger_one():
-    votes = LocalVotes(PerPixel(), aggregation="masked-sum", masked=2, scores="positive")
+    votes = LocalVotes(per_pixel(), aggregation="masked-sum", masked=2, scores="positive")
     images = torch.full((1, 1, 6, 6), 0.9)
     verdicts = [bool(votes.certify(images, torch.tensor([1]), Patch(side)).certified) for side in (1, 2, 3)]
     assert verdicts == [True, True, False]
 
 
 def test_masked_sums_are_not_moved_by_one_large_score():
-    model = nn.Conv2d(1, 2, 1).eval()
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([-1.0, 1000.0]).view(2, 1, 1, 1))
-        model.bias.copy_(torch.tensor([1.0, 0.0]))
-    votes = LocalVotes(model, aggregation="masked-sum", masked=1, scores="positive")
+    votes = LocalVotes(per_pixel((-1.0, 1000.0)), aggregation="masked-sum", masked=1, scores="positive")
     dark, spot = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4, 4)
     spot[..., 1, 1] = 1.0
     assert votes.predict(spot).tolist() == [0]
@@ -323,11 +302,11 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 def test_sparse_pixels_are_refused():
     with pytest.raises(InvalidThreat, match="LocalVotes certifies against patches"):
-        LocalVotes(PerPixel()).certify(torch.zeros(1, 1, 4, 4), torch.tensor([0]), SparsePixels(1))
+        LocalVotes(per_pixel()).certify(torch.zeros(1, 1, 4, 4), torch.tensor([0]), SparsePixels(1))
 
 
 def test_the_description_names_what_decides():
-    assert pc.LocalVotes(PerPixel(), "masked-sum", "positive", (2, 3)).describe() == {
+    assert pc.LocalVotes(per_pixel(), "masked-sum", "positive", (2, 3)).describe() == {
         "name": "LocalVotes",
         "aggregation": "masked-sum",
         "scores": "positive",
@@ -348,7 +327,7 @@ def test_the_description_names_what_decides():
     ],
 )
 def test_attacks_follow_softened_scores_and_break_nothing_certified(settings):
-    votes = LocalVotes(PerPixel(), batch_size=64, **settings)
+    votes = LocalVotes(per_pixel(), batch_size=64, **settings)
     images = torch.rand(16, 1, 5, 5, generator=seeded(9))
     labels = votes.predict(images)
     certified = votes.certify(images, labels, Patch(2)).certified
@@ -364,19 +343,9 @@ def test_softened_scores_have_a_gradient():
         assert gradient.abs().sum() > 0
 
 
-class Hesitant(nn.Module):
-    """As `PerPixel`, but no pixel can move a score by more than 0.4."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 2, 1)
-        with torch.no_grad():
-            self.conv.weight.copy_(torch.tensor([-0.4, 0.4]).view(2, 1, 1, 1))
-            self.conv.bias.copy_(torch.tensor([0.7, 0.3]))
-        self.eval()
-
-    def forward(self, images):
-        return self.conv(images)
+def hesitant():
+    """As `per_pixel`, but no pixel can move a score by more than 0.4."""
+    return per_pixel((-0.4, 0.4), (0.7, 0.3))
 
 
 @pytest.mark.parametrize(
@@ -384,12 +353,12 @@ class Hesitant(nn.Module):
     [{"scores": "clipped"}, {"aggregation": "masked-sum", "masked": (1, 2), "scores": "positive"}],
 )
 def test_bounded_scores_are_proven_exactly_where_brute_force_over_pixels_changes_nothing(settings):
-    votes = LocalVotes(Hesitant(), slack=2.0**-30, bounded=True, **settings)
+    votes = LocalVotes(hesitant(), slack=2.0**-30, bounded=True, **settings)
     share = torch.linspace(0, 1, 60).view(60, 1, 1, 1)
     images = 0.1 + 0.8 * (torch.rand(60, 1, 3, 4, generator=seeded(1)) < share)
     labels, patch = votes.predict(images), Patch((1, 2))
     found = votes.certify(images, labels, patch)
-    plain = LocalVotes(Hesitant(), slack=2.0**-30, **settings).certify(images, labels, patch)
+    plain = LocalVotes(hesitant(), slack=2.0**-30, **settings).certify(images, labels, patch)
     for index, image in enumerate(images):
         visited = members(patch, image, seeded())
         is_kept = bool((votes.predict(visited) == labels[index]).all())
@@ -443,18 +412,18 @@ def test_bounds_prove_a_network_that_does_not_look():
 )
 def test_scores_without_bounds_are_refused(settings):
     with pytest.raises(InvalidInput, match="intervals bound heaviside, clipped, positive scores in float32"):
-        LocalVotes(PerPixel(), bounded=True, **settings)
+        LocalVotes(per_pixel(), bounded=True, **settings)
 
 
 def test_the_setting_is_part_of_the_question_only_where_it_is_set():
-    assert "bounded" not in LocalVotes(PerPixel(), scores="clipped").describe()
-    described = LocalVotes(PerPixel(), scores="clipped", bounded=True).describe()
+    assert "bounded" not in LocalVotes(per_pixel(), scores="clipped").describe()
+    described = LocalVotes(per_pixel(), scores="clipped", bounded=True).describe()
     assert described["bounded"] is True
-    assert LocalVotes.described(PerPixel(), described).bounded
+    assert LocalVotes.described(per_pixel(), described).bounded
 
 
 def test_a_model_that_rounds_more_coarsely_than_its_bounds_is_refused(monkeypatch):
-    votes = LocalVotes(Hesitant(), scores="clipped", bounded=True)
+    votes = LocalVotes(hesitant(), scores="clipped", bounded=True)
     images = torch.full((1, 1, 3, 4), 0.6)
     labels = votes.predict(images)
     narrow = "patchcert.certificates.local_votes.scores_between"

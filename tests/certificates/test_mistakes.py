@@ -31,30 +31,30 @@ def hooked():
     return model
 
 
-class Watched(nn.Module):
-    """Behaves while it is traced, and otherwise not."""
+class Headed(nn.Module):
+    """A linear model."""
 
     def __init__(self):
         super().__init__()
         self.head = nn.Linear(20, 3)
-
-    def forward(self, images):
-        features = self.head(torch.flatten(images, 1))
-        return features if isinstance(images, torch.fx.Proxy) else -features
-
-
-class Averaged(nn.Module):
-    """Copies of it have other weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(20, 3)
-
-    def __deepcopy__(self, memo):
-        return type(self)()
 
     def forward(self, images):
         return self.head(torch.flatten(images, 1))
+
+
+class Watched(Headed):
+    """Behaves while it is traced, and otherwise not."""
+
+    def forward(self, images):
+        logits = super().forward(images)
+        return logits if isinstance(images, torch.fx.Proxy) else -logits
+
+
+class Averaged(Headed):
+    """Copies of it have other weights."""
+
+    def __deepcopy__(self, memo):
+        return type(self)()
 
 
 class Slope(nn.Module):
@@ -78,15 +78,11 @@ class Shared(nn.Linear):
         return self
 
 
-class Branched(nn.Module):
+class Branched(Headed):
     """Goes another way for images with a black pixel, which tracing does not see."""
 
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(20, 3)
-
     def forward(self, images):
-        logits = self.head(torch.flatten(images, 1))
+        logits = super().forward(images)
         return -logits if torch.is_tensor(images) and bool((images == 0).any()) else logits
 
 
@@ -311,82 +307,74 @@ def test_a_wrong_trace_is_found_however_small_the_logits_are(scale):
     with torch.no_grad():
         model.head.weight.mul_(scale)
         model.head.bias.mul_(scale)
-    images = torch.rand(2, 1, 4, 5)
     with pytest.raises(ModelError, match="its traced operations"):
-        pc.certify(model, images, torch.zeros(2, dtype=torch.long), pc.Patch(2))
+        pc.certify(model, *batch(2), pc.Patch(2))
 
 
-class Reduced(nn.Module):
+class Autocast(nn.Module):
     """Computes in bfloat16 whatever is set around it, which no tracing sees."""
 
-    def __init__(self):
+    def __init__(self, model):
         super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.model = model
 
     def forward(self, images):
         with torch.autocast("cpu", torch.bfloat16):
-            return self.layers(images)
+            return self.model(images)
 
 
-class Crowded(nn.Module):
+class Crowded(Headed):
     """Says something else of images that are not alone in their batch."""
 
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(20, 3)
-
     def forward(self, images):
-        features = torch.flatten(images, 1)
         is_alone = isinstance(images, torch.fx.Proxy) or len(images) == 1
-        return self.head(features if is_alone else features * 0.5)
+        return super().forward(images if is_alone else images * 0.5)
 
 
-@pytest.mark.parametrize("model", [Reduced(), Crowded()], ids=["autocast", "batch"])
+REDUCED = Autocast(nn.Sequential(nn.Flatten(), nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3)))
+
+
+@pytest.mark.parametrize("model", [REDUCED, Crowded()], ids=["autocast", "batch"])
 @pytest.mark.parametrize("verdicts_only", [False, True])
 def test_a_forward_pass_that_is_another_function_in_batches_is_refused(model, verdicts_only):
-    images, labels = torch.rand(6, 1, 4, 5), torch.zeros(6, dtype=torch.long)
+    images, labels = batch(6)
     with pytest.raises(
         ModelError, match=r"the model gives \[.*\] for an image in its batch, its traced operations"
     ):
         pc.certify(model.eval(), images, labels, pc.Patch(1), verdicts_only=verdicts_only)
 
 
-class Holding(nn.Module):
-    """A linear model that holds something beside its weights."""
+class Holding(Headed):
+    """Holds something beside its weights."""
 
     def __init__(self, held):
         super().__init__()
-        self.head = nn.Linear(20, 3)
         self.held = held(self.head)
-
-    def forward(self, images):
-        return self.head(torch.flatten(images, 1))
 
 
 @pytest.mark.parametrize(
     "held", [lambda head: head.weight * 2, lambda head: threading.Lock(), lambda head: (n for n in range(3))]
 )
 def test_a_model_that_cannot_be_copied_is_refused_by_name(held):
-    images, labels = torch.rand(2, 1, 4, 5), torch.zeros(2, dtype=torch.long)
+    images, labels = batch(2)
     with pytest.raises(ModelError, match="the model Holding cannot be copied: ") as caught:
         pc.certify(Holding(held).eval(), images, labels, pc.Patch(1))
     assert "locks, generators, tensors with a history" in caught.value.hint
 
 
-class Limited(nn.Module):
+class Limited(Headed):
     """Limits that are buffers, not numbers."""
 
     def __init__(self):
         super().__init__()
-        self.head = nn.Linear(20, 3)
         self.register_buffer("limit", torch.tensor(1.0))
 
     def forward(self, images):
-        return self.head(nn.functional.hardtanh(torch.flatten(images, 1), 0.0, self.limit))
+        return super().forward(nn.functional.hardtanh(images, 0.0, self.limit))
 
 
 def test_limits_that_are_tensors_are_refused():
-    images, labels = torch.rand(2, 1, 4, 5), torch.zeros(2, dtype=torch.long)
+    images, labels = batch(2)
     with pytest.raises(UnsupportedLayer, match="its limits are tensors"):
         pc.certify(Limited().eval(), images, labels, pc.Patch(1))
 
@@ -407,38 +395,26 @@ def test_weights_that_are_whole_numbers_are_refused_by_name():
     with pytest.raises(
         InvalidInput, match=r"the parameter '1\.weight' holds torch\.int64; weights must be floats"
     ):
-        pc.certify(model, torch.rand(2, 1, 4, 5), torch.zeros(2, dtype=torch.long), pc.Patch(1))
+        pc.certify(model, *batch(2), pc.Patch(1))
 
 
 @pytest.mark.parametrize("classifier", [pc.IntervalBounds, lambda model: pc.RandomAblation(model, 5, 10, 20)])
 def test_progress_must_be_a_function(classifier):
     model = nn.Sequential(nn.Flatten(), nn.Linear(20, 3)).eval()
     with pytest.raises(InvalidInput, match="progress must be a function"):
-        classifier(model).certify(torch.rand(2, 1, 4, 5), torch.zeros(2).long(), pc.Patch(1), progress=3)
+        classifier(model).certify(*batch(2), pc.Patch(1), progress=3)
 
 
 @pytest.mark.parametrize("verdicts_only", [False, True])
 def test_nothing_is_certified_on_the_device_that_computes_nothing(verdicts_only):
     model = nn.Sequential(nn.Flatten(), nn.Linear(20, 3)).eval()
-    images, labels, threat = torch.rand(2, 1, 4, 5), torch.zeros(2, dtype=torch.long), pc.Patch(1)
+    images, labels = batch(2)
     try:
         torch.set_default_device("meta")
         with pytest.raises(InvalidInput, match="the default device is 'meta'"):
-            pc.certify(model, images, labels, threat, verdicts_only=verdicts_only)
+            pc.certify(model, images, labels, pc.Patch(1), verdicts_only=verdicts_only)
     finally:
         torch.set_default_device(None)
-
-
-class Autocast(nn.Module):
-    """A trained model that computes in bfloat16."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, images):
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.model(images)
 
 
 @pytest.mark.parametrize("name", ["mnist-2x2-mlp", "mnist-5x5-mlp", "mnist-5x5-cnn2", "mnist-2x2-cnn4"])
