@@ -1,5 +1,6 @@
 """Double masking and detection: sound and as strong as the rule allows for any base model, by brute force."""
 
+import math
 from itertools import product
 
 import pytest
@@ -218,6 +219,16 @@ def test_ties_and_what_is_not_finite_prove_nothing(logits):
         assert not kind(Scores(*logits), threat, masks=2).certify(images, labels, threat).certified.any()
     clear = DoubleMasking(Scores(1.0, 0.5), threat, masks=2).certify(images, labels, threat)
     assert clear.certified.tolist() == [True, False]
+
+
+@pytest.mark.parametrize(("largest", "proven"), [(4.0, True), (1000.0, False)])
+def test_a_confidence_counts_as_it_is_after_logits_moved_by_the_slack(largest, proven):
+    """Two classes at a confidence of 0.9005: of logits of 1,000 a quarter of the slack, each way, makes it 0.898."""
+    second = largest - math.log(0.9005 / 0.0995)
+    images, labels, threat = torch.zeros(1, 1, 4, 4), torch.tensor([0]), pc.Patch(1)
+    for threshold, expected in ((0.9, proven), (0.5, True), (0.0, True)):
+        detection = MaskedDetection(Scores(largest, second), threat, masks=2, threshold=threshold)
+        assert detection.certify(images, labels, threat).certified.tolist() == [expected]
 
 
 def test_the_lead_and_the_weakest_masks_are_those_of_the_worst_copy():

@@ -273,8 +273,7 @@ class MaskedDetection(_Masked):
         copies, covering = self._copies(images, labels, threat, progress)
         whole, singles = copies.whole_images(), copies.singles(labels, progress)
         predictions = self._predictions(whole, singles)
-        is_confident = singles.confidence > self.threshold + self.needed_lead
-        leads = torch.where(is_confident, singles.lead, -torch.inf)
+        leads = torch.where(self._stays_confident(singles), singles.lead, -torch.inf)
         lead = _best_leads(leads, covering).amin(dim=1)
         return Certificates(
             certified=(predictions == labels) & (lead > self.needed_lead),
@@ -290,6 +289,15 @@ class MaskedDetection(_Masked):
         """One for each mask, and one for the whole image."""
         return (len(self.mask_set(height, width).hidden) + 1) * (2 if self.mirrored else 1)
 
+    def _stays_confident(self, answers: "_Answers") -> Annotated[Tensor, "n m"]:
+        """Whether a confidence exceeds the threshold by the slack, and stays above it when logits move.
+
+        Where they move by half the slack times the largest, d, no odds fall by more than exp(-2 d).
+        """
+        least = torch.full_like(answers.odds, self.threshold).logit()
+        is_above = answers.odds - self.needed_lead * answers.largest > least
+        return is_above & (answers.confidence > self.threshold + self.needed_lead)
+
     def _predictions(self, whole: Labels, singles: "_Answers") -> Labels:
         objects = (singles.said != whole[:, None]) & (singles.confidence > self.threshold)
         return torch.where(objects.any(dim=1), ABSTAINED, whole)
@@ -300,13 +308,15 @@ class MaskedDetection(_Masked):
 class _Answers:
     """What the model says of copies: -1 where a logit is not finite, which is no class and leads nothing.
 
-    `lead` is by how much the image's label leads the best other class, as a share of the largest logit;
-    `confidence` is the softmax of what is said.
+    `largest` is the largest logit, whatever its sign, `lead` the share of it by which the image's label leads the best
+    other class, `confidence` the softmax of what is said, and `odds` the logarithm of its odds.
     """
 
     said: Annotated[Tensor, "..."]
     lead: Annotated[Tensor, "..."]
     confidence: Annotated[Tensor, "..."]
+    odds: Annotated[Tensor, "..."]
+    largest: Annotated[Tensor, "..."]
 
     @staticmethod
     def of(logits: Logits, labels: Labels) -> "_Answers":
@@ -314,17 +324,21 @@ class _Answers:
         finite = logits.isfinite().all(dim=1)
         own = logits.gather(1, labels[:, None])[:, 0]
         others = logits.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
-        lead = (own - others) / logits.abs().amax(dim=1)
+        largest, said = logits.abs().amax(dim=1), logits.argmax(dim=1)
+        odds = logits.amax(dim=1) - logits.scatter(1, said[:, None], -torch.inf).logsumexp(dim=1)
+        lead = (own - others) / largest
         return _Answers(
-            torch.where(finite, logits.argmax(dim=1), ABSTAINED),
+            torch.where(finite, said, ABSTAINED),
             torch.where(finite & ~lead.isnan(), lead, -torch.inf),
             torch.where(finite, logits.softmax(dim=1).amax(dim=1), 0.0),
+            torch.where(finite, odds, -torch.inf),
+            largest,
         )
 
     @staticmethod
     def joined(parts: "Iterable[_Answers]", shape: tuple[int, ...]) -> "_Answers":
         """All parts, as tensors of this shape."""
-        columns = zip(*((part.said, part.lead, part.confidence) for part in parts), strict=True)
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
         return _Answers(*(torch.cat(column).reshape(shape) for column in columns))
 
 
