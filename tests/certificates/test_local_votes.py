@@ -9,7 +9,8 @@ import patchcert as pc
 from patchcert.attacks import PatchAttack
 from patchcert.bounds import layer_rule, trace
 from patchcert.bounds.geometry import Geometry
-from patchcert.bounds.operations import Operation
+from patchcert.bounds.lowering import LAYER_RULES
+from patchcert.bounds.operations import Monotone, Operation
 from patchcert.certificates.local_votes import LocalVotes, local_sight, receptive_field, sight, soften
 from patchcert.certificates.votes import slow_margins
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError, UnsupportedLayer
@@ -405,6 +406,22 @@ def test_bounds_prove_a_network_that_does_not_look():
     images, labels = torch.rand(3, 1, 6, 6), torch.zeros(3, dtype=torch.int64)
     assert not LocalVotes(model, scores="clipped").certify(images, labels, Patch(5)).certified.any()
     assert LocalVotes(model, scores="clipped", bounded=True).certify(images, labels, Patch(5)).certified.all()
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_bounds_by_registered_rules_are_tried_first(monkeypatch, is_right):
+    """A monotone function is said to be one, or a wave is."""
+    made = Monotone(torch.nn.functional.softsign if is_right else lambda values: (9 * values).sin(), units=8)
+    monkeypatch.setitem(LAYER_RULES, nn.Softsign, lambda layer: made)
+    monkeypatch.setattr(nn.Softsign, "forward", lambda layer, values: made.forward(values))
+    model = randomise(nn.Sequential(nn.Conv2d(1, 4, 2), nn.Softsign(), nn.Conv2d(4, 3, 1)), seeded(1))
+    votes, images = LocalVotes(model, scores="clipped", bounded=True), torch.rand(3, 1, 5, 5)
+    labels = votes.predict(images)
+    if is_right:
+        assert len(votes.certify(images, labels, Patch(2))) == 3
+    else:
+        with pytest.raises(ModelError, match="the rule for layer '1' is wrong"):
+            votes.certify(images, labels, Patch(2))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places
 from patchcert.bounds.operations import Reshape
 from patchcert.bounds.rounding import precise_arithmetic, subnormals_kept
 from patchcert.certificates.batches import FixedBatches, Precision
-from patchcert.certificates.checks import check_foreign_rules, check_some, weight_dtype
+from patchcert.certificates.checks import check_foreign_rules, check_some, copy_of_type, weight_dtype
 from patchcert.certificates.classifier import AnyThreat, Certificates
 from patchcert.certificates.votes import (
     MarginsOf,
@@ -194,6 +194,7 @@ class LocalVotes(VoteClassifier):
     def certify(
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
     ) -> Certificates:
+        """As for all votes; with `bounded`, placements that are left open are looked at again."""
         found = super().certify(images, labels, threat, progress)
         if not self.bounded or not isinstance(threat, Patch) or found.placements is None:
             return found
@@ -207,7 +208,8 @@ class LocalVotes(VoteClassifier):
     ) -> Annotated[Tensor, "n p"]:
         """Which of the open placements are proven by intervals of what touched cells can give."""
         network, scores = trace_local(self.model, images.shape[1:]), self.local_scores(images)
-        check_foreign_rules(network, images, patch)
+        exact = copy_of_type(self.model, torch.float64)
+        check_foreign_rules(trace_local(exact, images.shape[1:]), images, patch)
         corners = patch.placements(*images.shape[2:]).corners.to(images.device)
         touched, windows = self.touched(patch, images), None if self.masked is None else self.windows(images)
         found = torch.zeros_like(is_open)
