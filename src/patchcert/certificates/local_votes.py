@@ -304,7 +304,9 @@ class LocalVotes(VoteClassifier):
         network, few = trace_local(self.model, images.shape[1:]), images[:4]
         probes = torch.cat([few, 1 - few])
         with precise_arithmetic():
-            said, traced = self.model(probes), network.values(probes)[-1]
+            both = self.model(probes), network.values(probes)[-1]
+        # What is not finite is level with itself alone, and widens no leeway.
+        said, traced = (each.nan_to_num(0.0, 0.0, 0.0) for each in both)
         # Both are the same sums in other orders: 2^-10 of the largest is far more than float32 rounds, and for shorter
         # types 16 units in the last place are more than a few dozen layers do.
         leeway = max(2**-10, 16 * torch.finfo(said.dtype).eps) * said.abs().max()
