@@ -255,15 +255,13 @@ class RandomAblation(Classifier):
         base = self._base(images)
         device, each = images.device, self.selection_samples + self.estimation_samples
         total, generator = len(images) * each, self._generator(images)
-        counts = torch.zeros(0, dtype=torch.int64, device=device)
+        counts = torch.zeros(len(images) * 2 * base.classes, dtype=torch.int64, device=device)
         for start in range(0, total, self.batch_size):
             position = torch.arange(start, start + self.batch_size, device=device)
             owner = (position // each).clamp(max=len(images) - 1)
             logits = base.logits(self._copies(images.index_select(0, owner), generator))
-            if start == 0:
-                counts = counts.new_zeros(len(images) * 2 * logits.shape[1])
             count = (position % each >= self.selection_samples).long()
-            bins = (owner * 2 + count) * logits.shape[1] + logits.argmax(dim=1)
+            bins = (owner * 2 + count) * base.classes + logits.argmax(dim=1)
             counts.scatter_add_(0, bins, ((position < total) & logits.isfinite().all(dim=1)).long())
             if progress is not None:
                 progress(min(start + self.batch_size, total) // each, len(images))

@@ -130,10 +130,15 @@ class PartVotes(VoteClassifier):
     ) -> Scores:
         """The votes on every image; with a probe of whether they depend on each other."""
         check_some(images)
+        images = images.to(weight_dtype(self.model, images.dtype))
         views = self.views(*images.shape[2:]).to(images.device)
-        base = self._base(images, views, with_probe)
-        logits = torch.cat(list(self._logits(base, images, views, progress)))
-        logits = logits.unflatten(0, (len(images), len(views)))
+        base, each, found = self._base(images, views, with_probe), len(views), list[Tensor]()
+        # All views of the first image, then those of the next, in batches of one shape.
+        for rows in torch.arange(len(images) * each, device=images.device).split(self.batch_size):
+            found.append(base.logits(encode_visible(images[rows // each], views[rows % each])))
+            if progress is not None:
+                progress((int(rows[-1]) + 1) // each, len(images))
+        logits = torch.cat(found).unflatten(0, (len(images), each))
         kind = "one-hot" if self.threshold is None else "threshold"
         return cell_scores(logits.mT, kind, self.needed_lead, self.threshold)
 
@@ -156,24 +161,12 @@ class PartVotes(VoteClassifier):
 
     def _base(self, images: Images, views: Views, with_probe: bool) -> FixedBatches:
         numbers = torch.arange(self.batch_size, device=images.device)
-        images = images.to(weight_dtype(self.model, images.dtype))
         owner = numbers // len(views) % len(images)
         sample = encode_visible(images[owner], views[numbers % len(views)])
         base = FixedBatches(self.model, sample, self.batch_size, self.precision)
         if with_probe:
             base.check_company(sample, self.needed_lead / 4, owner)
         return base
-
-    def _logits(
-        self, base: FixedBatches, images: Images, views: Views, progress: Progress | None
-    ) -> Iterator[Tensor]:
-        """The logits of all views of the first image, then of the next, in batches of one shape."""
-        images = images.to(weight_dtype(self.model, images.dtype))
-        total, each = len(images) * len(views), len(views)
-        for rows in torch.arange(total, device=images.device).split(self.batch_size):
-            yield base.logits(encode_visible(images[rows // each], views[rows % each]))
-            if progress is not None:
-                progress((int(rows[-1]) + 1) // each, len(images))
 
 
 @final

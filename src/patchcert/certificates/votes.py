@@ -259,9 +259,8 @@ def proven_placements(
     margins_of: MarginsOf, scores: Scores, labels: Labels, touched: Touched, ties: Ties
 ) -> Annotated[Tensor, "n p"]:
     """At which placements the label wins whatever the patch holds, some images at a time."""
-    placements, classes = len(touched), scores.values.shape[1]
-    size = max(1, _MARGINS_AT_ONCE // max(1, placements * classes))
-    found = [labels.new_empty(0, placements, dtype=torch.bool)]
+    size = max(1, _MARGINS_AT_ONCE // (len(touched) * scores.values.shape[1]))
+    found = []
     for start in range(0, len(labels), size):
         rows = slice(start, start + size)
         found.append(is_won(margins_of(scores.of(rows), labels[rows], touched), labels[rows], ties))
