@@ -290,13 +290,13 @@ class MaskedDetection(_Masked):
         return (len(self.mask_set(height, width).hidden) + 1) * (2 if self.mirrored else 1)
 
     def _stays_confident(self, answers: "_Answers") -> Annotated[Tensor, "n m"]:
-        """Whether a confidence exceeds the threshold by the slack, and stays above it when logits move.
+        """Whether a confidence exceeds the threshold by the slack, and by more where logits are large.
 
-        Where they move by half the slack times the largest, d, no odds fall by more than exp(-2 d).
+        Where they move by half the slack times the largest, d, the odds keep exp(-2 d) of themselves at least. The
+        slack, of 2^-14 or more, also pays for what float32 rounds in a softmax, some 2^-24.
         """
-        least = torch.full_like(answers.odds, self.threshold).logit()
-        is_above = answers.odds - self.needed_lead * answers.largest > least
-        return is_above & (answers.confidence > self.threshold + self.needed_lead)
+        odds = (answers.confidence - self.needed_lead).logit()
+        return odds - self.needed_lead * answers.largest > torch.full_like(odds, self.threshold).logit()
 
     def _predictions(self, whole: Labels, singles: "_Answers") -> Labels:
         objects = (singles.said != whole[:, None]) & (singles.confidence > self.threshold)
@@ -309,13 +309,12 @@ class _Answers:
     """What the model says of copies: -1 where a logit is not finite, which is no class and leads nothing.
 
     `largest` is the largest logit, whatever its sign, `lead` the share of it by which the image's label leads the best
-    other class, `confidence` the softmax of what is said, and `odds` the logarithm of its odds.
+    other class, and `confidence` the softmax of what is said.
     """
 
     said: Annotated[Tensor, "..."]
     lead: Annotated[Tensor, "..."]
     confidence: Annotated[Tensor, "..."]
-    odds: Annotated[Tensor, "..."]
     largest: Annotated[Tensor, "..."]
 
     @staticmethod
@@ -324,14 +323,12 @@ class _Answers:
         finite = logits.isfinite().all(dim=1)
         own = logits.gather(1, labels[:, None])[:, 0]
         others = logits.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
-        largest, said = logits.abs().amax(dim=1), logits.argmax(dim=1)
-        odds = logits.amax(dim=1) - logits.scatter(1, said[:, None], -torch.inf).logsumexp(dim=1)
+        largest = logits.abs().amax(dim=1)
         lead = (own - others) / largest
         return _Answers(
-            torch.where(finite, said, ABSTAINED),
+            torch.where(finite, logits.argmax(dim=1), ABSTAINED),
             torch.where(finite & ~lead.isnan(), lead, -torch.inf),
             torch.where(finite, logits.softmax(dim=1).amax(dim=1), 0.0),
-            torch.where(finite, odds, -torch.inf),
             largest,
         )
 
