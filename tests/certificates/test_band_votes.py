@@ -160,10 +160,10 @@ def test_the_classical_count_proves_less():
 def test_batches_have_one_shape_and_do_not_change_votes():
     model = BrightParts()
     images = torch.rand(5, 1, 4, 6, generator=torch.Generator().manual_seed(1))
-    together = BandVotes(model, width=2, batch_size=7).scores(images).values
+    together = BandVotes(model, width=2, batch_size=7).local_scores(images).values
     assert {shape[0] for shape in model.shapes} == {7}
     single = torch.cat(
-        [BandVotes(model, width=2, batch_size=3).scores(image[None]).values for image in images]
+        [BandVotes(model, width=2, batch_size=3).local_scores(image[None]).values for image in images]
     )
     assert torch.equal(together, single)
 

@@ -9,18 +9,17 @@ import patchcert as pc
 from patchcert.attacks import PatchAttack
 from patchcert.bounds import layer_rule, trace
 from patchcert.bounds.geometry import Geometry
-from patchcert.bounds.operations import Operation
+from patchcert.bounds.lowering import LAYER_RULES
+from patchcert.bounds.operations import Monotone, Operation
 from patchcert.certificates.local_votes import LocalVotes, local_sight, receptive_field, sight, soften
 from patchcert.certificates.votes import slow_margins
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError, UnsupportedLayer
 from patchcert.testing import check_certifier
 from patchcert.testing.brute_force import members
+from patchcert.testing.conformance import seeded
 from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, SparsePixels, shapes
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
+from written_models import per_pixel
 
 
 class Glimpses(nn.Module):
@@ -135,24 +134,9 @@ def test_touched_cells_are_those_that_some_member_may_change(patch, name):
         assert touched[place].tolist() == reached.flatten().tolist()
 
 
-class PerPixel(nn.Module):
-    """Class 0 scores how dark a pixel is, class 1 how bright: all that scores can be, pixels can be."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 2, 1)
-        with torch.no_grad():
-            self.conv.weight.copy_(torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1))
-            self.conv.bias.copy_(torch.tensor([1.0, 0.0]))
-        self.eval()
-
-    def forward(self, images):
-        return self.conv(images)
-
-
 @pytest.mark.parametrize("scores", ["one-hot", "clipped"])
 def test_sums_are_proven_exactly_where_brute_force_over_pixels_changes_nothing(scores):
-    votes = LocalVotes(PerPixel(), scores=scores, slack=2**-40)
+    votes = LocalVotes(per_pixel(), scores=scores, slack=2**-40)
     share = torch.linspace(0, 1, 40).view(40, 1, 1, 1)
     images = 0.1 + 0.8 * (torch.rand(40, 1, 3, 4, generator=seeded(1)) < share)
     labels, patch = votes.predict(images), Patch((1, 2))
@@ -196,18 +180,14 @@ def test_verdicts_are_those_of_the_slow_reference(settings):
 
 
 def test_masked_sums_certify_a_smaller_patch_than_they_mask_and_no_larger_one():
-    votes = LocalVotes(PerPixel(), aggregation="masked-sum", masked=2, scores="positive")
+    votes = LocalVotes(per_pixel(), aggregation="masked-sum", masked=2, scores="positive")
     images = torch.full((1, 1, 6, 6), 0.9)
     verdicts = [bool(votes.certify(images, torch.tensor([1]), Patch(side)).certified) for side in (1, 2, 3)]
     assert verdicts == [True, True, False]
 
 
 def test_masked_sums_are_not_moved_by_one_large_score():
-    model = nn.Conv2d(1, 2, 1).eval()
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([-1.0, 1000.0]).view(2, 1, 1, 1))
-        model.bias.copy_(torch.tensor([1.0, 0.0]))
-    votes = LocalVotes(model, aggregation="masked-sum", masked=1, scores="positive")
+    votes = LocalVotes(per_pixel((-1.0, 1000.0)), aggregation="masked-sum", masked=1, scores="positive")
     dark, spot = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4, 4)
     spot[..., 1, 1] = 1.0
     assert votes.predict(spot).tolist() == [0]
@@ -297,9 +277,21 @@ class Counts(nn.Module):
         return self.conv(images) if isinstance(images, torch.Tensor) else self.other(images)
 
 
-def test_a_model_that_is_another_function_when_traced_is_refused():
+class Divides(Counts):
+    """Gives infinite scores for black images."""
+
+    def forward(self, images):
+        scores = super().forward(images)
+        if isinstance(images, torch.fx.Proxy):
+            return scores
+        return scores / (images.amax(dim=(1, 2, 3), keepdim=True) > 0)
+
+
+@pytest.mark.parametrize("model", [Counts(), Divides()])
+def test_a_model_that_is_another_function_when_traced_is_refused(model):
+    images = torch.stack([torch.zeros(1, 8, 8), torch.rand(1, 8, 8)])
     with pytest.raises(ModelError, match="its traced operations give different local scores"):
-        LocalVotes(Counts().eval()).certify(torch.rand(1, 1, 8, 8), torch.tensor([0]), Patch(2))
+        LocalVotes(model.eval()).certify(images, torch.tensor([0, 0]), Patch(2))
 
 
 @pytest.mark.parametrize(
@@ -323,11 +315,11 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 def test_sparse_pixels_are_refused():
     with pytest.raises(InvalidThreat, match="LocalVotes certifies against patches"):
-        LocalVotes(PerPixel()).certify(torch.zeros(1, 1, 4, 4), torch.tensor([0]), SparsePixels(1))
+        LocalVotes(per_pixel()).certify(torch.zeros(1, 1, 4, 4), torch.tensor([0]), SparsePixels(1))
 
 
 def test_the_description_names_what_decides():
-    assert pc.LocalVotes(PerPixel(), "masked-sum", "positive", (2, 3)).describe() == {
+    assert pc.LocalVotes(per_pixel(), "masked-sum", "positive", (2, 3)).describe() == {
         "name": "LocalVotes",
         "aggregation": "masked-sum",
         "scores": "positive",
@@ -348,7 +340,7 @@ def test_the_description_names_what_decides():
     ],
 )
 def test_attacks_follow_softened_scores_and_break_nothing_certified(settings):
-    votes = LocalVotes(PerPixel(), batch_size=64, **settings)
+    votes = LocalVotes(per_pixel(), batch_size=64, **settings)
     images = torch.rand(16, 1, 5, 5, generator=seeded(9))
     labels = votes.predict(images)
     certified = votes.certify(images, labels, Patch(2)).certified
@@ -364,19 +356,9 @@ def test_softened_scores_have_a_gradient():
         assert gradient.abs().sum() > 0
 
 
-class Hesitant(nn.Module):
-    """As `PerPixel`, but no pixel can move a score by more than 0.4."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 2, 1)
-        with torch.no_grad():
-            self.conv.weight.copy_(torch.tensor([-0.4, 0.4]).view(2, 1, 1, 1))
-            self.conv.bias.copy_(torch.tensor([0.7, 0.3]))
-        self.eval()
-
-    def forward(self, images):
-        return self.conv(images)
+def hesitant():
+    """As `per_pixel`, but no pixel can move a score by more than 0.4."""
+    return per_pixel((-0.4, 0.4), (0.7, 0.3))
 
 
 @pytest.mark.parametrize(
@@ -384,12 +366,12 @@ class Hesitant(nn.Module):
     [{"scores": "clipped"}, {"aggregation": "masked-sum", "masked": (1, 2), "scores": "positive"}],
 )
 def test_bounded_scores_are_proven_exactly_where_brute_force_over_pixels_changes_nothing(settings):
-    votes = LocalVotes(Hesitant(), slack=2.0**-30, bounded=True, **settings)
+    votes = LocalVotes(hesitant(), slack=2.0**-30, bounded=True, **settings)
     share = torch.linspace(0, 1, 60).view(60, 1, 1, 1)
     images = 0.1 + 0.8 * (torch.rand(60, 1, 3, 4, generator=seeded(1)) < share)
     labels, patch = votes.predict(images), Patch((1, 2))
     found = votes.certify(images, labels, patch)
-    plain = LocalVotes(Hesitant(), slack=2.0**-30, **settings).certify(images, labels, patch)
+    plain = LocalVotes(hesitant(), slack=2.0**-30, **settings).certify(images, labels, patch)
     for index, image in enumerate(images):
         visited = members(patch, image, seeded())
         is_kept = bool((votes.predict(visited) == labels[index]).all())
@@ -438,23 +420,39 @@ def test_bounds_prove_a_network_that_does_not_look():
     assert LocalVotes(model, scores="clipped", bounded=True).certify(images, labels, Patch(5)).certified.all()
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_bounds_by_registered_rules_are_tried_first(monkeypatch, is_right):
+    """A monotone function is said to be one, or a wave is."""
+    made = Monotone(torch.nn.functional.softsign if is_right else lambda values: (9 * values).sin(), units=8)
+    monkeypatch.setitem(LAYER_RULES, nn.Softsign, lambda layer: made)
+    monkeypatch.setattr(nn.Softsign, "forward", lambda layer, values: made.forward(values))
+    model = randomise(nn.Sequential(nn.Conv2d(1, 4, 2), nn.Softsign(), nn.Conv2d(4, 3, 1)), seeded(1))
+    votes, images = LocalVotes(model, scores="clipped", bounded=True), torch.rand(3, 1, 5, 5)
+    labels = votes.predict(images)
+    if is_right:
+        assert len(votes.certify(images, labels, Patch(2))) == 3
+    else:
+        with pytest.raises(ModelError, match="the rule for layer '1' is wrong"):
+            votes.certify(images, labels, Patch(2))
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"scores": "softmax"}, {"scores": "clipped", "precision": "bfloat16"}]
 )
 def test_scores_without_bounds_are_refused(settings):
     with pytest.raises(InvalidInput, match="intervals bound heaviside, clipped, positive scores in float32"):
-        LocalVotes(PerPixel(), bounded=True, **settings)
+        LocalVotes(per_pixel(), bounded=True, **settings)
 
 
 def test_the_setting_is_part_of_the_question_only_where_it_is_set():
-    assert "bounded" not in LocalVotes(PerPixel(), scores="clipped").describe()
-    described = LocalVotes(PerPixel(), scores="clipped", bounded=True).describe()
+    assert "bounded" not in LocalVotes(per_pixel(), scores="clipped").describe()
+    described = LocalVotes(per_pixel(), scores="clipped", bounded=True).describe()
     assert described["bounded"] is True
-    assert LocalVotes.described(PerPixel(), described).bounded
+    assert LocalVotes.described(per_pixel(), described).bounded
 
 
 def test_a_model_that_rounds_more_coarsely_than_its_bounds_is_refused(monkeypatch):
-    votes = LocalVotes(Hesitant(), scores="clipped", bounded=True)
+    votes = LocalVotes(hesitant(), scores="clipped", bounded=True)
     images = torch.full((1, 1, 3, 4), 0.6)
     labels = votes.predict(images)
     narrow = "patchcert.certificates.local_votes.scores_between"

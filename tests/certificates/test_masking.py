@@ -1,5 +1,6 @@
 """Double masking and detection: sound and as strong as the rule allows for any base model, by brute force."""
 
+import math
 from itertools import product
 
 import pytest
@@ -34,37 +35,30 @@ class Lookup(nn.Module):
         return nn.functional.one_hot(said, self.classes).float()
 
 
-def predicted_one_by_one(masking, image):
-    """The rule as it is written down, one copy at a time."""
+def answers_one_by_one(masking, image):
+    """What the model says of the image under every two masks, one copy at a time."""
     masks = masking.mask_set(*image.shape[1:]).hidden
+    copies = [[torch.where(first | second, 0.5, image) for second in masks] for first in masks]
+    return [[int(masking.model(copy[None]).argmax()) for copy in row] for row in copies]
 
-    def says(first, second):
-        copy = torch.where(masks[first] | masks[second], 0.5, image)
-        return int(masking.model(copy[None]).argmax())
 
-    numbers = range(len(masks))
-    singles = [says(number, number) for number in numbers]
+def predicted_one_by_one(masking, image):
+    """The rule as it is written down."""
+    said = answers_one_by_one(masking, image)
+    singles = [row[number] for number, row in enumerate(said)]
     if len(set(singles)) == 1:
         return singles[0]
     frequent = max(sorted(set(singles)), key=singles.count)
-    for mask in numbers:
-        if singles[mask] != frequent and all(says(mask, other) == singles[mask] for other in numbers):
-            return singles[mask]
+    for single, row in zip(singles, said, strict=True):
+        if single != frequent and set(row) == {single}:
+            return single
     return frequent
 
 
 def proven_one_by_one(masking, image, label, threat):
     """The condition as it is written down: for every placement whether some covering mask has a row that is right."""
-    masks = masking.mask_set(*image.shape[1:])
-
-    def is_right(first, second):
-        copy = torch.where(masks.hidden[first] | masks.hidden[second], 0.5, image)
-        return int(masking.model(copy[None]).argmax()) == label
-
-    rows = torch.tensor(
-        [all(is_right(first, second) for second in range(len(masks))) for first in range(len(masks))]
-    )
-    return (masks.covers(threat) & rows).any(dim=1)
+    rows = torch.tensor([set(row) == {label} for row in answers_one_by_one(masking, image)])
+    return (masking.mask_set(*image.shape[1:]).covers(threat) & rows).any(dim=1)
 
 
 def patched(image, threat, values=(0.0, WHITE)):
@@ -129,7 +123,7 @@ def test_an_unproven_placement_can_be_broken_where_one_mask_covers_it():
             )
             found = masking.certify(image[None], torch.tensor([0]), threat)
             corners = threat.placements(2, 3).corners
-            white = torch.stack([image.index_fill(2, c[1:], 0) for c in corners])
+            white = image.repeat(len(corners), 1, 1, 1)
             for number, (top, left) in enumerate(corners.tolist()):
                 white[number, 0, top, left] = WHITE
             said = masking.predict(white)
@@ -169,6 +163,7 @@ def test_a_smaller_patch_is_proven_more_often_and_a_larger_one_is_refused():
         assert bool(corners.certified) or not bool(whole.certified)
         more += int(corners.certified) - int(whole.certified)
     assert more > 0
+    assert masking.placement_leads(image[:0], torch.zeros(0, dtype=torch.long), threat).shape == (0, 9)
     with pytest.raises(InvalidThreat, match="at some placement none of them hides"):
         masking.certify(image, torch.tensor([0]), pc.Patch(3))
     with pytest.raises(InvalidThreat, match="masks hide patches"):
@@ -224,6 +219,16 @@ def test_ties_and_what_is_not_finite_prove_nothing(logits):
         assert not kind(Scores(*logits), threat, masks=2).certify(images, labels, threat).certified.any()
     clear = DoubleMasking(Scores(1.0, 0.5), threat, masks=2).certify(images, labels, threat)
     assert clear.certified.tolist() == [True, False]
+
+
+@pytest.mark.parametrize(("largest", "proven"), [(4.0, True), (1000.0, False)])
+def test_a_confidence_counts_as_it_is_after_logits_moved_by_the_slack(largest, proven):
+    """Two classes at a confidence of 0.9005: of logits of 1,000 a quarter of the slack, each way, makes it 0.898."""
+    second = largest - math.log(0.9005 / 0.0995)
+    images, labels, threat = torch.zeros(1, 1, 4, 4), torch.tensor([0]), pc.Patch(1)
+    for threshold, expected in ((0.9, proven), (0.5, True), (0.0, True)):
+        detection = MaskedDetection(Scores(largest, second), threat, masks=2, threshold=threshold)
+        assert detection.certify(images, labels, threat).certified.tolist() == [expected]
 
 
 def test_the_lead_and_the_weakest_masks_are_those_of_the_worst_copy():

@@ -14,6 +14,7 @@ from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.testing.brute_force import members, supports
 from patchcert.testing.conformance import seeded
 from patchcert.testing.networks import randomise
+from written_models import per_pixel
 
 SHAPE = (1, 3, 4)
 THREATS = [
@@ -64,24 +65,9 @@ def test_what_intervals_prove_survives_brute_force_and_one_patch_proves_no_less(
     assert lost > 3
 
 
-class PerPixel(nn.Module):
-    """Class 0 scores how dark a pixel is, class 1 how bright: all that scores can be, pixels can be."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 2, 1)
-        with torch.no_grad():
-            self.conv.weight.copy_(torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1))
-            self.conv.bias.copy_(torch.tensor([1.0, 0.0]))
-        self.eval()
-
-    def forward(self, images):
-        return self.conv(images)
-
-
 @pytest.mark.parametrize("threat", THREATS, ids=str)
 def test_sums_of_local_votes_are_proven_exactly_where_brute_force_changes_nothing(threat):
-    votes, share = pc.LocalVotes(PerPixel()), torch.linspace(0, 1, 40).view(40, 1, 1, 1)
+    votes, share = pc.LocalVotes(per_pixel()), torch.linspace(0, 1, 40).view(40, 1, 1, 1)
     batch = 0.1 + 0.8 * (torch.rand(40, *SHAPE, generator=seeded(1)) < share)
     labels = votes.predict(batch)
     found = votes.certify(batch, labels, threat)

@@ -1,4 +1,7 @@
-"""The conditions of votes against brute force: over all that touched cells can do, and over their slow references."""
+"""The conditions of votes against brute force: over all that touched cells can do, and over their slow references.
+
+tests/testing/test_votes.py holds those of sums to all that touched votes can do.
+"""
 
 import itertools
 
@@ -36,16 +39,6 @@ def exact(values, most=1):
     return Scores(values, values, values, most)
 
 
-def all_of_one(classes):
-    """Every way in which a cell can cast one vote or none."""
-    return [torch.zeros(classes), *torch.eye(classes)]
-
-
-def all_subsets(classes):
-    """Every way in which a cell can vote for several classes."""
-    return [torch.tensor(flags, dtype=torch.float) for flags in itertools.product((0, 1), repeat=classes)]
-
-
 def survives(values, cells, choices, label, ties, windows=None):
     """Whether the label wins for every choice in every touched cell."""
     where = cells.nonzero().flatten().tolist()
@@ -60,8 +53,6 @@ def survives(values, cells, choices, label, ties, windows=None):
     return bool((winners(totals, ties) == label).all())
 
 
-votes = st.lists(st.integers(-1, CLASSES - 1), min_size=CELLS, max_size=CELLS)
-subsets = st.lists(st.integers(0, 1), min_size=CELLS * CLASSES, max_size=CELLS * CLASSES)
 cell_sets = st.sets(st.integers(0, CELLS - 1), max_size=3)
 ties_rules = st.sampled_from(["lowest", "abstain"])
 
@@ -76,23 +67,6 @@ def one_hot(chosen):
         if label >= 0:
             values[label, cell] = 1
     return values
-
-
-@given(votes, cell_sets, st.integers(0, CLASSES - 1), ties_rules)
-def test_single_votes_are_proven_exactly_where_all_assignments_leave_the_label(chosen, cells, label, ties):
-    values, labels = one_hot(chosen), torch.tensor([label])
-    margins = sum_margins(exact(values[None]), labels, mask(cells)[None])
-    proven = bool(is_won(margins, labels, ties)[0, 0])
-    assert proven == survives(values, mask(cells), all_of_one(CLASSES), label, ties)
-
-
-@given(subsets, st.sets(st.integers(0, CELLS - 1), max_size=2), st.integers(0, CLASSES - 1), ties_rules)
-def test_several_votes_are_proven_exactly_where_all_assignments_leave_the_label(chosen, cells, label, ties):
-    values = torch.tensor(chosen, dtype=torch.float64).view(CLASSES, CELLS)
-    labels = torch.tensor([label])
-    margins = sum_margins(exact(values[None]), labels, mask(cells)[None])
-    proven = bool(is_won(margins, labels, ties)[0, 0])
-    assert proven == survives(values, mask(cells), all_subsets(CLASSES), label, ties)
 
 
 whole_scores = st.lists(st.integers(0, 4), min_size=2 * CELLS, max_size=2 * CELLS)

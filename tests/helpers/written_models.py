@@ -32,3 +32,12 @@ def images(count=3, channels=2, height=6, width=5):
 def unit_box(*shape):
     """All images of this shape with pixels from 0 to 1."""
     return Interval(torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64))
+
+
+def per_pixel(slopes=(-1.0, 1.0), offsets=(1.0, 0.0)):
+    """Class 0 scores how dark a pixel is, class 1 how bright: all that scores can be, pixels can be."""
+    model = nn.Conv2d(1, 2, 1).eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor(slopes).view(2, 1, 1, 1))
+        model.bias.copy_(torch.tensor(offsets))
+    return model

@@ -113,23 +113,10 @@ def test_projection_treats_nan_as_unchanged():
     assert projected[0, 0, 3, 3] == 1
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -1e-7, 1 + 1e-6])
-def test_values_that_are_no_pixels_are_not_contained(value):
-    clean = torch.full((1, 1, 4, 4), 0.5)
-    changed = clean.clone()
-    changed[0, 0, 1, 1] = value
-    assert not Patch(2).contains(clean, changed)
-
-
 def test_an_unchanged_nan_is_not_contained():
     clean = torch.full((1, 1, 4, 4), torch.nan)
     assert not Patch(4).contains(clean, clean)
     assert not Patch(4).contains(clean, torch.zeros_like(clean))
-
-
-def test_the_clean_image_is_a_member():
-    clean = torch.rand(4, 3, 6, 6)
-    assert Patch(1, [(0, 0)]).contains(clean, clean).all()
 
 
 def test_the_free_pixels_of_a_stamp_may_not_change():
@@ -151,13 +138,6 @@ def test_every_placement_is_drawn_with_both_kinds_of_filling():
     assert set(corners) == {(0, 0), (2, 3), (4, 4)}
     extreme = [bool(((image == 0.5) | (image == 0) | (image == 1)).all()) for image in changed]
     assert 50 < sum(extreme) < 250
-
-
-def test_samples_are_reproducible_and_keep_the_dtype():
-    clean = torch.rand(4, 3, 6, 6, dtype=torch.float64, generator=seeded())
-    first, second = (Patch(2).sample(clean, seeded(5)) for _ in range(2))
-    assert torch.equal(first, second)
-    assert first.dtype == torch.float64
 
 
 @pytest.mark.parametrize(

@@ -65,12 +65,10 @@ def _distances(image, target, pixels, per_value):
         yield (torch.where(mask, target.clamp(0, 1), image) - target).square().sum()
 
 
-@pytest.mark.parametrize("value", [torch.nan, 1.5, -0.1])
-def test_values_that_are_no_pixels_are_not_contained(value):
-    clean = torch.zeros(1, 1, 2, 2)
-    changed = clean.clone()
-    changed[0, 0, 0, 0] = value
-    assert not SparsePixels(2).contains(clean, changed)
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_no_images_have_no_members(bound):
+    threat, none = SparsePixels(2, bound), torch.zeros(0, 3, 4, 5)
+    assert threat.sample(none, seeded()).shape == threat.project(none, none).shape == none.shape
 
 
 def test_sparse_pixels_print_compare_and_survive_plain_types():

@@ -108,3 +108,12 @@ def test_images_of_another_kind_are_refused(images):
 def test_batches_of_unequal_shape_are_refused():
     with pytest.raises(InvalidInput, match="same shape"):
         Patch(2).contains(torch.rand(2, 1, 4, 4), torch.rand(1, 1, 4, 4))
+
+
+@pytest.mark.parametrize("threat", [Patch(2), SparsePixels(2)], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -1e-7, 1 + 1e-6])
+def test_values_that_are_hardly_outside_are_no_pixels(threat, value):
+    clean = torch.full((1, 1, 4, 4), 0.5)
+    changed = clean.clone()
+    changed[0, 0, 1, 1] = value
+    assert not threat.contains(clean, changed)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from patchcert.threats import Patch
-from patchcert.threats.vnnlib import Property
+from patchcert.threats.vnnlib import vnnlib_property
 
 
 def read(text):
@@ -24,21 +24,21 @@ def read(text):
 
 def test_pixels_are_free_inside_the_patch_and_fixed_outside():
     image = torch.rand(2, 4, 3)
-    made = Property.of(image, 1, 4, Patch((2, 1)), (2, 1), "image 7")
-    lower, upper, others, label = read(made.to_text())
+    text = vnnlib_property(image, 1, 4, Patch((2, 1)), (2, 1), "image 7")
+    lower, upper, others, label = read(text)
     assert (others, label) == ([0, 2, 3], 1)
     is_free = torch.zeros(2, 4, 3, dtype=torch.bool)
     is_free[:, 2:, 1] = True
     assert torch.equal(torch.tensor(lower).reshape(2, 4, 3), torch.where(is_free, 0.0, image))
     assert torch.equal(torch.tensor(upper).reshape(2, 4, 3), torch.where(is_free, 1.0, image))
-    assert made.to_text().startswith("; image 7, label 1, with a patch at top 2 and left 1\n")
-    assert made.to_text().count("(declare-const Y_") == 4
+    assert text.startswith("; image 7, label 1, with a patch at top 2 and left 1\n")
+    assert text.count("(declare-const Y_") == 4
 
 
 @pytest.mark.parametrize("number", [1e-7, 1e-40, 1 / 255, 2**-149, 0.0, 1.0])
 def test_numbers_are_read_back_exactly_and_without_exponents(number):
     image = torch.full((1, 2, 2), number)
-    text = Property.of(image, 0, 2, Patch(1), (0, 0), "image").to_text()
+    text = vnnlib_property(image, 0, 2, Patch(1), (0, 0), "image")
     lower, upper, *_ = read(text)
     assert lower[3] == upper[3] == float(image[0, 1, 1])
     assert not re.search(r"\de-?\d", text)

@@ -52,17 +52,9 @@ def certify(
     `IntervalBounds`. Any other kind of proof is a classifier with settings of its own. `progress` is called with the
     number of images done and the number of all images.
     """
-    if not isinstance(model, Classifier):
-        return IntervalBounds(model, dtype, memory_budget, verdicts_only).certify(
-            images, labels, threat, progress
-        )
-    if dtype is not None or memory_budget is not None or verdicts_only:
-        raise InvalidInput(
-            "dtype, memory_budget and verdicts_only are settings of interval bounds of a plain model, but the model "
-            f"is a {type(model).__name__}",
-            hint="give the settings where the classifier is made",
-        )
-    return model.certify(images, labels, threat, progress)
+    return _classifier_of(model, dtype, memory_budget, verdicts_only).certify(
+        images, labels, threat, progress
+    )
 
 
 def certify_loader(
@@ -81,10 +73,10 @@ def certify_loader(
     With a device, the model is moved to it; batches go to where the model is. `progress` is called with the number of
     images done and of all images, 0 where the loader does not say.
     """
-    module = model.model if isinstance(model, Classifier) else model
+    classifier = _classifier_of(model, dtype, memory_budget, verdicts_only)
     if device is not None:
-        module.to(device)
-    place = next(iter(float_weights(module)), torch.empty(0)).device
+        classifier.model.to(device)
+    place = next(iter(float_weights(classifier.model)), torch.empty(0)).device
     total, done, parts = len(getattr(loader, "dataset", ())), 0, list[Certificates]()
     for batch in loader:
         if not isinstance(batch, Sequence) or len(batch) != 2:
@@ -93,8 +85,7 @@ def certify_loader(
                 hint="let the data set return an image in [0, 1] and its label",
             )
         images, labels = (part.to(place) for part in batch)
-        keywords = {"dtype": dtype, "memory_budget": memory_budget, "verdicts_only": verdicts_only}
-        found = certify(model, images, labels, threat, **keywords)
+        found = classifier.certify(images, labels, threat)
         columns = {name: column.cpu() for name, column in found.to_tensors().items()}
         parts.append(Certificates.from_tensors(columns, found.guarantee.confidence, found.guarantee.promise))
         done += len(labels)
@@ -103,6 +94,20 @@ def certify_loader(
     if not parts:
         raise InvalidInput("the loader gave no images", hint="give one with a batch at least")
     return Certificates.concatenated(parts)
+
+
+def _classifier_of(
+    model: nn.Module | Classifier, dtype: torch.dtype | None, memory_budget: int | None, verdicts_only: bool
+) -> Classifier:
+    if not isinstance(model, Classifier):
+        return IntervalBounds(model, dtype, memory_budget, verdicts_only)
+    if dtype is not None or memory_budget is not None or verdicts_only:
+        raise InvalidInput(
+            "dtype, memory_budget and verdicts_only are settings of interval bounds of a plain model, but the model "
+            f"is a {type(model).__name__}",
+            hint="give the settings where the classifier is made",
+        )
+    return model
 
 
 def placement_margins(

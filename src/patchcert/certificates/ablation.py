@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, final
 
@@ -15,11 +15,11 @@ from torch import Generator, Tensor, nn
 
 from patchcert.certificates.batches import FixedBatches, MeanVote, Precision, check_precision
 from patchcert.certificates.checks import (
-    check_call,
     check_fit,
     check_images,
     check_inputs,
     check_labels,
+    check_some,
 )
 from patchcert.certificates.classifier import (
     ABSTAINED,
@@ -169,7 +169,6 @@ class RandomAblation(Classifier):
 
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         """The majority's class, or ABSTAINED where the two leading classes cannot be told apart."""
-        check_images(self.model, images)
         votes = self.ballots(images, progress).estimation.cpu().numpy()
         return torch.from_numpy(self._rules(images).predictions(votes)).to(images.device)
 
@@ -193,10 +192,6 @@ class RandomAblation(Classifier):
             radius=radius,
             ballots=ballots,
         )
-
-    def describe(self) -> dict[str, Any]:
-        names = [each.name for each in fields(self) if each.name not in ("model", "batch_size")]
-        return {"name": "RandomAblation"} | {name: getattr(self, name) for name in names}
 
     def images_per_block(self, device: torch.device) -> int | None:
         """Draws follow from the whole block, which has a fixed size for that reason."""
@@ -256,31 +251,26 @@ class RandomAblation(Classifier):
         The last batch is filled up with votes that do not count. Nor do logits that are NaN or infinite, so that they
         never help to prove anything.
         """
-        check_call(progress)
-        self._check(images)
+        self._check(images, progress)
         base = self._base(images)
         device, each = images.device, self.selection_samples + self.estimation_samples
         total, generator = len(images) * each, self._generator(images)
-        counts = torch.zeros(0, dtype=torch.int64, device=device)
+        counts = torch.zeros(len(images) * 2 * base.classes, dtype=torch.int64, device=device)
         for start in range(0, total, self.batch_size):
             position = torch.arange(start, start + self.batch_size, device=device)
             owner = (position // each).clamp(max=len(images) - 1)
             logits = base.logits(self._copies(images.index_select(0, owner), generator))
-            if start == 0:
-                counts = counts.new_zeros(len(images) * 2 * logits.shape[1])
             count = (position % each >= self.selection_samples).long()
-            bins = (owner * 2 + count) * logits.shape[1] + logits.argmax(dim=1)
+            bins = (owner * 2 + count) * base.classes + logits.argmax(dim=1)
             counts.scatter_add_(0, bins, ((position < total) & logits.isfinite().all(dim=1)).long())
             if progress is not None:
                 progress(min(start + self.batch_size, total) // each, len(images))
         counts = counts.reshape(len(images), 2, -1)
         return Ballots(counts[:, 0], counts[:, 1])
 
-    def _check(self, images: Tensor) -> None:
-        if images.dim() != 4 or not len(images):
-            raise InvalidInput(
-                f"votes need images (n, channels, height, width) and one at least, got {tuple(images.shape)}"
-            )
+    def _check(self, images: Tensor, progress: Progress | None) -> None:
+        check_images(self.model, images, progress)
+        check_some(images)
         if self.retained > images.shape[2] * images.shape[3]:
             raise InvalidInput(
                 f"{self.retained} pixels cannot be retained in images of {images.shape[2]}x{images.shape[3]}",

@@ -1,35 +1,23 @@
 """De-randomised smoothing (Levine and Feizi 2020): a base model votes on bands or blocks of an image, one at a time."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, final
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from patchcert.certificates.batches import FixedBatches, MeanVote, Precision, needed_lead
-from patchcert.certificates.checks import (
-    check_call,
-    check_fit,
-    check_images,
-    check_inputs,
-    check_labels,
-    weight_dtype,
-)
-from patchcert.certificates.classifier import AnyThreat, Certificates, Classifier, Columns
+from patchcert.certificates.batches import FixedBatches, MeanVote, Precision, check_counts
+from patchcert.certificates.checks import check_some, weight_dtype
 from patchcert.certificates.votes import (
     Scores,
     Ties,
     Touched,
+    VoteClassifier,
     cell_scores,
-    certified_by_votes,
-    check_vote_settings,
-    contradiction_of_votes,
     is_won_by_count,
-    sum_margins,
     sum_totals,
-    voted_patch,
     winners,
 )
 from patchcert.errors import InvalidInput
@@ -92,17 +80,14 @@ def _spans(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartVotes(Classifier):
+class PartVotes(VoteClassifier):
     """Votes of a base model on parts of the image, of which it sees one at a time; most votes win.
 
     The base model takes one channel more than the image has: `encode_visible`. It votes for the class of its largest
     logit or, with a `threshold`, for every class whose softmax reaches it. Logits that are NaN or infinite vote
     for nothing. Which votes a patch can change is looked up for each placement, exactly and for any stamp: those that
-    see one of its pixels. All others get the same numbers, bit by bit, in batches of the same shape and the same
-    arithmetic (`precision`), whatever the patch holds. A library may still sum a row in another order when other rows
-    surround it. So a vote counts towards a proof only if it stays the same when every logit moves by half of `slack`
-    times the image's largest: the largest logit must lead by more than the slack. A probe refuses models that move
-    half as far; what is assumed beyond that is that no vote ever moves further.
+    see one of its pixels. A vote counts towards a proof only if it stays the same when every logit moves by half of
+    `slack` times the image's largest: the largest logit must lead by more than the slack.
     """
 
     wrap: bool = True
@@ -112,35 +97,23 @@ class PartVotes(Classifier):
     precision: Precision = "float32"
     slack: float | None = None
     batch_size: int = 512
-    of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(stride=self.stride)
+        if self.threshold is not None and not 0 < self.threshold < 1:
+            raise InvalidInput(
+                f"threshold is {self.threshold!r}; a vote asks for a softmax of more than 0 and less than 1",
+                hint="0.2 to 0.4 are usual; None votes for the largest logit alone",
+            )
 
     @abstractmethod
     def views(self, height: int, width: int) -> Views:
         """The pixels that each vote sees; all pixels are seen by some vote."""
 
-    def predict(self, images: Images, progress: Progress | None = None) -> Labels:
-        """The class with the most votes."""
-        check_call(progress)
-        check_images(self.model, images)
-        return winners(sum_totals(self.scores(images, progress).values), self.ties)
-
-    def certify(
-        self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
-    ) -> Certificates:
-        """An image is certified if the label wins with all votes that see a pixel of the patch against it."""
-        check_call(progress)
-        check_inputs(self.model, images, labels)
-        check_fit(threat, images)
-        patch, patches = voted_patch(threat, type(self).__name__)
-        touched = self.touched(patch, images)
-        scores = self.scores(images, progress, with_probe=True)
-        check_labels(labels, scores.values.shape[1])
-        votes = sum_totals(scores.values)
-        return certified_by_votes(sum_margins, scores, votes, labels, touched, self.ties, patches)
-
     def certified_by_count(self, images: Images, labels: Labels, threat: Patch) -> Annotated[Tensor, "n"]:
         """What the classical count of touched votes proves, which is never more than `certify` does."""
-        scores = self.scores(images)
+        scores = self.local_scores(images)
         right = winners(sum_totals(scores.values), self.ties) == labels
         return right & is_won_by_count(scores, labels, self.touched(threat, images), self.ties)
 
@@ -152,32 +125,26 @@ class PartVotes(Classifier):
         return (covered.to(images.device) @ seen.to(images.device).T) > 0
 
     @torch.no_grad()
-    def scores(self, images: Images, progress: Progress | None = None, with_probe: bool = False) -> Scores:
+    def local_scores(
+        self, images: Images, progress: Progress | None = None, with_probe: bool = False
+    ) -> Scores:
         """The votes on every image; with a probe of whether they depend on each other."""
-        if not len(images):
-            raise InvalidInput("votes need one image at least, got none")
+        check_some(images)
+        images = images.to(weight_dtype(self.model, images.dtype))
         views = self.views(*images.shape[2:]).to(images.device)
-        base = self._base(images, views, with_probe)
-        logits = torch.cat(list(self._logits(base, images, views, progress)))
-        logits = logits.unflatten(0, (len(images), len(views)))
+        base, each, found = self._base(images, views, with_probe), len(views), list[Tensor]()
+        # All views of the first image, then those of the next, in batches of one shape.
+        for rows in torch.arange(len(images) * each, device=images.device).split(self.batch_size):
+            found.append(base.logits(encode_visible(images[rows // each], views[rows % each])))
+            if progress is not None:
+                progress((int(rows[-1]) + 1) // each, len(images))
+        logits = torch.cat(found).unflatten(0, (len(images), each))
         kind = "one-hot" if self.threshold is None else "threshold"
-        return cell_scores(logits.mT, kind, needed_lead(self.precision, self.slack), self.threshold)
-
-    def describe(self) -> dict[str, Any]:
-        own = [each.name for each in fields(self) if each.name not in ("model", "batch_size")]  # pyright: ignore
-        settings = {name: getattr(self, name) for name in own} | {
-            "slack": needed_lead(self.precision, self.slack)
-        }
-        return {"name": type(self).__name__} | settings
+        return cell_scores(logits.mT, kind, self.needed_lead, self.threshold)
 
     def images_per_block(self, device: torch.device) -> int | None:
         """As many as a few seconds serve."""
         return 32 if device.type == "cpu" else 1024
-
-    @staticmethod
-    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
-        """Predictions follow from the votes."""
-        return contradiction_of_votes(columns, meta)
 
     def passes(self, height: int, width: int) -> int | None:
         """One for each part."""
@@ -194,24 +161,12 @@ class PartVotes(Classifier):
 
     def _base(self, images: Images, views: Views, with_probe: bool) -> FixedBatches:
         numbers = torch.arange(self.batch_size, device=images.device)
-        images = images.to(weight_dtype(self.model, images.dtype))
         owner = numbers // len(views) % len(images)
         sample = encode_visible(images[owner], views[numbers % len(views)])
         base = FixedBatches(self.model, sample, self.batch_size, self.precision)
         if with_probe:
-            base.check_company(sample, needed_lead(self.precision, self.slack) / 4, owner)
+            base.check_company(sample, self.needed_lead / 4, owner)
         return base
-
-    def _logits(
-        self, base: FixedBatches, images: Images, views: Views, progress: Progress | None
-    ) -> Iterator[Tensor]:
-        """The logits of all views of the first image, then of the next, in batches of one shape."""
-        images = images.to(weight_dtype(self.model, images.dtype))
-        total, each = len(images) * len(views), len(views)
-        for rows in torch.arange(total, device=images.device).split(self.batch_size):
-            yield base.logits(encode_visible(images[rows // each], views[rows % each]))
-            if progress is not None:
-                progress((int(rows[-1]) + 1) // each, len(images))
 
 
 @final
@@ -233,7 +188,8 @@ class BandVotes(PartVotes):
                 f"orientation is {self.orientation!r}; expected 'column', 'row' or 'both'",
                 hint="CIFAR-10 is usually certified by columns",
             )
-        check_vote_settings(self, "width", "stride", "batch_size")
+        super().__post_init__()
+        check_counts(width=self.width)
 
     def views(self, height: int, width: int) -> Views:
         return band_views((height, width), self.width, self.orientation, self.wrap, self.stride)
@@ -251,7 +207,8 @@ class BlockVotes(PartVotes):
     size: int = 12
 
     def __post_init__(self) -> None:
-        check_vote_settings(self, "size", "stride", "batch_size")
+        super().__post_init__()
+        check_counts(size=self.size)
 
     def views(self, height: int, width: int) -> Views:
         return block_views((height, width), self.size, self.wrap, self.stride)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Literal, final, get_args
+from typing import Annotated, Any, ClassVar, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
 from patchcert.certificates.checks import check_independence, check_logits
+from patchcert.certificates.classifier import Classifier
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.tensors import Images, Logits
 
@@ -24,18 +25,41 @@ def check_precision(precision: str) -> None:
         raise InvalidInput(f"precision is {precision!r}; expected one of {', '.join(get_args(Precision))}")
 
 
-def check_slack(precision: Precision, slack: float | None) -> None:
-    """Refuses a slack that is no share: with 0 a proof would rest on answers that never move by a single bit."""
-    if not 0 < needed_lead(precision, slack) < 1:
-        raise InvalidInput(
-            f"slack is {slack!r}; expected a share of the largest logit, above 0 and below 1",
-            hint="None is a few times what the precision rounds",
-        )
+def check_counts(**counts: object) -> None:
+    """Refuses what is no whole number of at least 1."""
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise InvalidInput(f"{name} is {value!r}; expected a whole number of at least 1")
 
 
-def needed_lead(precision: Precision, slack: float | None) -> float:
-    """The lead that a class must exceed to count for a proof, as a share of the largest logit."""
-    return SLACK[precision] if slack is None else slack
+class BatchedClassifier(Classifier):
+    """A classifier that shows its model copies of images, in batches of one shape and in one arithmetic (`precision`).
+
+    Libraries may still sum in another order when other copies are in a batch: what is said of a copy counts towards a
+    proof only as far as it holds with a `slack`, a share of the largest logit. A probe refuses models that move half as
+    far as is paid for; what is assumed beyond that is that no answer ever moves further.
+    """
+
+    precision: Precision
+    slack: float | None
+    of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack",)
+
+    def __post_init__(self) -> None:
+        check_precision(self.precision)
+        # With 0 a proof would rest on answers that never move by a single bit.
+        if not 0 < self.needed_lead < 1:
+            raise InvalidInput(
+                f"slack is {self.slack!r}; expected a share of the largest logit, above 0 and below 1",
+                hint="None is a few times what the precision rounds",
+            )
+
+    @property
+    def needed_lead(self) -> float:
+        """The lead that a class must exceed to count for a proof, as a share of the largest logit."""
+        return SLACK[self.precision] if self.slack is None else self.slack
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"slack": self.needed_lead}
 
 
 @final

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from patchcert.bounds import Interval, Network, Rounding
 from patchcert.bounds.network import Step
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError
-from patchcert.threats import Patch, Patches, SparsePixels
+from patchcert.threats import AnyThreat, Patch, Patches, SparsePixels
 
 
 def bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) -> torch.dtype:
@@ -33,10 +33,10 @@ _HELD = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Types of real numbers that float64 holds and that PyTorch computes with."""
 
 
-def check_inputs(model: nn.Module, images: Tensor, labels: Tensor) -> None:
+def check_inputs(model: nn.Module, images: Tensor, labels: Tensor, progress: object = None) -> None:
     """The model takes the images, which have one label each on the same device."""
     _check_dense("labels", labels)
-    check_images(model, images)
+    check_images(model, images, progress)
     if labels.shape != images.shape[:1] or labels.dtype != torch.long:
         raise InvalidInput(
             f"labels must be a long tensor ({len(images)},), got {labels.dtype} {tuple(labels.shape)}",
@@ -48,8 +48,12 @@ def check_inputs(model: nn.Module, images: Tensor, labels: Tensor) -> None:
         )
 
 
-def check_images(model: nn.Module, images: Tensor) -> None:
-    """The model is a module, and images are dense floats (n, c, h, w) in [0, 1] on its device."""
+def check_images(model: nn.Module, images: Tensor, progress: object = None) -> None:
+    """The model is a module, and images are dense floats (n, c, h, w) in [0, 1] on its device.
+
+    Tensors are made on a device that computes, and whoever wants to hear of progress can be called.
+    """
+    _check_call(progress)
     if not isinstance(model, nn.Module):
         raise InvalidInput(
             f"the model must be a torch.nn.Module, got {type(model).__name__}",
@@ -85,6 +89,12 @@ def check_images(model: nn.Module, images: Tensor) -> None:
         )
 
 
+def check_some(images: Tensor) -> None:
+    """There is an image to vote on."""
+    if not len(images):
+        raise InvalidInput("votes need one image at least, got none")
+
+
 def _check_dense(name: str, value: object) -> None:
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         kind = value.layout if isinstance(value, Tensor) else type(value).__name__
@@ -108,8 +118,7 @@ def check_independence(model: nn.Module) -> None:
             raise ModelError(f"{where} drops values at random (training mode)", hint="call model.eval()")
 
 
-def check_call(progress: object) -> None:
-    """Tensors are made on a device that computes, and whoever wants to hear of progress can be called."""
+def _check_call(progress: object) -> None:
     if torch.get_default_device().type == "meta":
         raise InvalidInput(
             "the default device is 'meta', on which nothing is computed",
@@ -122,7 +131,7 @@ def check_call(progress: object) -> None:
         )
 
 
-def check_fit(threat: Patch | Patches | SparsePixels, images: Tensor) -> None:
+def check_fit(threat: AnyThreat, images: Tensor) -> None:
     """Raises the threat's own error where it does not fit images of this shape."""
     patch = threat.patch if isinstance(threat, Patches) else threat
     if isinstance(patch, Patch):
@@ -180,9 +189,7 @@ def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
 _PROBED = 4
 
 
-def check_trace(
-    twin: nn.Module, audit: Network, network: Network, images: Tensor, threat: Patch | Patches | SparsePixels
-) -> None:
+def check_trace(twin: nn.Module, audit: Network, network: Network, images: Tensor, threat: AnyThreat) -> None:
     """The traced operations must give what the model's float64 twin gives: on a few images, their negatives, and
     random members of the threat. So must those of the model itself, in the type of the images.
 
@@ -215,7 +222,7 @@ def check_trace(
         )
 
 
-def check_foreign_rules(network: Network, images: Tensor, threat: Patch | Patches | SparsePixels) -> None:
+def check_foreign_rules(network: Network, images: Tensor, threat: AnyThreat) -> None:
     """Operations whose rules come from elsewhere hold what they make of points in a few boxes: those between images and
     random members of the threat, and between images and their negatives.
 

@@ -13,9 +13,10 @@ from patchcert.certificates.intervals import IntervalBounds
 from patchcert.files import write_text
 from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
-from patchcert.threats.vnnlib import Property
+from patchcert.threats.vnnlib import vnnlib_property
 
 CLAIMS, INSTANCES = "claims.csv", "instances.csv"
+_HEADER = ["property", "image", "label", "top", "left", "margin", "claim"]
 TIMEOUT = 300
 """Seconds that a verifier is allowed for a property, as lists of instances say."""
 
@@ -39,6 +40,12 @@ class Claim:
     def file(self) -> str:
         """The name of its property."""
         return f"image{self.image}-top{self.top}-left{self.left}.vnnlib"
+
+    @property
+    def cells(self) -> list[object]:
+        """Its row in the table of claims."""
+        stands = "proven" if self.is_proven else "open"
+        return [self.file, self.image, self.label, self.top, self.left, self.margin, stands]
 
 
 def claims_of(
@@ -67,24 +74,10 @@ def write_properties(
     """
     for claim in claims:
         corner = (claim.top, claim.left)
-        made = Property.of(
-            images[claim.row], claim.label, classes, threat, corner, f"image {claim.image}, {threat}"
-        )
-        write_text(folder / claim.file, made.to_text())
-    header = ["property", "image", "label", "top", "left", "margin", "claim"]
-    rows = [
-        [
-            each.file,
-            each.image,
-            each.label,
-            each.top,
-            each.left,
-            each.margin,
-            "proven" if each.is_proven else "open",
-        ]
-        for each in claims
-    ]
-    write_text(folder / CLAIMS, _table([header, *rows]))
+        name = f"image {claim.image}, {threat}"
+        text = vnnlib_property(images[claim.row], claim.label, classes, threat, corner, name)
+        write_text(folder / claim.file, text)
+    write_text(folder / CLAIMS, _table([_HEADER, *(each.cells for each in claims)]))
     write_text(folder / INSTANCES, _table([[network, each.file, TIMEOUT] for each in claims]))
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels
-from patchcert.threats import Patch, Patches, SparsePixels
+from patchcert.threats import AnyThreat
 
-AnyThreat = Patch | Patches | SparsePixels
 Promise = Literal["recovery", "detection"]
 Columns = Mapping[str, NDArray[Any]]
 ABSTAINED = -1
@@ -169,6 +168,8 @@ class Classifier(ABC):
 
     of_proofs_alone: ClassVar[tuple[str, ...]] = ()
     """What in `describe` decides verdicts, but no prediction."""
+    undescribed: ClassVar[tuple[str, ...]] = ("model", "batch_size")
+    """Fields that are no settings, or decide neither."""
 
     @abstractmethod
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
@@ -184,9 +185,15 @@ class Classifier(ABC):
         called with the number of images done and the number of all images.
         """
 
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """The method's name and every setting that decides a verdict, as plain JSON; evidence is named by it."""
+        """The method's name and every setting that decides a verdict, as plain JSON; evidence is named by it.
+
+        Unless a method says otherwise, these are all fields but the `undescribed` ones.
+        """
+        names = [each.name for each in fields(self) if each.name not in self.undescribed]  # pyright: ignore[reportArgumentType]
+        settings = {name: getattr(self, name) for name in names}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+        return {"name": type(self).__name__, **plain}
 
     @classmethod
     def described(cls, model: nn.Module, description: Mapping[str, Any]) -> Self:

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Annotated, Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
-from patchcert.bounds import Network, Rounding, precise_arithmetic, subnormals_kept, trace
+from patchcert.bounds import Rounding, precise_arithmetic, subnormals_kept, trace
 from patchcert.bounds.network import unwrapped
 from patchcert.certificates.checks import (
     bound_dtype,
-    check_call,
     check_fit,
     check_foreign_rules,
     check_images,
@@ -37,7 +37,7 @@ from patchcert.certificates.refinement import (
 )
 from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
-from patchcert.tensors import Images, Labels, Logits, Margins, PlacementMargins
+from patchcert.tensors import Images, Labels, Margins, PerImage, PlacementMargins
 from patchcert.threats import Patch, Patches, SparsePixels
 from patchcert.windows.passes import Clean, exact_clean_pass
 from patchcert.windows.sweep import (
@@ -88,7 +88,7 @@ class IntervalBounds(Classifier):
 
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         """The class of the largest logit."""
-        check_images(self.model, images)
+        check_images(self.model, images, progress)
         with torch.no_grad(), precise_arithmetic():
             logits = logits_of(self.model, images)
         check_logits(logits, images)
@@ -99,9 +99,8 @@ class IntervalBounds(Classifier):
     def certify(
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
     ) -> Certificates:
-        check_call(progress)
         with torch.no_grad(), precise_arithmetic(), subnormals_kept():
-            proof = _Proof.of(self, images, labels, threat, progress)
+            proof = _Proof(self, images, labels, threat, progress)
             is_bare = self.verdicts_only and proof.sweep is not None
             return proof.bare_verdicts() if is_bare else proof.certificates()
 
@@ -113,9 +112,8 @@ class IntervalBounds(Classifier):
             raise InvalidInput(
                 f"{threat} has no single placement", hint="use certify for threats other than one patch"
             )
-        check_call(progress)
         with torch.no_grad(), precise_arithmetic(), subnormals_kept():
-            proof = _Proof.of(self, images, labels, threat, progress)
+            proof = _Proof(self, images, labels, threat, progress)
             pieces = [proof.refined(chunk).margins for chunk in proof.chunks()]
             shape = (0, len(threat.placements(*images.shape[-2:])), proof.classes)
             return torch.cat(pieces) if pieces else images.new_empty(shape)
@@ -160,73 +158,57 @@ class IntervalBounds(Classifier):
         return "" if row is None else f"row {row} is certified with a margin of {columns['margin'][row]}"
 
 
-@dataclass(frozen=True, slots=True)
 class _Proof:
     """One call: checked inputs, the network in the dtype of the bounds and in float64, and the memory budget.
 
     `sweep` is the fast engine for the threat, None where the threat has no placements or only the dense way goes.
+    Without `is_sound`, which is predicted rightly with finite logits and weights, nothing is certified.
     """
 
-    network: Network
-    audit: Network
-    threat: AnyThreat
-    sweep: PlacementSweep | None
-    images: Images
-    labels: Labels
-    logits: Logits
-    own_dtype: torch.dtype
-    predictions: Labels
-    is_sound: Annotated[Tensor, "n"]
-    """Predicted rightly, with finite logits and weights: without that nothing is certified."""
-    classes: int
-    budget: int
-    image_budget: int
-    refinement: Refinement | None
-    progress: Progress | None
-
-    @staticmethod
-    def of(
-        bounds: IntervalBounds, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None
-    ) -> "_Proof":
+    def __init__(
+        self,
+        bounds: IntervalBounds,
+        images: Images,
+        labels: Labels,
+        threat: AnyThreat,
+        progress: Progress | None,
+    ) -> None:
         model = unwrapped(bounds.model)
-        check_inputs(model, images, labels)
+        check_inputs(model, images, labels, progress)
         check_fit(threat, images)
         dtype = bound_dtype(model, images, bounds.dtype)
         shape, exact_model = images.shape[1:], copy_of_type(model, torch.float64)
-        network, audit = trace(model_of_type(model, dtype), shape), trace(exact_model, shape)
-        budget = bounds.memory_budget or default_budget(images.device)
-        logits = logits_of(model, images)
-        check_logits(logits, images)
-        check_labels(labels, logits.shape[1])
-        converted = images.to(dtype)
-        check_foreign_rules(audit, converted, threat)
-        check_trace(exact_model, audit, network, converted, threat)
-        sweep = None
+        self.network, self.audit = trace(model_of_type(model, dtype), shape), trace(exact_model, shape)
+        self.logits, self.own_dtype = logits_of(model, images), weight_dtype(model, images.dtype)
+        check_logits(self.logits, images)
+        self.classes = self.logits.shape[1]
+        check_labels(labels, self.classes)
+        self.images, self.labels, self.threat, self.progress = images.to(dtype), labels, threat, progress
+        check_foreign_rules(self.audit, self.images, threat)
+        check_trace(exact_model, self.audit, self.network, self.images, threat)
+        self.rounding = Rounding.outward(dtype)
+        self.budget = bounds.memory_budget or default_budget(images.device)
+        self.image_budget = bounds.memory_budget or default_image_budget(images.device)
+        self.sweep: PlacementSweep | None = None
         if isinstance(threat, Patch) and len(images):
-            sweep = covering_sweep(network, converted, threat, budget)
-        predictions = logits.argmax(dim=1) if len(logits) else labels.new_empty(0)
-        is_finite = logits.isfinite().all(dim=1) & has_finite_weights(model)
-        return _Proof(
-            network=network,
-            audit=audit,
-            threat=threat,
-            sweep=sweep,
-            images=converted,
-            labels=labels,
-            logits=logits,
-            own_dtype=weight_dtype(model, images.dtype),
-            predictions=predictions,
-            is_sound=is_finite & (predictions == labels),
-            classes=logits.shape[1],
-            budget=budget,
-            image_budget=bounds.memory_budget or default_image_budget(images.device),
-            refinement=_refinement(bounds, audit, network, threat, budget),
-            progress=progress,
-        )
+            self.sweep = covering_sweep(self.network, self.images, threat, self.budget)
+        self.predictions = self.logits.argmax(dim=1)
+        is_finite = self.logits.isfinite().all(dim=1) & has_finite_weights(model)
+        self.is_sound: PerImage = is_finite & (self.predictions == labels)
+        self.refinement = self._refinement(bounds)
 
-    @property
-    def rounding(self) -> Rounding:
-        return Rounding.outward(self.images.dtype)
+    def _refinement(self, bounds: IntervalBounds) -> Refinement | None:
+        if bounds.refine is None:
+            return None
+        if not isinstance(self.threat, Patch):
+            raise InvalidInput(
+                f"refine is {bounds.refine!r}, but linear bounds exist for one patch, and the threat is {self.threat}",
+                hint="leave refine out for other threats",
+            )
+        budget = bounds.budget or DEFAULT_BUDGET
+        return Refinement(
+            bounds.model, self.audit, self.network, self.threat, bounds.refine, budget, self.budget
+        )
 
     def chunks(self) -> Iterator[slice]:
         """Slices of images that fit the budget, whose logits are checked; progress is reported after each."""
@@ -246,9 +228,7 @@ class _Proof:
         kinds = {Patch: self._bounded, Patches: self._bounded_several, SparsePixels: self._bounded_sparse}
         bound = kinds[type(self.threat)]
         if not len(self.images):
-            return self._verdicts(
-                slice(0), self.images.new_empty(0, self.classes), self.labels.new_empty(0, 2)
-            )
+            return self._verdicts(slice(0), self.images.new_empty(0, self.classes))
         return Certificates.concatenated([bound(chunk) for chunk in self.chunks()])
 
     def bare_verdicts(self) -> Certificates:
@@ -281,16 +261,10 @@ class _Proof:
 
     def _bounded_several(self, chunk: slice) -> Certificates:
         """Some of the images over every set of placements, one set after the other."""
-        from patchcert.windows.dense import dense_margins
-
-        images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
-        assert isinstance(threat, Patches)
-        sets = threat.corners(images.shape[-2], images.shape[-1]).to(images.device)
-        least = images.new_full((len(images), self.classes), torch.inf)
-        for some in sets.split(rows_within(self.network, images, self.budget, unfolded=True)):
-            margins = dense_margins(self.network, images, labels, threat, some, rounding=self.rounding)
-            least = torch.minimum(least, margins.amin(dim=1))
-        return self._verdicts(chunk, least, labels.new_full((len(labels), 2), -1))
+        assert isinstance(self.threat, Patches)
+        sets = self.threat.corners(*self.images.shape[-2:])
+        least = reduce(torch.minimum, (margins.amin(dim=1) for margins in self._dense(chunk, sets)))
+        return self._verdicts(chunk, least)
 
     def _bounded_sparse(self, chunk: slice) -> Certificates:
         """Some of the images against sparse changes."""
@@ -301,11 +275,15 @@ class _Proof:
         margins = sparse_margins(
             self.network, images, labels, threat.pixels, threat.bound, rounding=self.rounding
         )
-        return self._verdicts(chunk, margins, labels.new_full((len(labels), 2), -1))
+        return self._verdicts(chunk, margins)
 
-    def _verdicts(self, chunk: slice, margins: Margins, worst_placement: Tensor) -> Certificates:
+    def _verdicts(
+        self, chunk: slice, margins: Margins, worst_placement: Annotated[Tensor, "n 2"] | None = None
+    ) -> Certificates:
         """What is not strictly proven, NaN and infinity included, is not certified."""
         labels = self.labels[chunk]
+        if worst_placement is None:
+            worst_placement = labels.new_full((len(labels), 2), -1)
         own = torch.nn.functional.one_hot(labels, self.classes).bool()
         proven = ((margins > 0) | own).all(dim=1) & margins.isfinite().all(dim=1)
         return Certificates(
@@ -325,34 +303,22 @@ class _Proof:
 
     def margins(self, chunk: slice) -> PlacementMargins:
         """The margins of some of the images at every placement, by intervals."""
-        images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
-        assert isinstance(threat, Patch)
         if self.sweep is not None:
-            return self.sweep.margins(self._clean_pass(chunk), labels, rounding=self.rounding)
+            return self.sweep.margins(self._clean_pass(chunk), self.labels[chunk], rounding=self.rounding)
+        assert isinstance(self.threat, Patch)
+        corners = self.threat.placements(*self.images.shape[-2:]).corners
+        return torch.cat(list(self._dense(chunk, corners)), dim=1)
+
+    def _dense(self, chunk: slice, corners: Annotated[Tensor, "p ... 2"]) -> Iterator[PlacementMargins]:
+        """The margins of some of the images at all corners, or sets of corners, as many at a time as fit."""
         from patchcert.windows.dense import dense_margins
 
-        corners = threat.placements(images.shape[-2], images.shape[-1]).corners.to(images.device)
+        images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
+        assert isinstance(threat, Patch | Patches)
         size = rows_within(self.network, images, self.budget, unfolded=True)
-        parts = [
-            dense_margins(self.network, images, labels, threat, some, rounding=self.rounding)
-            for some in corners.split(size)
-        ]
-        return torch.cat(parts, dim=1)
+        for some in corners.to(images.device).split(size):
+            yield dense_margins(self.network, images, labels, threat, some, rounding=self.rounding)
 
     def _clean_pass(self, chunk: slice) -> Clean:
         images = self.images[chunk]
         return exact_clean_pass(self.audit, images, self.labels[chunk], images.dtype)
-
-
-def _refinement(
-    bounds: IntervalBounds, audit: Network, network: Network, threat: AnyThreat, memory_budget: int
-) -> Refinement | None:
-    if bounds.refine is None:
-        return None
-    if not isinstance(threat, Patch):
-        raise InvalidInput(
-            f"refine is {bounds.refine!r}, but linear bounds exist for one patch, and the threat is {threat}",
-            hint="leave refine out for other threats",
-        )
-    budget = bounds.budget or DEFAULT_BUDGET
-    return Refinement(bounds.model, audit, network, threat, bounds.refine, budget, memory_budget)

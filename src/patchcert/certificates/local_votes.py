@@ -3,8 +3,8 @@
 Sums of 0/1 scores are certified as BagCert does (Metzen and Yatsura 2021).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from typing import Annotated, Any, ClassVar, Literal, final, get_args
 
@@ -16,27 +16,18 @@ from patchcert.bounds import Interval, Network, Rounding, trace
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places
 from patchcert.bounds.operations import Reshape
 from patchcert.bounds.rounding import precise_arithmetic, subnormals_kept
-from patchcert.certificates.batches import FixedBatches, Precision, needed_lead
-from patchcert.certificates.checks import (
-    check_call,
-    check_fit,
-    check_foreign_rules,
-    check_images,
-    check_inputs,
-    check_labels,
-    weight_dtype,
-)
-from patchcert.certificates.classifier import AnyThreat, Certificates, Classifier, Columns
+from patchcert.certificates.batches import FixedBatches, Precision
+from patchcert.certificates.checks import check_foreign_rules, check_some, copy_of_type, weight_dtype
+from patchcert.certificates.classifier import AnyThreat, Certificates
 from patchcert.certificates.votes import (
+    MarginsOf,
     Scores,
     Ties,
     Touched,
+    VoteClassifier,
     Windows,
     bounded_margins,
     cell_scores,
-    certified_by_votes,
-    check_vote_settings,
-    contradiction_of_votes,
     is_won,
     masked_margins,
     masked_totals,
@@ -44,8 +35,6 @@ from patchcert.certificates.votes import (
     scores_between,
     sum_margins,
     sum_totals,
-    voted_patch,
-    winners,
 )
 from patchcert.errors import InvalidInput, ModelError, UnsupportedLayer
 from patchcert.progress import Progress
@@ -148,7 +137,7 @@ def touched_cells(threat: Patch, seen: Sight, images: Images) -> Touched:
 
 @final
 @dataclass(frozen=True)
-class LocalVotes(Classifier):
+class LocalVotes(VoteClassifier):
     """Classifies by the sum of local scores, each of which sees a small part of the image: one pass, and a few sums.
 
     The model takes images to a map (n, classes, rows, columns) of logits. Inside the classifier they become scores of
@@ -158,11 +147,8 @@ class LocalVotes(Classifier):
     large scores, which need no upper limit. Which cells a placement touches is read off the traced graph, exactly and
     for any stamp.
 
-    A cell that the patch does not touch sees the same pixels, in batches of the same shape and the same arithmetic
-    (`precision`). A library may still sum in another order when other numbers surround it, so its score counts towards
-    a proof as the least (or for other classes the most) that it becomes when every logit moves by half of `slack` times
-    the image's largest. A probe refuses models that move half as far; what is assumed beyond that is that no score ever
-    moves further.
+    A cell that the patch does not touch counts towards a proof with the least score (or for other classes the most)
+    that it has when every logit moves by half of `slack` times the image's largest.
 
     With `bounded` a placement that this leaves open is looked at again: what touched cells can give is then bounded by
     intervals, as in `IntervalBounds`, instead of by the least and the largest score there is. Both are proofs of the
@@ -181,7 +167,7 @@ class LocalVotes(Classifier):
     of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack", "bounded")
 
     def __post_init__(self) -> None:
-        check_vote_settings(self, "batch_size")
+        super().__post_init__()
         for name, kinds in (("aggregation", get_args(Aggregation)), ("scores", get_args(LocalScores))):
             if getattr(self, name) not in kinds:
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(kinds)}")
@@ -205,57 +191,32 @@ class LocalVotes(Classifier):
                 hint="leave out bounded, or choose scores='clipped' and precision='float32'",
             )
 
-    def predict(self, images: Images, progress: Progress | None = None) -> Labels:
-        """The class with the largest sum, or masked sum."""
-        check_call(progress)
-        check_images(self.model, images)
-        scores = self.local_scores(images, progress)
-        return winners(self.totals(scores.values, images), self.ties)
-
     def certify(
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
     ) -> Certificates:
-        """An image is certified if the label wins whatever the cells that a placement touches give to whom."""
-        check_call(progress)
-        check_inputs(self.model, images, labels)
-        check_fit(threat, images)
-        patch, patches = voted_patch(threat, type(self).__name__)
-        network = trace_local(self.model, images.shape[1:])
-        seen = local_sight(network, *images.shape[2:])
-        scores = self.local_scores(images, progress, with_probe=True)
-        self._check_trace(images, network)
-        check_labels(labels, scores.values.shape[1])
-        totals, touched = self.totals(scores.values, images), touched_cells(patch, seen, images)
-        margins_of = sum_margins
-        if self.masked is not None:
-            margins_of = partial(masked_margins, windows=self.windows(images))
-        found = certified_by_votes(margins_of, scores, totals, labels, touched, self.ties, patches)
-        if not self.bounded or found.placements is None:
+        """As for all votes; with `bounded`, placements that are left open are looked at again."""
+        found = super().certify(images, labels, threat, progress)
+        if not self.bounded or not isinstance(threat, Patch) or found.placements is None:
             return found
-        check_foreign_rules(network, images, patch)
         is_open = ~found.placements & (found.predictions == labels)[:, None]
-        proven = found.placements | self._proven_by_bounds(network, images, labels, scores, patch, is_open)
+        proven = found.placements | self._proven_by_bounds(images, labels, threat, is_open)
         return replace(found, certified=proven.all(dim=1), placements=proven)
 
     @torch.no_grad()
     def _proven_by_bounds(
-        self,
-        network: Network,
-        images: Images,
-        labels: Labels,
-        scores: Scores,
-        patch: Patch,
-        is_open: Annotated[Tensor, "n p"],
+        self, images: Images, labels: Labels, patch: Patch, is_open: Annotated[Tensor, "n p"]
     ) -> Annotated[Tensor, "n p"]:
         """Which of the open placements are proven by intervals of what touched cells can give."""
+        network, scores = trace_local(self.model, images.shape[1:]), self.local_scores(images)
+        exact = copy_of_type(self.model, torch.float64)
+        check_foreign_rules(trace_local(exact, images.shape[1:]), images, patch)
         corners = patch.placements(*images.shape[2:]).corners.to(images.device)
         touched, windows = self.touched(patch, images), None if self.masked is None else self.windows(images)
         found = torch.zeros_like(is_open)
         for place in is_open.any(dim=0).nonzero().flatten().tolist():
             for rows in is_open[:, place].nonzero().flatten().split(self.batch_size):
-                part = Scores(scores.values[rows], scores.lower[rows], scores.upper[rows], scores.most)
                 box = patch.boxes(images[rows], corners[place : place + 1]).map(lambda end: end[:, 0])
-                bounded = self._bounded(network, box, part, touched[place])
+                bounded = self._bounded(network, box, scores.of(rows), touched[place])
                 margins = bounded_margins(bounded, labels[rows], touched[place], windows)
                 found[rows, place] = is_won(margins, labels[rows], self.ties)
         return found
@@ -267,10 +228,8 @@ class LocalVotes(Classifier):
         box = box.map(lambda end: end.to(weight_dtype(self.model, end.dtype)))
         with precise_arithmetic(), subnormals_kept():
             bounds = network.bounds(box, Rounding.outward(box.lower.dtype))
-        slack = needed_lead(self.precision, self.slack)
-        least, largest = scores_between(
-            bounds.lower.flatten(2), bounds.upper.flatten(2), self.scores, slack, scores.most
-        )
+        lower, upper = bounds.lower.flatten(2), bounds.upper.flatten(2)
+        least, largest = scores_between(lower, upper, self.scores, self.needed_lead, scores.most)
         if bool((((scores.values < least) | (scores.values > largest)) & cells).any()):
             raise ModelError(
                 "local scores of clean images lie outside the bounds of what a patch can make of them",
@@ -297,41 +256,36 @@ class LocalVotes(Classifier):
         """The sum, or masked sum, of scores of images of this size."""
         return sum_totals(scores) if self.masked is None else masked_totals(scores, self.windows(images))
 
+    def _margins_of(self, images: Images) -> MarginsOf:
+        return sum_margins if self.masked is None else partial(masked_margins, windows=self.windows(images))
+
     @torch.no_grad()
     def local_scores(
         self, images: Images, progress: Progress | None = None, with_probe: bool = False
     ) -> Scores:
         """The scores of every cell, row by row; with a probe of whether they depend on the batch."""
-        if not len(images):
-            raise InvalidInput("votes need one image at least, got none")
+        check_some(images)
         images, flat = images.to(weight_dtype(self.model, images.dtype)), _FlatMaps(self.model)
         base = FixedBatches(flat, images, self.batch_size, self.precision)
         if with_probe:
             numbers = torch.arange(self.batch_size, device=images.device)
-            base.check_company(images[numbers % len(images)], needed_lead(self.precision, self.slack) / 4)
+            base.check_company(images[numbers % len(images)], self.needed_lead / 4)
+            self._check_trace(images)
         rows = []
         for start in range(0, len(images), self.batch_size):
             rows.append(base.logits(images[start : start + self.batch_size]))
             if progress is not None:
                 progress(min(start + self.batch_size, len(images)), len(images))
         logits = torch.cat(rows).unflatten(1, (flat.classes, -1))
-        return cell_scores(logits, self.scores, needed_lead(self.precision, self.slack))
+        return cell_scores(logits, self.scores, self.needed_lead)
 
     def describe(self) -> dict[str, Any]:
-        hidden = ("model", "batch_size", *(() if self.bounded else ("bounded",)))
-        own = [each.name for each in fields(self) if each.name not in hidden]
-        found = {"name": "LocalVotes"} | {name: getattr(self, name) for name in own}
-        masked = list(self.masked) if isinstance(self.masked, tuple) else self.masked
-        return found | {"masked": masked, "slack": needed_lead(self.precision, self.slack)}
+        found = super().describe()
+        return found if self.bounded else {name: found[name] for name in found if name != "bounded"}
 
     def images_per_block(self, device: torch.device) -> int | None:
         """Receptive fields are found once for each block, so that few large ones are best where passes are quick."""
         return 256 if device.type == "cpu" else 2048
-
-    @staticmethod
-    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
-        """Predictions follow from the sums."""
-        return contradiction_of_votes(columns, meta)
 
     def passes(self, height: int, width: int) -> int | None:
         return 1
@@ -345,12 +299,14 @@ class LocalVotes(Classifier):
         return {}
 
     @torch.no_grad()
-    def _check_trace(self, images: Images, network: Network) -> None:
+    def _check_trace(self, images: Images) -> None:
         """The model and its traced operations must say the same, on a few images and their negatives."""
-        few = images[:4].to(weight_dtype(self.model, images.dtype))
+        network, few = trace_local(self.model, images.shape[1:]), images[:4]
         probes = torch.cat([few, 1 - few])
         with precise_arithmetic():
-            said, traced = self.model(probes), network.values(probes)[-1]
+            both = self.model(probes), network.values(probes)[-1]
+        # What is not finite is level with itself alone, and widens no leeway.
+        said, traced = (each.nan_to_num(0.0, 0.0, 0.0) for each in both)
         # Both are the same sums in other orders: 2^-10 of the largest is far more than float32 rounds, and for shorter
         # types 16 units in the last place are more than a few dozen layers do.
         leeway = max(2**-10, 16 * torch.finfo(said.dtype).eps) * said.abs().max()

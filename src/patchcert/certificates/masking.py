@@ -5,8 +5,8 @@ rules and their proofs.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self, final
 
@@ -14,19 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.certificates.batches import (
+    BatchedClassifier,
     FixedBatches,
     MeanVote,
     Precision,
-    check_precision,
-    check_slack,
-    needed_lead,
+    check_counts,
 )
-from patchcert.certificates.checks import check_call, check_images, check_inputs, check_labels, weight_dtype
+from patchcert.certificates.checks import check_images, check_inputs, check_labels, weight_dtype
 from patchcert.certificates.classifier import (
     ABSTAINED,
     AnyThreat,
     Certificates,
-    Classifier,
     Columns,
     Guarantee,
     Promise,
@@ -48,10 +46,13 @@ Numbers = Annotated[Tensor, "b"]
 """One whole number for each of b copies: the image, or the mask."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """What both kinds of proof with masks can be told."""
+@dataclass(frozen=True)
+class _Masked(BatchedClassifier):
+    """A model that looks at copies of an image of which parts are hidden."""
 
+    model: nn.Module
+    threat: Patch | Patches
+    _: KW_ONLY
     masks: int | tuple[int, int] = 6
     fill: float | tuple[float, ...] = 0.5
     precision: Precision = "float32"
@@ -59,19 +60,10 @@ class _Settings:
     mirrored: bool = False
     compiled: bool = False
     batch_size: int | None = None
-
-
-@dataclass(frozen=True)
-class _Masked(Classifier, _Settings):
-    """A model that looks at copies of an image of which parts are hidden."""
-
-    model: nn.Module
-    threat: Patch | Patches
-    of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack",)
+    undescribed: ClassVar[tuple[str, ...]] = ("model", "threat", "batch_size", "with_map")
 
     def __post_init__(self) -> None:
-        check_precision(self.precision)
-        check_slack(self.precision, self.slack)
+        super().__post_init__()
         masks_per_axis(self.masks)
         hidden_patch(self.threat)
         values = self.fill if isinstance(self.fill, tuple) else (self.fill,)
@@ -80,13 +72,8 @@ class _Masked(Classifier, _Settings):
                 f"fill is {self.fill!r}; expected a number, or one for each channel",
                 hint="fill=0.5 hides parts behind grey; no pixel looks like a fill outside of [0, 1]",
             )
-        if self.batch_size is not None and (type(self.batch_size) is not int or self.batch_size < 1):
-            raise InvalidInput(f"batch_size is {self.batch_size!r}; expected a whole number of at least 1")
-
-    @property
-    def needed_lead(self) -> float:
-        """The lead that a class must exceed to count for a proof, as a share of the largest logit."""
-        return needed_lead(self.precision, self.slack)
+        if self.batch_size is not None:
+            check_counts(batch_size=self.batch_size)
 
     def shown_model(self) -> nn.Module:
         """The model that copies are shown to."""
@@ -102,11 +89,8 @@ class _Masked(Classifier, _Settings):
         return masks_covering(self.threat, height, width, self.masks)
 
     def describe(self) -> dict[str, Any]:
-        names = [each.name for each in fields(self) if each.name not in ("model", "threat", "batch_size")]
-        settings = {name: getattr(self, name) for name in names} | {"slack": self.needed_lead}
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
         masked = {"masked_threat": self.threat.to_dict(), "patches": hidden_patch(self.threat)[1]}
-        return {"name": type(self).__name__, **masked, **plain}
+        return {"name": type(self).__name__, **masked, **super().describe()}
 
     @classmethod
     def described(cls, model: nn.Module, description: Mapping[str, Any]) -> Self:
@@ -130,11 +114,17 @@ class _Masked(Classifier, _Settings):
 
         return MeanVote(self.shown_model(), copies)
 
+    @staticmethod
+    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
+        """Certified images have the lead that it takes."""
+        row = first_row(columns["certified"] & ~(columns["lead"] > meta["classifier"]["slack"]))
+        return "" if row is None else f"row {row} is certified with a lead of {columns['lead'][row]}"
+
     def _copies(
-        self, images: Images, labels: Labels, threat: AnyThreat
+        self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None
     ) -> "tuple[MaskedCopies, Annotated[Tensor, 'q m']]":
         """Copies of images that fit, and which masks hide the threat."""
-        check_inputs(self.model, images, labels)
+        check_inputs(self.model, images, labels, progress)
         copies = MaskedCopies(self, images)
         check_labels(labels, copies.classes)
         return copies, self._covering(threat, copies.masks).to(images.device)
@@ -154,6 +144,14 @@ class _Masked(Classifier, _Settings):
                 hint="make the classifier with the larger of the threats; it serves all that its masks cover",
             )
         return cover
+
+    def _map(
+        self, threat: AnyThreat, masks: MaskSet, least: Annotated[Tensor, "n m"]
+    ) -> Annotated[Tensor, "n p"] | None:
+        """At which placements of one patch a mask that covers it leads by enough."""
+        if not isinstance(threat, Patch):
+            return None
+        return _any_covering(least > self.needed_lead, masks.covers(threat).to(least.device))
 
 
 @final
@@ -179,8 +177,7 @@ class DoubleMasking(_Masked):
     with_map: bool = False
 
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
-        check_images(self.model, images)
-        check_call(progress)
+        check_images(self.model, images, progress)
         copies = MaskedCopies(self, images)
         owners = torch.arange(len(images), device=images.device)
         return copies.predictions(copies.singles(progress=progress).said, owners)
@@ -191,18 +188,17 @@ class DoubleMasking(_Masked):
 
     def detector(self, threshold: float = 0.0) -> "MaskedDetection":
         """The same masks, used to raise an alert instead of recovering what a patch hides."""
-        shared = {each.name: getattr(self, each.name) for each in fields(_Settings)}
-        return MaskedDetection(self.model, self.threat, **shared, threshold=threshold)
+        shared = {each.name: getattr(self, each.name) for each in fields(_Masked)}
+        return MaskedDetection(**shared, threshold=threshold)
 
     def certify(
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
     ) -> Certificates:
         """A placement is proven if some mask that covers it says the label with every second mask."""
-        check_call(progress)
-        copies, covering = self._copies(images, labels, threat)
+        copies, covering = self._copies(images, labels, threat, progress)
         rows = _Rows(copies, labels, self.needed_lead)
         rows.look_at_pairs(covering, self.with_map, progress)
-        lead = _covered_lead(rows.least, covering)
+        lead = _best_leads(rows.least, covering).amin(dim=1)
         certified = lead > self.needed_lead
         # What is proven is predicted, since a patch may change nothing; only the others have to be asked for.
         predictions = labels.clone()
@@ -212,7 +208,7 @@ class DoubleMasking(_Masked):
             certified=certified,
             predictions=predictions,
             labels=labels,
-            placements=self._map(threat, copies.masks, rows.least),
+            placements=self._map(threat, copies.masks, rows.least) if self.with_map else None,
             lead=lead,
             weakest_masks=rows.weakest,
         )
@@ -225,22 +221,12 @@ class DoubleMasking(_Masked):
         A placement is proven where it exceeds `needed_lead`. Rows that cannot be proven are left at their first wrong
         copy, so that their leads are upper bounds.
         """
-        copies, covering = self._copies(images, labels, threat)
+        if not isinstance(threat, Patch):
+            raise InvalidThreat(f"one placement after the other is about one patch, got {threat!r}")
+        copies, covering = self._copies(images, labels, threat, progress)
         rows = _Rows(copies, labels, self.needed_lead)
         rows.look_at_pairs(covering, for_map=True, progress=progress)
-        covers = copies.masks.covers(_one_patch(threat)).to(images.device)
-        hidden = torch.where(covers, 0.0, -torch.inf)
-        return torch.stack([(row + hidden).amax(dim=1) for row in rows.least])
-
-    def _map(
-        self, threat: AnyThreat, masks: MaskSet, least: Annotated[Tensor, "n m"]
-    ) -> Annotated[Tensor, "n p"] | None:
-        if not self.with_map or not isinstance(threat, Patch):
-            return None
-        return _any_covering(least > self.needed_lead, masks.covers(threat).to(least.device))
-
-    def describe(self) -> dict[str, Any]:
-        return {name: value for name, value in _Masked.describe(self).items() if name != "with_map"}
+        return _best_leads(rows.least, copies.masks.covers(threat).to(images.device))
 
     def images_per_block(self, device: torch.device) -> int | None:
         """About as many as a few seconds serve; on a CPU very few."""
@@ -248,11 +234,6 @@ class DoubleMasking(_Masked):
         count = math.comb(rows * columns, min(hidden_patch(self.threat)[1], rows * columns))
         passes = _PASSES_PER_BLOCK.get(device.type, _PASSES_PER_BLOCK["cpu"])
         return max(1, min(2048, 2 * passes // (count * (count + 1))))
-
-    @staticmethod
-    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
-        """Verdicts follow from leads."""
-        return _unsupported(columns, meta)
 
 
 @final
@@ -273,7 +254,7 @@ class MaskedDetection(_Masked):
     promise: ClassVar[Promise] = "detection"
 
     def __post_init__(self) -> None:
-        _Masked.__post_init__(self)
+        super().__post_init__()
         if not 0 <= self.threshold < 1:
             raise InvalidInput(
                 f"threshold is {self.threshold!r}; expected a confidence of at least 0 and below 1",
@@ -281,8 +262,7 @@ class MaskedDetection(_Masked):
             )
 
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
-        check_images(self.model, images)
-        check_call(progress)
+        check_images(self.model, images, progress)
         copies = MaskedCopies(self, images)
         return self._predictions(copies.whole_images(), copies.singles(progress=progress))
 
@@ -290,23 +270,17 @@ class MaskedDetection(_Masked):
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
     ) -> Certificates:
         """A placement is proven if some mask that covers it says the label, with confidence."""
-        check_call(progress)
-        copies, covering = self._copies(images, labels, threat)
+        copies, covering = self._copies(images, labels, threat, progress)
         whole, singles = copies.whole_images(), copies.singles(labels, progress)
         predictions = self._predictions(whole, singles)
-        is_confident = singles.confidence > self.threshold + self.needed_lead
-        leads = torch.where(is_confident, singles.lead, -torch.inf)
-        lead = _covered_lead(leads, covering)
-        proven = None
-        if isinstance(threat, Patch):
-            covers = copies.masks.covers(threat).to(images.device)
-            proven = _any_covering(leads > self.needed_lead, covers)
+        leads = torch.where(self._stays_confident(singles), singles.lead, -torch.inf)
+        lead = _best_leads(leads, covering).amin(dim=1)
         return Certificates(
             certified=(predictions == labels) & (lead > self.needed_lead),
             predictions=predictions,
             labels=labels,
             guarantee=Guarantee(self.promise),
-            placements=proven,
+            placements=self._map(threat, copies.masks, leads),
             lead=lead,
             weakest_masks=singles.lead.argmin(dim=1, keepdim=True).expand(-1, 2),
         )
@@ -315,14 +289,18 @@ class MaskedDetection(_Masked):
         """One for each mask, and one for the whole image."""
         return (len(self.mask_set(height, width).hidden) + 1) * (2 if self.mirrored else 1)
 
+    def _stays_confident(self, answers: "_Answers") -> Annotated[Tensor, "n m"]:
+        """Whether a confidence exceeds the threshold by the slack, and by more where logits are large.
+
+        Where they move by half the slack times the largest, d, the odds keep exp(-2 d) of themselves at least. The
+        slack, of 2^-14 or more, also pays for what float32 rounds in a softmax, some 2^-24.
+        """
+        odds = (answers.confidence - self.needed_lead).logit()
+        return odds - self.needed_lead * answers.largest > torch.full_like(odds, self.threshold).logit()
+
     def _predictions(self, whole: Labels, singles: "_Answers") -> Labels:
         objects = (singles.said != whole[:, None]) & (singles.confidence > self.threshold)
         return torch.where(objects.any(dim=1), ABSTAINED, whole)
-
-    @staticmethod
-    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
-        """Certified images have a lead."""
-        return _unsupported(columns, meta)
 
 
 @final
@@ -330,13 +308,14 @@ class MaskedDetection(_Masked):
 class _Answers:
     """What the model says of copies: -1 where a logit is not finite, which is no class and leads nothing.
 
-    `lead` is by how much the image's label leads the best other class, as a share of the largest logit;
-    `confidence` is the softmax of what is said.
+    `largest` is the largest logit, whatever its sign, `lead` the share of it by which the image's label leads the best
+    other class, and `confidence` the softmax of what is said.
     """
 
     said: Annotated[Tensor, "..."]
     lead: Annotated[Tensor, "..."]
     confidence: Annotated[Tensor, "..."]
+    largest: Annotated[Tensor, "..."]
 
     @staticmethod
     def of(logits: Logits, labels: Labels) -> "_Answers":
@@ -344,17 +323,19 @@ class _Answers:
         finite = logits.isfinite().all(dim=1)
         own = logits.gather(1, labels[:, None])[:, 0]
         others = logits.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
-        lead = (own - others) / logits.abs().amax(dim=1)
+        largest = logits.abs().amax(dim=1)
+        lead = (own - others) / largest
         return _Answers(
             torch.where(finite, logits.argmax(dim=1), ABSTAINED),
             torch.where(finite & ~lead.isnan(), lead, -torch.inf),
             torch.where(finite, logits.softmax(dim=1).amax(dim=1), 0.0),
+            largest,
         )
 
     @staticmethod
-    def joined(parts: "Sequence[_Answers]", shape: tuple[int, ...]) -> "_Answers":
+    def joined(parts: "Iterable[_Answers]", shape: tuple[int, ...]) -> "_Answers":
         """All parts, as tensors of this shape."""
-        columns = zip(*((part.said, part.lead, part.confidence) for part in parts), strict=True)
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
         return _Answers(*(torch.cat(column).reshape(shape) for column in columns))
 
 
@@ -398,7 +379,7 @@ class MaskedCopies:
     def look(
         self, owner: Numbers, first: Numbers, second: Numbers, labels: Labels | None = None
     ) -> Iterator[_Answers]:
-        """What the model says of each image under two masks, batch by batch."""
+        """What the model says of each image under two masks, batch by batch; of no images one empty batch."""
         known = torch.zeros_like(owner) if labels is None else labels[owner]
         batches = zip(*(each.split(self.size) for each in (owner, first, second, known)), strict=True)
         for images, one, other, label in batches:
@@ -408,29 +389,22 @@ class MaskedCopies:
         """What the model says with nothing hidden."""
         owner = torch.arange(len(self.images), device=self.images.device)
         nothing = torch.full_like(owner, len(self.masks))
-        return _Answers.joined([*self.look(owner, nothing, nothing), self._none], (len(owner),)).said
-
-    @property
-    def _none(self) -> _Answers:
-        empty = self.images.new_empty(0, dtype=torch.float32)
-        return _Answers(empty.long(), empty, empty)
+        return _Answers.joined(self.look(owner, nothing, nothing), (len(owner),)).said
 
     def singles(self, labels: Labels | None = None, progress: Progress | None = None) -> _Answers:
         """What the model says of each image under each mask alone: tensors (n, m)."""
         count, masks = len(self.images), len(self.masks)
         owner = torch.arange(count, device=self.images.device).repeat_interleave(masks)
         mask = torch.arange(masks, device=self.images.device).repeat(count)
-        parts = [self._none]
+        parts = list[_Answers]()
         for part in self.look(owner, mask, mask, labels):
             parts.append(part)
             if progress is not None:
-                progress(min(self.size * (len(parts) - 1), count * masks) // masks, count)
+                progress(min(self.size * len(parts), count * masks) // masks, count)
         return _Answers.joined(parts, (count, masks))
 
     def predictions(self, said: Annotated[Tensor, "n m"], owners: Labels) -> Labels:
         """What is predicted of images by number, where this is said of them under one mask."""
-        if not len(said):
-            return owners
         counts = torch.stack([(said == label).sum(dim=1) for label in range(ABSTAINED, self.classes)], dim=1)
         frequent = counts.argmax(dim=1) + ABSTAINED
         image, mask = (said != frequent[:, None]).nonzero().T
@@ -498,9 +472,11 @@ class _Rows:
         """Pairs of two rows that cannot be proven are left out."""
         rows = self.least > self.needed
         open_pairs = (rows[owner, first] | rows[owner, second]).nonzero().flatten()
+        if not len(open_pairs):
+            return
         owner, first, second = owner[open_pairs], first[open_pairs], second[open_pairs]
         parts = self.copies.look(owner, first, second, self.labels)
-        lead = torch.cat([self.least.new_empty(0), *(part.lead for part in parts)])
+        lead = torch.cat([part.lead for part in parts])
         flat, masks = self.least.flatten(), self.least.shape[1]
         for mask in (first, second):
             flat = flat.scatter_reduce(0, owner * masks + mask, lead, "amin")
@@ -529,12 +505,6 @@ class Mirrored(nn.Module):
         return (self.model(images) + self.model(images.flip(3))) / 2
 
 
-def _one_patch(threat: AnyThreat) -> Patch:
-    if not isinstance(threat, Patch):
-        raise InvalidThreat(f"one placement after the other is about one patch, got {threat!r}")
-    return threat
-
-
 def _fill(fill: float | tuple[float, ...], channels: int) -> Annotated[Tensor, "1 c 1 1"]:
     values = fill if isinstance(fill, tuple) else (fill,) * channels
     if len(values) != channels:
@@ -557,13 +527,12 @@ def _any_covering(
     return rows.float() @ cover.float().T > 0.5
 
 
-def _covered_lead(least: Annotated[Tensor, "n m"], covering: Annotated[Tensor, "q m"]) -> PerImage:
-    """The least over placements of the best over the masks that cover the patch there."""
+def _best_leads(
+    least: Annotated[Tensor, "n m"], covering: Annotated[Tensor, "q m"]
+) -> Annotated[Tensor, "n q"]:
+    """The best over the masks that cover the patch at each placement, one image at a time."""
     hidden = torch.where(covering, 0.0, -torch.inf)
-    return torch.stack([(row + hidden).amax(dim=1).amin() for row in least]) if len(least) else least[:, 0]
-
-
-def _unsupported(columns: Columns, meta: Mapping[str, Any]) -> str:
-    """Which row is certified without the lead that it takes."""
-    row = first_row(columns["certified"] & ~(columns["lead"] > meta["classifier"]["slack"]))
-    return "" if row is None else f"row {row} is certified with a lead of {columns['lead'][row]}"
+    found = least.new_empty(len(least), len(covering))
+    for row, leads in enumerate(least):
+        found[row] = (leads + hidden).amax(dim=1)
+    return found

@@ -4,6 +4,7 @@ A cell is whatever votes on a part of the image: a band, a block, a place of a m
 `sum_margins` and `masked_margins`, are proven in docs/concepts/votes.md.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, final, get_args
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from patchcert.certificates.batches import check_precision, check_slack
+from patchcert.certificates.batches import BatchedClassifier, check_counts
+from patchcert.certificates.checks import check_fit, check_images, check_inputs, check_labels
 from patchcert.certificates.classifier import (
     ABSTAINED,
     AnyThreat,
@@ -21,10 +23,11 @@ from patchcert.certificates.classifier import (
     Columns,
     first_row,
 )
-from patchcert.errors import InvalidInput, InvalidThreat
-from patchcert.tensors import Labels
-from patchcert.threats import Patch, Patches
-from patchcert.threats.patch import choices
+from patchcert.errors import InvalidInput
+from patchcert.progress import Progress
+from patchcert.tensors import Images, Labels
+from patchcert.threats import Patch
+from patchcert.threats.patch import choices, patch_and_count
 
 ScoreKind = Literal["one-hot", "threshold", "heaviside", "clipped", "softmax", "positive"]
 """What a cell gives a class: one vote for its largest logit, a vote for every class whose softmax reaches a threshold
@@ -58,6 +61,10 @@ class Scores:
     lower: CellScores
     upper: CellScores
     most: int
+
+    def of(self, rows: slice | Tensor) -> "Scores":
+        """Those of some images."""
+        return Scores(self.values[rows], self.lower[rows], self.upper[rows], self.most)
 
 
 def cell_scores(logits: CellScores, kind: ScoreKind, slack: float, threshold: float | None = None) -> Scores:
@@ -252,35 +259,12 @@ def proven_placements(
     margins_of: MarginsOf, scores: Scores, labels: Labels, touched: Touched, ties: Ties
 ) -> Annotated[Tensor, "n p"]:
     """At which placements the label wins whatever the patch holds, some images at a time."""
-    placements, classes = len(touched), scores.values.shape[1]
-    size = max(1, _MARGINS_AT_ONCE // max(1, placements * classes))
-    found = [labels.new_empty(0, placements, dtype=torch.bool)]
+    size = max(1, _MARGINS_AT_ONCE // (len(touched) * scores.values.shape[1]))
+    found = []
     for start in range(0, len(labels), size):
         rows = slice(start, start + size)
-        part = Scores(scores.values[rows], scores.lower[rows], scores.upper[rows], scores.most)
-        found.append(is_won(margins_of(part, labels[rows], touched), labels[rows], ties))
+        found.append(is_won(margins_of(scores.of(rows), labels[rows], touched), labels[rows], ties))
     return torch.cat(found)
-
-
-def certified_by_votes(
-    margins_of: MarginsOf,
-    scores: Scores,
-    totals: Annotated[Tensor, "n k"],
-    labels: Labels,
-    touched: Touched,
-    ties: Ties,
-    patches: int,
-) -> Certificates:
-    """The certificates of a vote with these totals, with so many patches at once; for one patch with a map."""
-    predictions, placements = winners(totals, ties), None
-    is_right = predictions == labels
-    if patches == 1:
-        placements = proven_placements(margins_of, scores, labels, touched, ties) & is_right[:, None]
-        certified = placements.all(dim=1)
-    else:
-        certified = is_right & proven_for_several(margins_of, scores, labels, touched, ties, patches)
-    ballots = Ballots(totals.long(), totals.long())
-    return Certificates(certified, predictions, labels, placements=placements, ballots=ballots)
 
 
 def proven_for_several(
@@ -333,39 +317,70 @@ def slow_margins(
     return margins
 
 
-def contradiction_of_votes(columns: Columns, meta: Mapping[str, Any]) -> str:
-    """The prediction of each stored row follows from its votes, in which a certified label leads."""
-    votes = torch.from_numpy(columns["votes"].astype(np.float64))
-    found = winners(votes, meta["classifier"]["ties"]).numpy()
-    row = first_row(found != columns["prediction"])
-    return "" if row is None else f"the prediction of row {row} does not follow from its votes"
+class VoteClassifier(BatchedClassifier):
+    """Predicts the class that cells give most, and proves it where the cells that a patch does not touch decide."""
 
+    ties: Ties
+    batch_size: int
 
-def check_vote_settings(classifier: Any, *counts: str) -> None:  # noqa: ANN401 - a dataclass with these fields
-    """The counts are whole numbers of at least 1; threshold, ties and slack are in range."""
-    for name in counts:
-        value = getattr(classifier, name)
-        if type(value) is not int or value < 1:
-            raise InvalidInput(f"{name} is {value!r}; expected a whole number of at least 1")
-    check_precision(classifier.precision)
-    check_slack(classifier.precision, classifier.slack)
-    threshold = getattr(classifier, "threshold", None)
-    if threshold is not None and not 0 < threshold < 1:
-        raise InvalidInput(
-            f"threshold is {threshold!r}; a vote asks for a softmax of more than 0 and less than 1",
-            hint="0.2 to 0.4 are usual; None votes for the largest logit alone",
-        )
-    if classifier.ties not in get_args(Ties):
-        raise InvalidInput(f"ties is {classifier.ties!r}; expected one of {', '.join(get_args(Ties))}")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(batch_size=self.batch_size)
+        if self.ties not in get_args(Ties):
+            raise InvalidInput(f"ties is {self.ties!r}; expected one of {', '.join(get_args(Ties))}")
 
+    @abstractmethod
+    def local_scores(
+        self, images: Images, progress: Progress | None = None, with_probe: bool = False
+    ) -> Scores:
+        """What every cell gives every class; with a probe of whether that depends on the batch."""
 
-def voted_patch(threat: AnyThreat, method: str) -> tuple[Patch, int]:
-    """The patch of a threat, and how many there are of it at once; other threats are refused."""
-    if isinstance(threat, Patches):
-        return threat.patch, threat.count
-    if not isinstance(threat, Patch):
-        raise InvalidThreat(
-            f"{method} certifies against patches, got {threat}: pixels anywhere can touch every vote",
+    @abstractmethod
+    def touched(self, threat: Patch, images: Images) -> Touched:
+        """Which cells see a pixel that the patch covers, at each of its placements."""
+
+    def totals(self, scores: CellScores, images: Images) -> Annotated[Tensor, "n k"]:
+        """What cells give each class together, in images of this size."""
+        return sum_totals(scores)
+
+    def predict(self, images: Images, progress: Progress | None = None) -> Labels:
+        """The class of the largest total."""
+        check_images(self.model, images, progress)
+        return winners(self.totals(self.local_scores(images, progress).values, images), self.ties)
+
+    def certify(
+        self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
+    ) -> Certificates:
+        """An image is certified if the label wins whatever the cells that a placement touches give to whom."""
+        check_inputs(self.model, images, labels, progress)
+        check_fit(threat, images)
+        patch, patches = patch_and_count(
+            threat,
+            f"{type(self).__name__} certifies against patches, got {threat}: pixels anywhere can touch every vote",
             hint="give patchcert.Patch(5), or use patchcert.RandomAblation",
         )
-    return threat, 1
+        touched = self.touched(patch, images)
+        scores = self.local_scores(images, progress, with_probe=True)
+        check_labels(labels, scores.values.shape[1])
+        totals = self.totals(scores.values, images)
+        predictions, placements = winners(totals, self.ties), None
+        is_right, margins_of = predictions == labels, self._margins_of(images)
+        if patches == 1:
+            proven = proven_placements(margins_of, scores, labels, touched, self.ties)
+            placements = proven & is_right[:, None]
+            certified = placements.all(dim=1)
+        else:
+            certified = is_right & proven_for_several(margins_of, scores, labels, touched, self.ties, patches)
+        ballots = Ballots(totals.long(), totals.long())
+        return Certificates(certified, predictions, labels, placements=placements, ballots=ballots)
+
+    def _margins_of(self, images: Images) -> MarginsOf:
+        return sum_margins
+
+    @staticmethod
+    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
+        """The prediction of each stored row follows from its votes."""
+        votes = torch.from_numpy(columns["votes"].astype(np.float64))
+        found = winners(votes, meta["classifier"]["ties"]).numpy()
+        row = first_row(found != columns["prediction"])
+        return "" if row is None else f"the prediction of row {row} does not follow from its votes"

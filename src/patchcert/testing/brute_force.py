@@ -2,28 +2,47 @@
 
 import copy
 from itertools import combinations, combinations_with_replacement
-from typing import Annotated
+from typing import Annotated, Protocol, runtime_checkable
 
 import torch
 from torch import Generator, Tensor, nn
 
 from patchcert.tensors import Images, Margins
-from patchcert.threats import Patch, Patches, SparsePixels
+from patchcert.threats import AnyThreat, Patches, Placements, SparsePixels
 
 ALL_FILLINGS = 8
 RANDOM_FILLINGS = 64
 
 
-def supports(
-    threat: Patch | Patches | SparsePixels, channels: int, height: int, width: int
-) -> Annotated[Tensor, "m c h w"]:
+@runtime_checkable
+class PlacedThreat(Protocol):
+    """A threat that moves a stamp over the image, as a patch does."""
+
+    @property
+    def stamp(self) -> Tensor:
+        """True on the pixels it covers."""
+        ...
+
+    def placements(self, height: int, width: int) -> Placements:
+        """Where the stamp may be."""
+        ...
+
+
+def placed_stamps(
+    threat: PlacedThreat, shape: tuple[int, int, int]
+) -> dict[tuple[int, int], Annotated[Tensor, "h w"]]:
+    """True under the stamp at each placement in images of this (c, h, w) shape, by its corner."""
+    placements = threat.placements(*shape[1:])
+    corners = [(top, left) for top, left in placements.corners.tolist()]
+    return dict(zip(corners, placements.masks(threat.stamp), strict=True))
+
+
+def supports(threat: AnyThreat, channels: int, height: int, width: int) -> Annotated[Tensor, "m c h w"]:
     """True on the values that may change together: one row for each placement, or choice of placements or pixels."""
-    if isinstance(threat, Patch):
-        masks = threat.placements(height, width).masks(threat.stamp)
-        return masks[:, None].expand(-1, channels, -1, -1)
-    if isinstance(threat, Patches):
-        single = threat.patch.placements(height, width).masks(threat.patch.stamp)
-        chosen = combinations_with_replacement(single, threat.count)
+    if not isinstance(threat, SparsePixels):
+        patch, count = (threat.patch, threat.count) if isinstance(threat, Patches) else (threat, 1)
+        single = patch.placements(height, width).masks(patch.stamp)
+        chosen = combinations_with_replacement(single, count)
         masks = torch.stack([torch.stack(masks).any(dim=0) for masks in chosen])
         return masks[:, None].expand(-1, channels, -1, -1)
     layers = channels if threat.unit == "channel value" else 1
@@ -34,7 +53,7 @@ def supports(
 
 
 def members(
-    threat: Patch | Patches | SparsePixels, image: Annotated[Tensor, "c h w"], generator: Generator
+    threat: AnyThreat, image: Annotated[Tensor, "c h w"], generator: Generator
 ) -> Annotated[Tensor, "m c h w"]:
     """Members of the threat around one image: every place, with extreme and random fillings.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from patchcert.certificates import ABSTAINED, AnyThreat, Certificates, Classifier, Guarantee
 from patchcert.errors import PatchcertError
 from patchcert.tensors import Images, Labels
-from patchcert.testing.brute_force import members, reached_margins
+from patchcert.testing.brute_force import members, placed_stamps, reached_margins
 from patchcert.testing.conformance import (
     ConformanceError,
     ConformanceReport,
@@ -111,20 +111,16 @@ class CertifierUnderTest:
         may_abstain = guarantee.promise == "detection" or not guarantee.is_deterministic
         wrong = found[(found != label) & ~((found == ABSTAINED) & may_abstain)]
         if len(wrong):
-            change = (
-                f"{len(wrong)} members change the prediction, one of them from {label} to {int(wrong[0])}"
-            )
-            raise ConformanceError(f"{proven}, but {change}")
+            change = f"change the prediction, one of them from {label} to {int(wrong[0])}"
+            raise ConformanceError(f"{proven}, but {len(wrong)} members {change}")
 
 
 def every_placement_counts(subject: CertifierUnderTest) -> None:
     """Where only the full patch at one placement changes the prediction, nothing is certified, wherever it is."""
     image = torch.zeros(1, *SHAPE)
     for patch in _patches():
-        placements = patch.placements(*SHAPE[1:])
-        masks = placements.masks(patch.stamp)
-        for corner, mask in zip(placements.corners.tolist(), masks, strict=True):
-            what = f"a network that only a white patch at {tuple(corner)} changes"
+        for corner, mask in placed_stamps(patch, SHAPE).items():
+            what = f"a network that only a white patch at {corner} changes"
             subject.require_unbroken(stamp_probe(SHAPE, mask), image, [0], patch, what)
 
 
@@ -230,7 +226,7 @@ def maps_of_placements_are_sound(subject: CertifierUnderTest) -> None:
         answer = subject.answer(model, images, labels, patch)
         if answer is None or answer.placements is None:
             continue
-        corners = patch.placements(*SHAPE[1:]).corners.tolist()
+        corners = patch.placements(*SHAPE[1:]).corners
         found = answer.placements
         require(
             found.dtype == torch.bool and found.shape == (len(images), len(corners)),
@@ -239,9 +235,8 @@ def maps_of_placements_are_sound(subject: CertifierUnderTest) -> None:
         odd = (answer.certified & ~found.all(dim=1)).nonzero().flatten().tolist()
         require(not odd, f"{name} network: images {odd} are certified, but not proven at every placement")
         for index, place in (found & (answer.predictions == labels)[:, None]).nonzero().tolist():
-            top, left = corners[place]
-            visited = members(Patch(patch.stamp, [(top, left)]), images[index], seeded())
-            proven = f"{name} network: image {index} is proven at {corners[place]}"
+            visited = members(Patch(patch.stamp, corners[place : place + 1]), images[index], seeded())
+            proven = f"{name} network: image {index} is proven at {corners[place].tolist()}"
             subject.require_prediction(model, visited, int(labels[index]), answer.guarantee, proven)
 
 
@@ -273,15 +268,13 @@ def the_worst_placement_is_the_weakest_allowed_one(subject: CertifierUnderTest) 
     """Where a worst placement is named and only one placement changes the prediction, it is that one."""
     image = torch.zeros(2, *SHAPE)
     for patch in (Patch((1, 2)), Patch(2, [(0, 3), (2, 1)]), Patch(shapes.diamond(5))):
-        placements = patch.placements(*SHAPE[1:])
-        masks = placements.masks(patch.stamp)
-        for corner, mask in zip(placements.corners.tolist(), masks, strict=True):
+        for corner, mask in placed_stamps(patch, SHAPE).items():
             answer = subject.answer(stamp_probe(SHAPE, mask), image, [0, 0], patch)
             if answer is None or answer.worst_placement is None:
                 continue
             named = answer.worst_placement.tolist()
             require(
-                named == [corner, corner],
+                named == [[*corner]] * 2,
                 f"{patch}: the worst placements are {named}, but only {corner} changes anything",
             )
 

@@ -2,27 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from patchcert.testing.brute_force import PlacedThreat, placed_stamps
 from patchcert.testing.conformance import ConformanceReport, require, run_checks, seeded
-from patchcert.threats import Placements, Threat, threat_from_dict
-
-
-@runtime_checkable
-class PlacedThreat(Protocol):
-    """A threat that moves a stamp over the image, as a patch does."""
-
-    @property
-    def stamp(self) -> Tensor:
-        """True on the pixels it covers."""
-        ...
-
-    def placements(self, height: int, width: int) -> Placements:
-        """Where the stamp may be."""
-        ...
+from patchcert.threats import Threat, threat_from_dict
 
 
 @dataclass(frozen=True)
@@ -44,6 +31,13 @@ class ThreatUnderTest:
     def sample(self, images: Tensor, seed: int = 0) -> Tensor:
         """One random member per image, reproducible."""
         return self.threat.sample(images, seeded(seed))
+
+    @property
+    def placed(self) -> dict[tuple[int, int], Annotated[Tensor, "h w"]]:
+        """True under the stamp at each placement, by its corner; empty where the threat has no placements."""
+        if not isinstance(self.threat, PlacedThreat):
+            return {}
+        return placed_stamps(self.threat, self.shape)
 
 
 def the_clean_image_is_contained(subject: ThreatUnderTest) -> None:
@@ -74,14 +68,13 @@ def samples_follow_the_generator_and_spare_the_images(subject: ThreatUnderTest) 
 
 def samples_reach_every_placement(subject: ThreatUnderTest) -> None:
     """Every allowed placement is drawn, up to the last row and column."""
-    if not isinstance(subject.threat, PlacedThreat):
+    if not subject.placed:
         return
-    placements = subject.threat.placements(*subject.shape[1:])
-    images = subject.grey(25 * len(placements))
+    images = subject.grey(25 * len(subject.placed))
     changed = (subject.sample(images) != images).any(dim=1).cpu()
-    for corner, mask in zip(placements.corners.tolist(), placements.masks(subject.threat.stamp), strict=True):
+    for corner, mask in subject.placed.items():
         drawn = (changed == mask).flatten(1).all(dim=1)
-        require(drawn.any(), f"in {len(images)} samples the placement {tuple(corner)} was never filled")
+        require(drawn.any(), f"in {len(images)} samples the placement {corner} was never filled")
 
 
 def samples_reach_every_covered_value(subject: ThreatUnderTest) -> None:
@@ -89,9 +82,8 @@ def samples_reach_every_covered_value(subject: ThreatUnderTest) -> None:
     images = subject.grey(4000)
     samples = subject.sample(images)
     allowed = torch.ones(subject.shape, dtype=torch.bool)
-    if isinstance(subject.threat, PlacedThreat):
-        masks = subject.threat.placements(*subject.shape[1:]).masks(subject.threat.stamp)
-        allowed = masks.any(dim=0).expand(subject.shape)
+    if subject.placed:
+        allowed = torch.stack([*subject.placed.values()]).any(dim=0).expand(subject.shape)
     for value in (0.0, 1.0):
         missing = allowed & ~(samples == value).any(dim=0).cpu()
         require(
@@ -102,18 +94,17 @@ def samples_reach_every_covered_value(subject: ThreatUnderTest) -> None:
 
 def every_filled_placement_is_contained_and_no_stray_pixel(subject: ThreatUnderTest) -> None:
     """The stamp at each placement is a member; with one pixel more, only if another placement covers all."""
-    if not isinstance(subject.threat, PlacedThreat):
+    if not subject.placed:
         return
-    masks = subject.threat.placements(*subject.shape[1:]).masks(subject.threat.stamp)
-    clean = subject.grey(1)
-    for index, mask in enumerate(masks):
+    masks, clean = torch.stack([*subject.placed.values()]), subject.grey(1)
+    for corner, mask in subject.placed.items():
         for stray in (None, *_some_pixels(~mask)):
             wanted = mask.clone()
             if stray is not None:
                 wanted[stray] = True
             expected = not (wanted & ~masks).flatten(1).any(dim=1).all()
             found = bool(subject.threat.contains(clean, torch.where(wanted.to(clean.device), 1.0, clean)))
-            what = f"placement {index}" + ("" if stray is None else f" with the stray pixel {stray}")
+            what = f"the placement {corner}" + ("" if stray is None else f" with the stray pixel {stray}")
             require(found == expected, f"{what}: contained is {found}, expected {expected}")
 
 

@@ -1,6 +1,7 @@
 """What an attacker may do to an image. Knows nothing of networks."""
 
 from patchcert.threats import shapes as shapes
+from patchcert.threats.patch import AnyThreat as AnyThreat
 from patchcert.threats.patch import Patch as Patch
 from patchcert.threats.patch import Patches as Patches
 from patchcert.threats.patch import threat_from_dict as threat_from_dict

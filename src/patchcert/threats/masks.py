@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchcert.errors import InvalidInput, InvalidThreat
-from patchcert.threats.patch import Patch, Patches, choices
+from patchcert.errors import InvalidInput
+from patchcert.threats.patch import Patch, Patches, choices, patch_and_count
 from patchcert.threats.shapes import to_rows
-from patchcert.threats.threat import as_whole
+from patchcert.threats.threat import as_pair
 
 MOST_MASKS = 4096
 """Twice as many pairs of masks as 2^23; each pair is a forward pass for each image."""
@@ -76,26 +76,22 @@ def masks_covering(
 
 def hidden_patch(threat: object) -> tuple[Patch, int]:
     """The patch that masks hide, and how many there are of it at once."""
-    if isinstance(threat, Patches):
-        return threat.patch, threat.count
-    if not isinstance(threat, Patch):
-        raise InvalidThreat(
-            f"masks hide patches, got {threat!r}",
-            hint="changed pixels that are scattered lie under no mask; give patchcert.Patch(5)",
-        )
-    return threat, 1
+    return patch_and_count(
+        threat,
+        f"masks hide patches, got {threat!r}",
+        hint="changed pixels that are scattered lie under no mask; give patchcert.Patch(5)",
+    )
 
 
 def masks_per_axis(masks: object) -> tuple[int, int]:
     """What `masks` says, K or (rows, columns), as (rows, columns)."""
-    given = tuple(masks) if isinstance(masks, tuple | list) else (masks, masks)
-    whole = tuple(as_whole(count) for count in given)
-    if len(whole) != 2 or whole[0] is None or whole[1] is None or min(whole[0], whole[1]) < 1:
+    whole = as_pair(masks if isinstance(masks, tuple | list) else (masks, masks))
+    if whole is None or min(whole) < 1:
         raise InvalidInput(
             f"masks is {masks!r}; expected a whole number of at least 1, or a pair (rows, columns)",
             hint="masks=6 makes 6 x 6 masks",
         )
-    return whole[0], whole[1]
+    return whole
 
 
 def _runs(values: Annotated[Tensor, "p"], count: int) -> Annotated[Tensor, "p"]:

@@ -325,6 +325,15 @@ MOST_CHOICES = 2**20
 _SETS_AT_ONCE = 2**12
 
 
+def patch_and_count(threat: object, refusal: str, hint: str) -> tuple[Patch, int]:
+    """The patch of a threat, and how many there are of it at once; other threats are refused in these words."""
+    if isinstance(threat, Patches):
+        return threat.patch, threat.count
+    if not isinstance(threat, Patch):
+        raise InvalidThreat(refusal, hint=hint)
+    return threat, 1
+
+
 def choices(among: int, count: int) -> Annotated[Tensor, "q _"]:
     """Every set of `count` numbers below `among`, or the one set of all where there are no more."""
     count = min(count, among)
@@ -345,14 +354,11 @@ def _boxes(images: Images, masks: Annotated[Tensor, "... h w"], epsilon: float |
     return Interval(lower, upper)
 
 
-_KINDS: dict[str, type[Patch] | type[Patches] | type[SparsePixels]] = {
-    "patch": Patch,
-    "patches": Patches,
-    "sparse": SparsePixels,
-}
+AnyThreat = Patch | Patches | SparsePixels
+_KINDS: dict[str, type[AnyThreat]] = {"patch": Patch, "patches": Patches, "sparse": SparsePixels}
 
 
-def threat_from_dict(plain: Mapping[str, Plain]) -> Patch | Patches | SparsePixels:
+def threat_from_dict(plain: Mapping[str, Plain]) -> AnyThreat:
     """The threat, of whatever kind, whose `to_dict` is the given table."""
     kind = plain.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:

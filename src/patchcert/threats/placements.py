@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 from patchcert.errors import InvalidThreat
 from patchcert.tensors import Corners
 from patchcert.threats.shapes import Rows, Stamp, from_rows, to_rows
-from patchcert.threats.threat import Plain, as_boolean, as_whole, check_values, describe_value
+from patchcert.threats.threat import Plain, as_boolean, as_pair, check_values, describe_value
 
 PlacementsLike = str | Sequence[tuple[int, int]] | Sequence[Sequence[bool]] | np.ndarray | Tensor
 
@@ -222,13 +222,13 @@ def _rows_of(value: object) -> Sequence[object]:
 
 
 def _position(pair: object) -> tuple[int, int]:
-    whole = [as_whole(number) for number in pair] if isinstance(pair, list | tuple) else []
-    if len(whole) != 2 or whole[0] is None or whole[1] is None:
+    position = as_pair(pair)
+    if position is None:
         raise InvalidThreat(
             f"a placement is a pair (top, left) of whole numbers, got {describe_value(pair)}",
             hint="give a list such as [(0, 0), (3, 5)], or a map of dtype bool",
         )
-    return whole[0], whole[1]
+    return position
 
 
 def _outside(top: int, left: int, rows: int, columns: int, image: tuple[int, int]) -> InvalidThreat:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.threats.patch import Patch
-from patchcert.threats.threat import as_whole
+from patchcert.threats.threat import as_pair
 
 Mode = Literal["nearest", "nearest-exact", "bilinear", "area"]
 """Filters of `torch.nn.functional.interpolate` whose results are means: they stay in [0, 1]."""
@@ -105,10 +105,10 @@ def _check_filter(mode: str, antialias: bool) -> None:
 
 
 def _lengths(name: str, before: object, after: object) -> tuple[int, int]:
-    whole = as_whole(before), as_whole(after)
-    if whole[0] is None or whole[1] is None or min(whole[0], whole[1]) < 1:
+    whole = as_pair((before, after))
+    if whole is None or min(whole) < 1:
         raise InvalidInput(
             f"the {name} of camera and image must be whole numbers of at least 1, got {before!r} and {after!r}",
             hint="give camera=(480, 640) and image=(224, 224)",
         )
-    return whole[0], whole[1]
+    return whole

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from patchcert.errors import InvalidThreat
-from patchcert.threats.threat import as_boolean, as_whole, describe_value
+from patchcert.threats.threat import as_boolean, as_pair, as_whole, describe_value
 
 Stamp = Annotated[Tensor, "height width"]
 StampLike = SupportsIndex | Sequence[SupportsIndex] | Sequence[Sequence[bool]] | np.ndarray | Tensor
@@ -174,9 +174,9 @@ def read_stamp(value: StampLike) -> Stamp:
     mask = as_boolean(value, "the patch's stamp")
     if mask is not None:
         return mask
-    sizes = [as_whole(size) for size in value] if isinstance(value, list | tuple) else []
-    if len(sizes) == 2 and sizes[0] is not None and sizes[1] is not None:
-        return rectangle(sizes[0], sizes[1])
+    sizes = as_pair(value)
+    if sizes is not None:
+        return rectangle(*sizes)
     raise InvalidThreat(
         "a patch is a side, a (height, width) pair or a two-dimensional boolean mask, "
         f"got {describe_value(value)}",

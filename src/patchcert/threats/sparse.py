@@ -124,4 +124,4 @@ class SparsePixels:
         """True on the allowed number of units with the largest scores."""
         chosen = torch.zeros_like(scores, dtype=torch.bool)
         chosen.scatter_(1, scores.topk(self.pixels, dim=1).indices, True)
-        return chosen.view(len(images), -1, *images.shape[2:])
+        return chosen.unflatten(1, (-1, *images.shape[2:]))

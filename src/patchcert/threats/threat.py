@@ -115,6 +115,14 @@ def as_whole(value: object) -> int | None:
         return None
 
 
+def as_pair(value: object) -> tuple[int, int] | None:
+    """The value as two ints, or None if it is no list or tuple of two whole numbers."""
+    whole = [as_whole(each) for each in value] if isinstance(value, list | tuple) else []
+    if len(whole) != 2 or whole[0] is None or whole[1] is None:
+        return None
+    return whole[0], whole[1]
+
+
 def describe_value(value: object) -> str:
     """Enough of a rejected value to recognise it."""
     if isinstance(value, Tensor | np.ndarray):
