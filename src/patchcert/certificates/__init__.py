@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from patchcert.certificates.checks import float_weights
+from patchcert.certificates.checks import check_weights, float_weights
 from patchcert.certificates.classifier import ABSTAINED as ABSTAINED
 from patchcert.certificates.classifier import AnyThreat as AnyThreat
 from patchcert.certificates.classifier import Ballots as Ballots
@@ -50,8 +50,10 @@ def certify(
 
     A plain model takes images (n, c, h, w) in [0, 1] to logits and is bounded by intervals: the keywords are those of
     `IntervalBounds`. Any other kind of proof is a classifier with settings of its own. `progress` is called with the
-    number of images done and the number of all images.
+    number of images done and the number of all images. Weights that are NaN or infinite are an error.
     """
+    if isinstance(model, Classifier | nn.Module):
+        check_weights(model.model if isinstance(model, Classifier) else model)
     if not isinstance(model, Classifier):
         return IntervalBounds(model, dtype, memory_budget, verdicts_only).certify(
             images, labels, threat, progress

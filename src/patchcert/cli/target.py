@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from patchcert.cli.factory import make_model, names_a_factory
 from patchcert.cli.options import parse_normalisation, parse_settings
 from patchcert.cli.output import say
-from patchcert.errors import DataError, InvalidInput, ModelError
+from patchcert.errors import DataError, InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -73,8 +73,10 @@ def open_target(
 
     `imagenet:NAME` is a network beside ImageNet's images in the folder of the data.
     """
+    from patchcert.certificates.checks import check_weights
+
     opened = _open(target, data_dir, weights, normalise)
-    _refuse_broken_weights(opened)
+    check_weights(opened.model, str(opened.weights))
     return opened
 
 
@@ -142,16 +144,6 @@ def _normalised(model: "nn.Module", normalise: str | None) -> "nn.Module":
     layer = Normalize(*parse_normalisation(normalise))
     kept = next((value.dtype for value in model.parameters()), None)
     return nn.Sequential(layer if kept is None else layer.to(kept), model).eval()
-
-
-def _refuse_broken_weights(target: Target) -> None:
-    """Of a model with NaN or infinities nothing is proven, and what it says means nothing."""
-    for name, value in target.model.state_dict().items():
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise ModelError(
-                f"{name} of {target.weights} holds NaN or infinities",
-                hint="the training has diverged, or the file is damaged: give weights that are finite.",
-            )
 
 
 def open_run(folder: Path) -> "Run":
