@@ -28,7 +28,9 @@ def test_every_command_has_two_examples_that_it_can_read():
             below = f"{words[0]} {words[1]}" if len(words) > 1 else ""
             command = known.get(below, known[words[0]])
             options = {option for parameter in command.params for option in parameter.opts}
-            assert {word for word in words if word[:2] == "--"} <= options, line
+            given = {word for word in words if word[:2] == "--"}
+            needed = {each.opts[0] for each in command.params if each.required and each.opts[0][:2] == "--"}
+            assert needed <= given <= options, line
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

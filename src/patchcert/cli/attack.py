@@ -11,6 +11,7 @@ import typer
 from patchcert.cli.certify import what_is_kept
 from patchcert.cli.options import (
     USUAL_STEPS,
+    CameraOption,
     DataFolderOption,
     DataOption,
     DeviceOption,
@@ -38,6 +39,7 @@ from patchcert.cli.target import (
     open_data,
     open_target,
     select_images,
+    through_camera,
 )
 from patchcert.cli.threads import ThreadsOption, describe_threads, using_threads
 from patchcert.errors import InvalidInput
@@ -68,6 +70,7 @@ def attack(
     sparse: SparseOption = None,
     placements: PlacementsOption = None,
     patches: PatchesOption = None,
+    camera: CameraOption = None,
     data: DataOption = None,
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
@@ -173,7 +176,8 @@ def attack(
     subjects = []
     for target in targets:
         opened = open_target(target, data_dir, weights, normalise)
-        threat = parse_threat(patch, shape, sparse, None, placements, opened.threat, patches)
+        resized = through_camera(opened, camera, data, data_dir)
+        threat = parse_threat(patch, shape, sparse, None, placements, opened.threat, patches, resized)
         dataset = open_data(opened, data, data_dir)
         selection = select_images(opened, dataset, split, limit, drawn, seed)
         subjects.append(AttackedTarget(target, opened, dataset, selection, threat))

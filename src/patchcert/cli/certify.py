@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchcert.cli.options import (
+    CameraOption,
     DataFolderOption,
     DataOption,
     DeviceOption,
@@ -28,7 +29,14 @@ from patchcert.cli.options import (
     parse_threat,
 )
 from patchcert.cli.output import detail, print_error, print_json, progress_bar, say
-from patchcert.cli.target import Target, choose_classifier, open_data, open_target, select_images
+from patchcert.cli.target import (
+    Target,
+    choose_classifier,
+    open_data,
+    open_target,
+    select_images,
+    through_camera,
+)
 from patchcert.cli.threads import ThreadsOption, describe_threads, using_threads
 from patchcert.errors import InvalidInput
 
@@ -57,6 +65,7 @@ def certify(
     ] = None,
     placements: PlacementsOption = None,
     patches: PatchesOption = None,
+    camera: CameraOption = None,
     data: DataOption = None,
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
@@ -98,13 +107,13 @@ def certify(
     command resumes where it stopped, if evidence is kept. `torchrun -m patchcert certify ...` shares the images among
     processes.
     """
-    from patchcert.certificates import IntervalBounds
     from patchcert.evidence import Certification, EvidenceFolder, Subject
     from patchcert.report.statistics import in_words, summarise
     from patchcert.train.distributed import joined_world, local_device
 
     opened = open_target(target, data_dir, weights, normalise)
-    threat = parse_threat(patch, shape, sparse, bound, placements, opened.threat, patches)
+    resized = through_camera(opened, camera, data, data_dir)
+    threat = parse_threat(patch, shape, sparse, bound, placements, opened.threat, patches, resized)
     budget, place = _parse_budget(memory_budget), local_device(parse_device(device))
     check_evidence_file(out)
     opened.model.to(place)
@@ -131,8 +140,7 @@ def certify(
         detail(f"weights {opened.weights_sha256} of {opened.weights}, {describe_threads()}")
         limits = _limits(subject, refine)
         evidence = _prove(certification, count)
-    if isinstance(classifier, IntervalBounds):
-        _say_why(subject, threat, evidence, command)
+    _say_why(subject, threat, evidence, command)
     card = _compare(opened, evidence)
     print_json({**summarise(evidence), **limits, **card})
     say(in_words(evidence))
@@ -176,16 +184,23 @@ def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
 
 
 def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", command: str) -> None:
-    """Where little is proven: where the bounds of a few images grow wide, and what to try instead."""
-    from patchcert.certificates import Classifier
+    """Where little is proven: why, of bounds where those of a few images grow wide, and what to try instead."""
+    from patchcert.certificates import IntervalBounds
     from patchcert.certificates.explaining import blown_up, widths
     from patchcert.threats import Patch, SparsePixels
 
-    if not evidence.correct or evidence.certified > LITTLE * evidence.correct:
+    if evidence.correct and evidence.certified > LITTLE * evidence.correct:
         return
-    say(f"little is proven: {evidence.certified} of {evidence.correct} right images, by interval bounds")
+    little = f"little is proven: {evidence.certified} of {evidence.correct} right images, by"
+    if not isinstance(subject.classifier, IntervalBounds):
+        say(f"{little} {type(subject.classifier).__name__}: models are seldom proven unless trained for it")
+        say("  `patchcert explain TARGET IMAGE` draws why, of one image; `patchcert train --help` trains")
+        return
+    if not evidence.correct:
+        say("nothing is proven, because nothing is right: do weights, --normalise and classes fit the data?")
+        return
+    say(f"{little} interval bounds")
     if isinstance(threat, Patch):
-        assert isinstance(subject.classifier, Classifier)
         right = evidence.columns["prediction"] == evidence.columns["label"]
         few = subject.images(subject.positions()[right.nonzero()[0][:EXPLAINED]])
         found = widths(subject.classifier.model, few.floats(), threat)

@@ -13,7 +13,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     ),
     "choose": (
         "patchcert choose trial.toml --out trials/results",
-        "patchcert choose trial.toml --device cuda --data-dir ~/data",
+        "patchcert choose trial.toml --out trials/results --device cuda",
     ),
     "certify": (
         "patchcert certify zoo:mnist-5x5-cnn2 --limit 100",
@@ -72,7 +72,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
 
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Model": ("weights", "normalise"),
-    "Threat": ("patch", "shape", "sparse", "bound", "placements", "patches"),
+    "Threat": ("patch", "shape", "sparse", "bound", "placements", "patches", "camera"),
     "Images": ("data", "data_dir", "split", "images", "limit", "label"),
     "Proof": ("method", "setting", "masks", "dtype", "memory_budget", "refine"),
     "Attack": (

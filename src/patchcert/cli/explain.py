@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchcert.cli.options import (
+    CameraOption,
     DataFolderOption,
     DataOption,
     DeviceOption,
@@ -27,7 +28,14 @@ from patchcert.cli.options import (
 )
 from patchcert.cli.output import print_json, say
 from patchcert.cli.predict import read_pictures
-from patchcert.cli.target import Target, choose_classifier, open_data, open_target, select_images
+from patchcert.cli.target import (
+    Target,
+    choose_classifier,
+    open_data,
+    open_target,
+    select_images,
+    through_camera,
+)
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -49,6 +57,7 @@ def explain(
     sparse: SparseOption = None,
     placements: PlacementsOption = None,
     patches: PatchesOption = None,
+    camera: CameraOption = None,
     data: DataOption = None,
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
@@ -83,7 +92,8 @@ def explain(
     if out.suffix not in (".html", ".htm"):
         raise InvalidInput(f"--out {out} is no name of an HTML file", hint="end it with .html.")
     opened = open_target(target, weights=weights, normalise=normalise)
-    threat = parse_threat(patch, shape, sparse, None, placements, opened.threat, patches)
+    resized = through_camera(opened, camera, data, data_dir)
+    threat = parse_threat(patch, shape, sparse, None, placements, opened.threat, patches, resized)
     place = parse_device(device)
     opened.model.to(place)
     given = [*(setting or ()), *([] if masks is None else [f"masks={masks}"])]
@@ -109,6 +119,7 @@ def explain(
             "sparse": sparse,
             "placements": placements,
             "patches": patches,
+            "camera": camera,
             "data": data,
             "data-dir": data_dir,
             "split": None if split == "test" else split,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchcert.cli.options import (
+    CameraOption,
     DataFolderOption,
     DataOption,
     NormaliseOption,
@@ -20,7 +21,7 @@ from patchcert.cli.options import (
     parse_threat,
 )
 from patchcert.cli.output import print_json, say
-from patchcert.cli.target import Target, open_data, open_target, select_images
+from patchcert.cli.target import Target, open_data, open_target, select_images, through_camera
 from patchcert.errors import InvalidInput, InvalidThreat
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def export(
     patch: PatchOption = None,
     shape: ShapeOption = None,
     placements: PlacementsOption = None,
+    camera: CameraOption = None,
     data: DataOption = None,
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
@@ -69,7 +71,10 @@ def export(
     if only is not None and only not in KINDS:
         raise InvalidInput(f"--only {only} is unknown", hint=f"choose one of {', '.join(KINDS)}.")
     opened = open_target(target, weights=weights, normalise=normalise)
-    threat = None if vnnlib is None else parse_threat(patch, shape, None, None, placements, opened.threat)
+    threat = None
+    if vnnlib is not None:
+        resized = through_camera(opened, camera, data, data_dir)
+        threat = parse_threat(patch, shape, None, None, placements, opened.threat, resized=resized)
     dataset = None
     if vnnlib is not None or opened.image_shape is None:
         dataset = open_data(opened, data, data_dir)

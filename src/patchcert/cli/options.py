@@ -5,7 +5,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin
 
@@ -70,6 +70,14 @@ SparseOption = Annotated[int | None, number_option("Any N pixels, anywhere.")]
 PatchesOption = Annotated[
     int | None, number_option("So many patches at once, each at a placement of its own; else one.", least=2)
 ]
+CameraOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE:FILTER",
+        help="The patch is in pixels of a camera, HEIGHTxWIDTH, whose images a filter makes as small as the model's: "
+        "1080x1920:bilinear, bilinear-antialias, area, nearest or nearest-exact.",
+    ),
+]
 PlacementsOption = Annotated[
     str | None, typer.Option(help="Where the patch may be: everywhere, corners, 'top,left;...' or a file.")
 ]
@@ -106,8 +114,12 @@ def parse_threat(
     placements: str | None,
     trained: "Patch | SparsePixels | None",
     patches: int | None = None,
+    resized: "Callable[[Patch], Patch] | None" = None,
 ) -> "AnyThreat":
-    """The threat that the options name; without any the one a run was trained on."""
+    """The threat that the options name; without any the one a run was trained on.
+
+    `resized` translates a patch from pixels of a camera.
+    """
     from patchcert.threats import Patch, Patches, SparsePixels, shapes
 
     given = [f"--{name}" for name, value in (("patch", patch), ("shape", shape), ("sparse", sparse)) if value]
@@ -121,7 +133,7 @@ def parse_threat(
             raise InvalidThreat(
                 f"--patches {patches} needs a patch, not --sparse", hint="leave one of them out."
             )
-        one = parse_threat(patch, shape, None, bound, placements, trained)
+        one = parse_threat(patch, shape, None, bound, placements, trained, resized=resized)
         if not isinstance(one, Patch):
             raise InvalidThreat(
                 f"--patches {patches} needs a patch, not {one}", hint="give --patch or --shape."
@@ -131,8 +143,13 @@ def parse_threat(
         raise InvalidThreat(f"--bound {bound} needs --sparse", hint="give --sparse K, for any K pixels.")
     if placements is not None and stamp is None:
         raise InvalidThreat(f"--placements {placements} needs a patch", hint="give --patch or --shape.")
+    if resized is not None and not (patch or shape):
+        raise InvalidThreat(
+            "--camera needs a patch in the camera's pixels", hint="give --patch 100 or --shape, for example."
+        )
     if stamp is not None:
-        return Patch(stamp, parse_placements(placements or "everywhere"))
+        given_patch = Patch(stamp, parse_placements(placements or "everywhere"))
+        return given_patch if resized is None else resized(given_patch)
     if sparse is not None:
         return SparsePixels(sparse, cast("SparseBound", bound or "tight"))
     if trained is None:
@@ -140,6 +157,16 @@ def parse_threat(
             "no threat is given", hint="give --patch 5x5, --shape diamond:25 or --sparse 4, for example."
         )
     return trained
+
+
+def parse_camera(text: str) -> tuple[tuple[int, int], str, bool]:
+    """Height and width of a camera's images, the filter that resizes them, and whether that is antialiased."""
+    match = re.fullmatch(r"(\d+)x(\d+):([a-z]+(?:-exact)?)(-antialias)?", text.strip())
+    if match is None:
+        raise InvalidInput(
+            f"--camera {text} is not SIZE:FILTER", hint="write it like 1080x1920:bilinear-antialias."
+        )
+    return (int(match[1]), int(match[2])), match[3], match[4] is not None
 
 
 def parse_placements(text: str) -> "str | list[tuple[int, int]] | torch.Tensor":

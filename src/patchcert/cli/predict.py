@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchcert.cli.options import (
+    CameraOption,
     DataFolderOption,
     DataOption,
     DeviceOption,
@@ -22,7 +23,14 @@ from patchcert.cli.options import (
     parse_threat,
 )
 from patchcert.cli.output import print_json, progress_bar, say
-from patchcert.cli.target import Target, choose_classifier, open_data, open_target, select_images
+from patchcert.cli.target import (
+    Target,
+    choose_classifier,
+    open_data,
+    open_target,
+    select_images,
+    through_camera,
+)
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -48,6 +56,7 @@ def predict(
     shape: ShapeOption = None,
     placements: PlacementsOption = None,
     patches: PatchesOption = None,
+    camera: CameraOption = None,
     data: DataOption = None,
     data_dir: DataFolderOption = None,
     split: SplitOption = "test",
@@ -59,7 +68,8 @@ def predict(
     The answer is JSON on stdout, a class for each image; null where the classifier abstains or raises an alert.
     """
     opened = open_target(target, data_dir, weights, normalise)
-    threat = parse_threat(patch, shape, None, None, placements, opened.threat, patches)
+    resized = through_camera(opened, camera, data, data_dir)
+    threat = parse_threat(patch, shape, None, None, placements, opened.threat, patches, resized)
     place = parse_device(device)
     opened.model.to(place)
     classifier = choose_classifier(opened, threat, method, setting or ())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from patchcert.cli.factory import make_model, names_a_factory
-from patchcert.cli.options import parse_normalisation, parse_settings
+from patchcert.cli.options import parse_camera, parse_normalisation, parse_settings
 from patchcert.cli.output import say
 from patchcert.errors import DataError, InvalidInput
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from patchcert.evidence import Selection
     from patchcert.models import ModelSpec, OnnxNetwork
     from patchcert.threats import Patch, SparsePixels
+    from patchcert.threats.resizing import Mode
     from patchcert.train.run_folder import Run
     from patchcert.zoo import Card
 
@@ -107,6 +108,11 @@ def _open(target: str, data_dir: Path | None, weights: Path | None, normalise: s
         return Target(run.model(), run.model_spec(), run.weights, run, None, *known)
     if not path.exists():
         raise InvalidInput(f"there is no {path}", hint=_instead_of(target))
+    if path.suffix in (".pt", ".pth"):
+        raise InvalidInput(
+            f"{path} holds weights, and does not say of which model",
+            hint=f"name the function that makes it: my_models:resnet --weights {path}.",
+        )
     model, spec = load(path)
     return Target(model, spec, path)
 
@@ -202,6 +208,27 @@ def open_data(target: Target, name: str | None, data_dir: Path | None) -> "Datas
     spec = target.spec
     shape = None if spec is None else ImageShape(spec.channels, spec.height, spec.width)
     return load_dataset(chosen, data_dir, shape)
+
+
+def through_camera(
+    target: Target, camera: str | None, data: str | None, data_dir: Path | None
+) -> "Callable[[Patch], Patch] | None":
+    """What makes of a patch in the camera's pixels the one that covers it in the images of the model or the data."""
+    from patchcert.threats.resizing import resized_patch
+
+    if camera is None:
+        return None
+    before, mode, antialias = parse_camera(camera)
+    _, *after = target.image_shape or open_data(target, data, data_dir).test.image_size
+
+    def resized(patch: "Patch") -> "Patch":
+        found = resized_patch(
+            patch, before, cast("tuple[int, int]", tuple(after)), cast("Mode", mode), antialias
+        )
+        say(f"{patch} of {_size(before)} pixels is covered by {found} of {_size(tuple(after))}")
+        return found
+
+    return resized
 
 
 def select_images(
