@@ -82,7 +82,7 @@ class Network:
 
     @classmethod
     def of_run(cls, run: Run) -> "Network":
-        """That of a run folder."""
+        """That of a run folder; one that was copied from a zoo does not know what its training took."""
         return cls(
             name=run.path.name,
             words=_words(run.spec),
@@ -90,7 +90,7 @@ class Network:
             training=_training(run.spec),
             seed=run.spec.seed,
             loss=last_loss(run),
-            seconds=run.training_seconds,
+            seconds=run.training_seconds or None,
             device=str(run.environment().get("device", "")),
         )
 
