@@ -80,9 +80,12 @@ def test_networks_that_are_not_finite_are_not_certified(place, value, verdicts_o
     model, (images, labels) = network(), batch()
     with torch.no_grad():
         model.get_parameter(place).view(-1)[-1] = value
-    certificates = pc.certify(model, images, labels, pc.Patch(2), verdicts_only=verdicts_only)
-    assert not certificates.certified.any()
-    assert not pc.certify(model, images, labels, pc.SparsePixels(1)).certified.any()
+    bounds = pc.IntervalBounds(model, verdicts_only=verdicts_only)
+    assert not bounds.certify(images, labels, pc.Patch(2)).certified.any()
+    assert not bounds.certify(images, labels, pc.SparsePixels(1)).certified.any()
+    for subject in (model, bounds, pc.DoubleMasking(model, pc.Patch(2))):
+        with pytest.raises(ModelError, match=f"{place} of the model holds NaN or infinities"):
+            pc.certify(subject, images, labels, pc.Patch(2))
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.Hardtanh(), nn.Sigmoid(), nn.MaxPool2d(2)])

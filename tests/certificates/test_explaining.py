@@ -21,6 +21,12 @@ def test_widths_are_those_of_the_bounds_that_one_patch_gives():
     assert logits.reached == 0.5
     assert logits.width == pytest.approx(1.5 / 0.5)
     assert str(logits) == "the logits: 50% reached, 3 times as wide, 0% unstable"
+    assert [Width("", 1, width, 1).times for width in (0.6471, 632.4, 4283.0, 2e7)] == [
+        "0.647",
+        "632",
+        "4,283",
+        "2e+07",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -368,6 +368,24 @@ def test_where_little_is_proven_the_reasons_and_the_next_steps_are_told(capsys):
     assert "--method ablation" in capsys.readouterr().err
 
 
+def test_where_masks_prove_little_it_is_told(capsys):
+    shared = ("zoo:mnist-2x2-mlp", "--data", "mnist-mini", "--limit", 3)
+    assert certify(*shared, "--patch", 14, "--method", "masking") == 0
+    assert (
+        "right images, by DoubleMasking: models are seldom proven unless trained for it"
+        in capsys.readouterr().err
+    )
+
+
+def test_where_nothing_is_right_it_is_asked_whether_the_weights_fit_the_data(capsys, model_file):
+    few = load_dataset("mnist-mini").test.take(100)
+    model, _ = load(model_file)
+    wrong = int((model(few.floats()).argmax(dim=1) != few.labels).nonzero()[0])
+    assert wrong == 0
+    assert certify(model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 1) == 0
+    assert "nothing is proven, because nothing is right" in capsys.readouterr().err
+
+
 def test_where_much_is_proven_nothing_is_explained(capsys):
     assert certify("zoo:mnist-2x2-mlp", "--data", "mnist-mini", "--limit", 8) == 0
     assert "little is proven" not in capsys.readouterr().err

@@ -30,7 +30,9 @@ def test_every_example_can_be_read():
         words = shlex.split(line)[1:]
         command = KNOWN.get(" ".join(words[:2])) or KNOWN[words[0]]
         options = {option for parameter in command.params for option in parameter.opts}
-        assert {word for word in words if word[:2] == "--"} <= options, line
+        given = {word for word in words if word[:2] == "--"}
+        needed = {each.opts[0] for each in command.params if each.required and each.opts[0][:2] == "--"}
+        assert needed <= given <= options, line
 
 
 @pytest.mark.parametrize("name", KNOWN)

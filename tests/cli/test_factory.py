@@ -33,6 +33,14 @@ def small():
     return Small()
 
 
+def parallel():
+    return nn.DataParallel(Small())
+
+
+def compiled():
+    return torch.compile(Small(), backend="eager")
+
+
 def sized(width):
     return Small()
 
@@ -70,7 +78,15 @@ def certified(capsys, *arguments):
 
 
 @pytest.mark.parametrize(
-    "target", ["own_models:small", "own_models:Small", "own_models:ready", "./own_models.py:small"]
+    "target",
+    [
+        "own_models:small",
+        "own_models:Small",
+        "own_models:ready",
+        "own_models:parallel",
+        "own_models:compiled",
+        "./own_models.py:small",
+    ],
 )
 @pytest.mark.parametrize("kind", ["safetensors", "pt", "checkpoint", "parallel"])
 def test_what_is_certified_is_the_model_with_its_weights_and_normalisation(capsys, own, target, kind):
@@ -162,7 +178,7 @@ MISTAKES = {
         ["zoo:mnist-2x2-mlp", "--weights", "own.pt"],
         "--weights is for a model of your own, but zoo:mnist-2x2-mlp comes with its own",
     ),
-    "a bare file of weights": (["other.pt"], "my_models:factory --weights FILE"),
+    "a bare file of weights": (["other.pt"], "my_models:resnet --weights other.pt"),
 }
 
 

@@ -1,12 +1,22 @@
+import json
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from patchcert.cli.app import run
-from patchcert.cli.options import parse_bytes, parse_device, parse_dtype, parse_placements, parse_threat
+from patchcert.cli.options import (
+    parse_bytes,
+    parse_camera,
+    parse_device,
+    parse_dtype,
+    parse_placements,
+    parse_threat,
+)
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.threats import Patch, Patches, SparsePixels, shapes
+from patchcert.threats.resizing import resized_patch
 
 
 def threat(patch=None, shape=None, sparse=None, bound=None, placements=None, trained=None):
@@ -129,3 +139,51 @@ def test_several_patches_are_a_threat_of_their_own():
         parse_threat(None, None, 4, None, None, None, 2)
     with pytest.raises(InvalidThreat, match="--patches 2 needs a patch, not SparsePixels"):
         parse_threat(None, None, None, None, None, SparsePixels(4), 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1080x1920:bilinear-antialias", ((1080, 1920), "bilinear", True)),
+        ("480x640:nearest-exact", ((480, 640), "nearest-exact", False)),
+        ("480x640:area", ((480, 640), "area", False)),
+    ],
+)
+def test_a_camera_has_a_size_and_a_filter(text, expected):
+    assert parse_camera(text) == expected
+
+
+@pytest.mark.parametrize("text", ["480x640", "480:area", "480x640:", "area:480x640", "480x640:bilinear-"])
+def test_a_camera_without_size_or_filter_is_refused(text):
+    with pytest.raises(InvalidInput, match=f"--camera {text} is not SIZE:FILTER"):
+        parse_camera(text)
+
+
+def test_a_patch_of_a_camera_is_resized_and_no_other_threat():
+    def resized(patch):
+        return Patch((patch.height // 2, patch.width // 2))
+
+    assert parse_threat("8x4", None, None, None, None, None, resized=resized) == Patch((4, 2))
+    assert parse_threat("8", None, None, None, None, None, 2, resized) == Patches(Patch(4), 2)
+    for threat in ({"sparse": 4}, {"trained": Patch(3)}, {"trained": Patch(3), "placements": "corners"}):
+        given_options = {"patch": None, "shape": None, "sparse": None, "bound": None, "placements": None}
+        with pytest.raises(InvalidThreat, match="--camera needs a patch in the camera's pixels"):
+            parse_threat(**{"trained": None, **given_options, **threat}, resized=resized)
+
+
+def test_what_a_camera_sees_is_certified_attacked_and_explained(capsys, tmp_path):
+    shared = ["zoo:mnist-2x2-cnn2", "--data", "mnist-mini", "--device", "cpu", "--patch", "40"]
+    camera = ["--camera", "560x560:bilinear-antialias"]
+    for words in (
+        ["certify", "--limit", "3"],
+        ["attack", "--limit", "1", "--steps", "1", "--restarts", "1"],
+        ["explain", "0", "--out", str(tmp_path / "why.html")],
+    ):
+        command, *rest = words
+        assert run([command, shared[0], *rest, *shared[1:], *camera]) == 0
+        printed = capsys.readouterr()
+        assert "Patch(40x40 square, everywhere) of 560x560 pixels is covered by Patch(" in printed.err
+        expected = resized_patch(Patch(40), (560, 560), (28, 28), "bilinear", antialias=True)
+        assert json.loads(printed.out)["threat"]["stamp"] == f"{expected.height}x{expected.width}"
+    assert run(["certify", *shared, "--camera", "560x560:bicubic"]) == 2
+    assert "through the filter 'bicubic' is not known" in capsys.readouterr().err

@@ -56,6 +56,8 @@ def test_the_time_that_is_left_follows_from_what_was_done_since_the_first_report
     assert pace.remaining == pytest.approx(35)
     assert str(pace) == "about 35 s to go"
     now[0] = 1000.0
+    assert pace.remaining is None  # more has passed than was left
+    pace.note(10000, 10000)
     assert pace.remaining == 0
 
 

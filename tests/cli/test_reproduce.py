@@ -111,8 +111,8 @@ def test_without_a_table_all_are_listed(capsys, answered):
     assert answered(run(["reproduce", "list", "--format", "json"]))["tables"][-1]["name"] == "ours"
 
 
-def test_a_folder_without_runs_in_it_collects_nothing_and_says_so(capsys, tmp_path):
-    assert run(["reproduce", "collect", "--runs", str(tmp_path), "--results", str(tmp_path / "results")]) == 0
+def test_a_folder_without_runs_in_it_is_a_mistake_of_who_collects(capsys, tmp_path):
+    assert run(["reproduce", "collect", "--runs", str(tmp_path), "--results", str(tmp_path / "results")]) == 2
     assert "holds no run folder that is finished and certified" in capsys.readouterr().err
 
 

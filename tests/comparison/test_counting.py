@@ -92,6 +92,13 @@ def test_a_run_folder_gives_a_row_for_each_of_its_proofs(finished, mlp):
     assert own.cost.multiply_adds is None
 
 
+def test_of_a_run_without_metrics_the_time_of_training_is_not_known(finished, mlp):
+    run = finished.run(mlp, {PATCH: (90, 60)})
+    assert count(proofs_of_run(run))[0].cost.training_seconds == run.training_seconds > 0
+    run.truncate_metrics(0)
+    assert count(proofs_of_run(run))[0].cost.training_seconds is None
+
+
 def test_refined_proofs_are_found_by_the_weights_of_the_zoo(tmp_path):
     assert proofs_of_zoo(shipped(), tmp_path.glob("*.npz")) == ()
 

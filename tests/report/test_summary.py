@@ -253,7 +253,15 @@ def test_evidence_about_other_images_is_refused(copied):
         summarise_run(copied)
 
 
-def test_certificates_on_other_data_have_numbers_but_no_pictures(copied):
+def test_pictures_are_of_the_data_that_was_certified_not_of_the_training(copied):
+    file = copied.path / "spec.toml"
+    file.write_text(file.read_text().replace('name = "mnist-mini"', 'name = "cifar10"'))
+    summary = summarise_run(Run.open(copied.path), 4)
+    assert len(summary.maps) == 4
+    assert summary.thumbnails is not None
+
+
+def test_certificates_on_data_that_is_not_at_hand_have_numbers_but_no_pictures(copied):
     rows = found(copied, "certify")
     data = {**rows.meta["data"], "name": "folder:elsewhere"}
     replace(rows, meta={**rows.meta, "data": data}).write(rows.path)

@@ -50,5 +50,6 @@ def test_a_resumed_training_counts_from_where_it_is():
     pace = TrainingPace(SCHEDULE, 5, Position(9, 3), {False: 2.0}, clock)
     assert pace.remaining == pytest.approx(4)
     clock.now += 100
+    assert pace.remaining is None  # longer than all that was left: nothing is known of it any more
     pace.note(Position(10))
     assert (pace.remaining, pace.share) == (0, 1)

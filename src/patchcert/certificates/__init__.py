@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from patchcert.certificates.checks import float_weights
+from patchcert.certificates.checks import check_weights, float_weights
 from patchcert.certificates.classifier import ABSTAINED as ABSTAINED
 from patchcert.certificates.classifier import AnyThreat as AnyThreat
 from patchcert.certificates.classifier import Ballots as Ballots
@@ -50,7 +50,7 @@ def certify(
 
     A plain model takes images (n, c, h, w) in [0, 1] to logits and is bounded by intervals: the keywords are those of
     `IntervalBounds`. Any other kind of proof is a classifier with settings of its own. `progress` is called with the
-    number of images done and the number of all images.
+    number of images done and the number of all images. Weights that are NaN or infinite are an error.
     """
     return _classifier_of(model, dtype, memory_budget, verdicts_only).certify(
         images, labels, threat, progress
@@ -99,6 +99,8 @@ def certify_loader(
 def _classifier_of(
     model: nn.Module | Classifier, dtype: torch.dtype | None, memory_budget: int | None, verdicts_only: bool
 ) -> Classifier:
+    if isinstance(model, Classifier | nn.Module):
+        check_weights(model.model if isinstance(model, Classifier) else model)
     if not isinstance(model, Classifier):
         return IntervalBounds(model, dtype, memory_budget, verdicts_only)
     if dtype is not None or memory_budget is not None or verdicts_only:

@@ -159,7 +159,8 @@ class FixedBatches:
         except RuntimeError as error:
             raise ModelError(
                 f"the model does not take images of {tuple(self._input.shape[1:])}: {str(error).splitlines()[0]}",
-                hint="check channels, height and width against the model's first layers",
+                hint="check channels, height and width against the model's first layers; models that vote on bands or "
+                "blocks take one channel more than images have, those that vote on ablated images twice as many",
             ) from error
 
     def _capture(self) -> None:

@@ -364,6 +364,16 @@ def weight_dtype(model: nn.Module, otherwise: torch.dtype) -> torch.dtype:
     return reduce(torch.promote_types, types) if types else otherwise
 
 
+def check_weights(model: nn.Module, owner: str = "the model") -> None:
+    """Of a model with NaN or infinities nothing is proven, and what it says means nothing: the weight is named."""
+    for name, value in model.state_dict().items():
+        if value.is_floating_point() and not value.is_meta and not bool(value.isfinite().all()):
+            raise ModelError(
+                f"{name} of {owner} holds NaN or infinities",
+                hint="the training has diverged, or the file is damaged: give weights that are finite",
+            )
+
+
 def has_finite_weights(model: nn.Module) -> bool:
     """Whether no parameter or buffer holds NaN or infinity."""
     flags = [value.isfinite().all() for value in float_weights(model)]

@@ -30,8 +30,13 @@ class Width:
     width: float
     undecided: float
 
+    @property
+    def times(self) -> str:
+        """The width in figures that are short and need no powers, as long as it is below a million."""
+        return f"{self.width:,.0f}" if 1000 <= self.width < 1e6 else f"{self.width:.3g}"
+
     def __str__(self) -> str:
-        return f"{self.name}: {self.reached:.0%} reached, {self.width:.3g} times as wide, {self.undecided:.0%} unstable"
+        return f"{self.name}: {self.reached:.0%} reached, {self.times} times as wide, {self.undecided:.0%} unstable"
 
 
 def blown_up(found: list[Width]) -> Width | None:

@@ -19,6 +19,7 @@ from patchcert.cli.target import (
     open_data,
     open_target,
     select_images,
+    through_camera,
 )
 from patchcert.cli.threads import using_threads
 from patchcert.errors import InvalidInput
@@ -49,6 +50,7 @@ def attack(
     sparse: options.Sparse = None,
     placements: options.Placements = None,
     patches: options.Patches = None,
+    camera: options.Camera = None,
     data: options.Data = None,
     data_dir: options.DataFolder = None,
     split: options.Split = "test",
@@ -155,7 +157,8 @@ def attack(
     subjects = []
     for target in targets:
         opened = open_target(target, data_dir, weights, normalise)
-        threat = options.parse_threat(patch, shape, sparse, None, placements, opened.threat, patches)
+        resized = through_camera(opened, camera, data, data_dir)
+        threat = options.parse_threat(patch, shape, sparse, None, placements, opened.threat, patches, resized)
         dataset = open_data(opened, data, data_dir)
         selection = select_images(opened, dataset, split, limit, drawn, seed)
         subjects.append(AttackedTarget(target, opened, dataset, selection, threat))

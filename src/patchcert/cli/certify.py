@@ -8,7 +8,14 @@ import patchcert as pc
 from patchcert.cli import options
 from patchcert.cli.measuring import command_line, kept_with, measure
 from patchcert.cli.output import print_error, print_json, say
-from patchcert.cli.target import Target, choose_classifier, open_data, open_target, select_images
+from patchcert.cli.target import (
+    Target,
+    choose_classifier,
+    open_data,
+    open_target,
+    select_images,
+    through_camera,
+)
 from patchcert.cli.threads import using_threads
 from patchcert.errors import InvalidInput
 
@@ -37,6 +44,7 @@ def certify(
     ] = None,
     placements: options.Placements = None,
     patches: options.Patches = None,
+    camera: options.Camera = None,
     data: options.Data = None,
     data_dir: options.DataFolder = None,
     split: options.Split = "test",
@@ -67,7 +75,8 @@ def certify(
     from patchcert.train.distributed import joined_world, local_device
 
     opened = open_target(target, data_dir, weights, normalise)
-    threat = options.parse_threat(patch, shape, sparse, bound, placements, opened.threat, patches)
+    resized = through_camera(opened, camera, data, data_dir)
+    threat = options.parse_threat(patch, shape, sparse, bound, placements, opened.threat, patches, resized)
     budget, place = _parse_budget(memory_budget), local_device(options.parse_device(device))
     options.check_evidence_file(out)
     opened.model.to(place)
@@ -88,8 +97,7 @@ def certify(
             return
         limits = _limits(subject, refine)
         evidence = measure(certification, opened)
-    if isinstance(classifier, pc.IntervalBounds):
-        _say_why(subject, threat, evidence, command)
+    _say_why(subject, threat, evidence, command)
     card = _compare(opened, evidence)
     print_json({**summarise(evidence), **limits, **card})
     say(in_words(evidence))
@@ -110,14 +118,21 @@ def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
 
 
 def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", command: str) -> None:
-    """Where little is proven: where the bounds of a few images grow wide, and what to try instead."""
+    """Where little is proven: why, of bounds where those of a few images grow wide, and what to try instead."""
     from patchcert.certificates.explaining import blown_up, widths
 
-    if not evidence.correct or evidence.certified > LITTLE * evidence.correct:
+    if evidence.correct and evidence.certified > LITTLE * evidence.correct:
         return
-    say(f"little is proven: {evidence.certified} of {evidence.correct} right images, by interval bounds")
+    little = f"little is proven: {evidence.certified} of {evidence.correct} right images, by"
+    if not isinstance(subject.classifier, pc.IntervalBounds):
+        say(f"{little} {type(subject.classifier).__name__}: models are seldom proven unless trained for it")
+        say("  `patchcert explain TARGET IMAGE` draws why, of one image; `patchcert train --help` trains")
+        return
+    if not evidence.correct:
+        say("nothing is proven, because nothing is right: do weights, --normalise and classes fit the data?")
+        return
+    say(f"{little} interval bounds")
     if isinstance(threat, pc.Patch):
-        assert isinstance(subject.classifier, pc.Classifier)
         right = evidence.columns["prediction"] == evidence.columns["label"]
         few = subject.images(subject.positions()[right.nonzero()[0][:EXPLAINED]])
         found = widths(subject.classifier.model, few.floats(), threat)

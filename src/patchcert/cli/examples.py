@@ -10,7 +10,7 @@ patchcert demo --out demo-run
 patchcert train paper-mnist --scale 0.1 --out runs/mlp
 patchcert train paper-mnist --set model.name=cnn2 --set threat.stamp=2x2
 patchcert choose trial.toml --out trials/results
-patchcert choose trial.toml --device cuda --data-dir ~/data
+patchcert choose trial.toml --out trials/results --device cuda
 patchcert certify zoo:mnist-5x5-cnn2 --limit 100
 patchcert certify my_models:network --weights weights.pt --data cifar10 --patch 5 --method masking --masks 6
 patchcert predict runs/masked --limit 10
@@ -56,7 +56,7 @@ patchcert data labels cifar10 --data-dir ~/data --out labels.bin
 
 PANELS = {
     "Model": "weights normalise",
-    "Threat": "patch shape sparse bound placements patches",
+    "Threat": "patch shape sparse bound placements patches camera",
     "Images": "data data_dir split images limit label",
     "Proof": "method setting masks dtype memory_budget refine",
     "Attack": "seed steps step_size restarts loss search universal transform certified_only batch_size",

@@ -13,7 +13,14 @@ import patchcert as pc
 from patchcert.cli import options
 from patchcert.cli.output import print_json, say
 from patchcert.cli.predict import read_pictures
-from patchcert.cli.target import Target, choose_classifier, open_data, open_target, select_images
+from patchcert.cli.target import (
+    Target,
+    choose_classifier,
+    open_data,
+    open_target,
+    select_images,
+    through_camera,
+)
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -34,6 +41,7 @@ def explain(
     sparse: options.Sparse = None,
     placements: options.Placements = None,
     patches: options.Patches = None,
+    camera: options.Camera = None,
     data: options.Data = None,
     data_dir: options.DataFolder = None,
     split: options.Split = "test",
@@ -57,7 +65,8 @@ def explain(
 
     options.check_suffix("--out", out, "an HTML file", ".html", ".htm")
     opened = open_target(target, data_dir, weights, normalise)
-    threat = options.parse_threat(patch, shape, sparse, None, placements, opened.threat, patches)
+    resized = through_camera(opened, camera, data, data_dir)
+    threat = options.parse_threat(patch, shape, sparse, None, placements, opened.threat, patches, resized)
     place = options.parse_device(device)
     opened.model.to(place)
     settings = options.with_masks(setting, masks)
@@ -86,6 +95,7 @@ def explain(
             "sparse": sparse,
             "placements": placements,
             "patches": patches,
+            "camera": camera,
             "data": data,
             "data-dir": data_dir,
             "split": None if split == "test" else split,

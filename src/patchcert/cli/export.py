@@ -9,7 +9,7 @@ import typer
 import patchcert as pc
 from patchcert.cli import options
 from patchcert.cli.output import print_json, say
-from patchcert.cli.target import open_data, open_target, select_images
+from patchcert.cli.target import open_data, open_target, select_images, through_camera
 from patchcert.errors import InvalidInput, InvalidThreat
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def export(
     patch: options.Patch = None,
     shape: options.Shape = None,
     placements: options.Placements = None,
+    camera: options.Camera = None,
     data: options.Data = None,
     data_dir: options.DataFolder = None,
     split: options.Split = "test",
@@ -58,9 +59,10 @@ def export(
         raise InvalidInput("nothing is asked for", hint="give --onnx FILE, --vnnlib FOLDER, or both.")
     options.check_choice("--only", only, KINDS)
     opened = open_target(target, data_dir, weights, normalise)
-    threat = (
-        None if vnnlib is None else options.parse_threat(patch, shape, None, None, placements, opened.threat)
-    )
+    threat = None
+    if vnnlib is not None:
+        resized = through_camera(opened, camera, data, data_dir)
+        threat = options.parse_threat(patch, shape, None, None, placements, opened.threat, resized=resized)
     size, images = opened.image_shape, None
     if vnnlib is not None or size is None:
         dataset = open_data(opened, data, data_dir)

@@ -25,8 +25,13 @@ def names_a_factory(target: str) -> bool:
 
 
 def make_model(target: str) -> "nn.Module":
-    """The model that MODULE:FACTORY, called without arguments, returns, in eval mode; or the model of that name."""
+    """The model that MODULE:FACTORY, called without arguments, returns, in eval mode; or the model of that name.
+
+    DataParallel and torch.compile are taken off, so that weights fit whether they were saved with or without them.
+    """
     from torch import nn
+
+    from patchcert.bounds.network import unwrapped
 
     match = _FACTORY.fullmatch(target)
     assert match is not None
@@ -43,7 +48,7 @@ def make_model(target: str) -> "nn.Module":
             f"{target} returned {type(model).__name__}; expected a torch.nn.Module",
             hint=f"let {match['name']} return the model.",
         )
-    return model.eval()
+    return unwrapped(model).eval()
 
 
 def import_own(module: str, given_as: str) -> ModuleType:

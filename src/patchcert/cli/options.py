@@ -5,7 +5,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin
 
@@ -70,6 +70,14 @@ Sparse = Annotated[int | None, number_option("Any N pixels, anywhere.")]
 Patches = Annotated[
     int | None, number_option("So many patches at once, each at a placement of its own; else one.", least=2)
 ]
+Camera = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE:FILTER",
+        help="The patch is in pixels of a camera, HEIGHTxWIDTH, whose images a filter makes as small as the model's: "
+        "1080x1920:bilinear, bilinear-antialias, area, nearest or nearest-exact.",
+    ),
+]
 Placements = Annotated[
     str | None, typer.Option(help="Where the patch may be: everywhere, corners, 'top,left;...' or a file.")
 ]
@@ -121,13 +129,21 @@ def parse_threat(
     placements: str | None,
     trained: "pc.Patch | pc.SparsePixels | None",
     patches: int | None = None,
+    resized: "Callable[[pc.Patch], pc.Patch] | None" = None,
 ) -> "AnyThreat":
-    """The threat that the options name; without any the one a run was trained on."""
+    """The threat that the options name; without any the one a run was trained on.
+
+    `resized` translates a patch from pixels of a camera.
+    """
     given = [f"--{name}" for name, value in (("patch", patch), ("shape", shape), ("sparse", sparse)) if value]
     if len(given) > 1:
         raise InvalidThreat(f"{' and '.join(given)} name two threats", hint="give one of them.")
     if bound is not None and sparse is None:
         raise InvalidThreat(f"--bound {bound} needs --sparse", hint="give --sparse K, for any K pixels.")
+    if resized is not None and not (patch or shape):
+        raise InvalidThreat(
+            "--camera needs a patch in the camera's pixels", hint="give --patch 100 or --shape, for example."
+        )
     threat = trained
     if stamp := patch or shape:
         threat = pc.Patch(pc.shapes.parse(stamp))
@@ -139,6 +155,7 @@ def parse_threat(
         )
     if isinstance(threat, pc.Patch):
         one = threat if placements is None else pc.Patch(threat.stamp, parse_placements(placements))
+        one = one if resized is None else resized(one)
         return one if patches is None else pc.Patches(one, patches)
     for option, value in (("--placements", placements), ("--patches", patches)):
         if value is not None:
@@ -146,6 +163,16 @@ def parse_threat(
                 f"{option} {value} needs a patch, not {threat}", hint="give --patch or --shape."
             )
     return threat
+
+
+def parse_camera(text: str) -> tuple[tuple[int, int], str, bool]:
+    """Height and width of a camera's images, the filter that resizes them, and whether that is antialiased."""
+    match = re.fullmatch(r"(\d+)x(\d+):([a-z]+(?:-exact)?)(-antialias)?", text.strip())
+    if match is None:
+        raise InvalidInput(
+            f"--camera {text} is not SIZE:FILTER", hint="write it like 1080x1920:bilinear-antialias."
+        )
+    return (int(match[1]), int(match[2])), match[3], match[4] is not None
 
 
 def parse_placements(text: str) -> "str | list[tuple[int, int]] | torch.Tensor":

@@ -129,11 +129,12 @@ class Pace:
 
     @property
     def remaining(self) -> float | None:
-        """The seconds that are left; None where nothing is known of them yet."""
+        """The seconds that are left; None where nothing is known of them yet, or more have passed than were left."""
         if self.first is None or self.done <= self.first[1]:
             return None
         each = (self.at - self.first[0]) / (self.done - self.first[1])
-        return max(each * (self.total - self.done) - (self.clock() - self.at), 0.0)
+        left = each * (self.total - self.done) - (self.clock() - self.at)
+        return left if left > 0 else None if self.done < self.total else 0.0
 
     def __str__(self) -> str:
         return "" if self.remaining is None else f"about {duration(self.remaining)} to go"

@@ -7,7 +7,14 @@ import typer
 
 from patchcert.cli import options
 from patchcert.cli.output import print_json, progress_bar, say
-from patchcert.cli.target import Target, choose_classifier, open_data, open_target, select_images
+from patchcert.cli.target import (
+    Target,
+    choose_classifier,
+    open_data,
+    open_target,
+    select_images,
+    through_camera,
+)
 from patchcert.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -29,6 +36,7 @@ def predict(
     shape: options.Shape = None,
     placements: options.Placements = None,
     patches: options.Patches = None,
+    camera: options.Camera = None,
     data: options.Data = None,
     data_dir: options.DataFolder = None,
     split: options.Split = "test",
@@ -40,7 +48,8 @@ def predict(
     The answer is JSON on stdout, a class for each image; null where the classifier abstains or raises an alert.
     """
     opened = open_target(target, data_dir, weights, normalise)
-    threat = options.parse_threat(patch, shape, None, None, placements, opened.threat, patches)
+    resized = through_camera(opened, camera, data, data_dir)
+    threat = options.parse_threat(patch, shape, None, None, placements, opened.threat, patches, resized)
     place = options.parse_device(device)
     opened.model.to(place)
     classifier = choose_classifier(opened, threat, method, setting or ())

@@ -202,9 +202,12 @@ def _collect(runs: Path, results: Path) -> None:
 
     _require_folder(runs, "name the folder that holds the run folders with --runs")
     names = collect_all(runs, results)
-    say(f"collected {len(names)} finished runs into {results}")
     if not names:
-        say(f"{runs} holds no run folder that is finished and certified; give the folder above such folders")
+        raise InvalidInput(
+            f"{runs} holds no run folder that is finished and certified",
+            hint="give the folder above such folders with --runs.",
+        )
+    say(f"collected {len(names)} finished runs into {results}")
 
 
 def carry_out(entries: "Sequence[Entry]", effort: "Effort", shop: "Workshop") -> int:

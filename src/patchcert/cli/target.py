@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import patchcert as pc
 from patchcert.cli.factory import make_model, names_a_factory
-from patchcert.cli.options import check_choice, parse_normalisation, parse_settings
+from patchcert.cli.options import check_choice, parse_camera, parse_normalisation, parse_settings
 from patchcert.cli.output import say
-from patchcert.errors import DataError, InvalidInput, ModelError
+from patchcert.errors import DataError, InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from patchcert.data import Dataset, Split
     from patchcert.evidence import Selection
     from patchcert.models import ModelSpec, OnnxNetwork
+    from patchcert.threats.resizing import Mode
     from patchcert.train.run_folder import Run
 
 ZOO, IMAGENET, ONNX = "zoo:", "imagenet:", ".onnx"
@@ -72,13 +73,10 @@ def open_target(
 
     `imagenet:NAME` is a network beside ImageNet's images in the folder of the data.
     """
+    from patchcert.certificates.checks import check_weights
+
     opened = _open(target, data_dir, weights, normalise)
-    for name, value in opened.model.state_dict().items():
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise ModelError(
-                f"{name} of {opened.weights} holds NaN or infinities",
-                hint="the training has diverged, or the file is damaged: give weights that are finite.",
-            )
+    check_weights(opened.model, str(opened.weights))
     return opened
 
 
@@ -106,6 +104,11 @@ def _open(target: str, data_dir: Path | None, weights: Path | None, normalise: s
         return Target(run.model(), run.model_spec(), run.weights, run, None, *known)
     if not path.exists():
         raise InvalidInput(f"there is no {path}", hint=_instead_of(target))
+    if path.suffix in (".pt", ".pth"):
+        raise InvalidInput(
+            f"{path} holds weights, and does not say of which model",
+            hint=f"name the function that makes it: my_models:resnet --weights {path}.",
+        )
     model, spec = load(path)
     return Target(model, spec, path)
 
@@ -194,6 +197,23 @@ def open_data(target: Target, name: str | None, data_dir: Path | None) -> "Datas
         )
     shape = target.image_shape
     return pc.load_dataset(chosen, data_dir, None if shape is None else ImageShape(*shape))
+
+
+def through_camera(
+    target: Target, camera: str | None, data: str | None, data_dir: Path | None
+) -> "Callable[[pc.Patch], pc.Patch] | None":
+    """What makes of a patch in the camera's pixels the one that covers it in the images of the model or the data."""
+    if camera is None:
+        return None
+    before, mode, antialias = parse_camera(camera)
+    _, height, width = target.image_shape or open_data(target, data, data_dir).test.image_size
+
+    def resized(patch: "pc.Patch") -> "pc.Patch":
+        found = pc.resized_patch(patch, before, (height, width), cast("Mode", mode), antialias)
+        say(f"{patch} of {_size(before)} pixels is covered by {found} of {height}x{width}")
+        return found
+
+    return resized
 
 
 def select_images(

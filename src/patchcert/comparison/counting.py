@@ -86,6 +86,7 @@ class Network:
 
     @classmethod
     def of_run(cls, run: Run) -> "Network":
+        """One that was copied from a zoo does not know what its training took."""
         return cls(
             name=run.path.name,
             words=_words(run.spec),
@@ -93,7 +94,7 @@ class Network:
             training=_training(run.spec),
             seed=run.spec.seed,
             loss=last_loss(run),
-            seconds=run.training_seconds,
+            seconds=run.training_seconds or None,
             device=str(run.environment().get("device", "")),
         )
 

@@ -154,7 +154,7 @@ class Explanation:
         if not self.layers:
             return ""
         last = self.layers[-1]
-        end = f"Bounds of the logits are {last.width:.3g} times as wide as these are large"
+        end = f"Bounds of the logits are {last.times} times as wide as these are large"
         if self.wide is None:
             return f"{end}; they stay narrow enough to tell something."
         return f"{end}; they stay wide (more than {WIDE:g} times) from {self.wide.name} on."

@@ -256,12 +256,13 @@ def _with_pictures(summary: RunSummary, run: Run, dataset: Dataset, maps: int) -
 
 
 def _images(run: Run, rows: Evidence | None, data_dir: Path | None) -> Dataset | None:
-    """The data set of the run, or None where its files are not at hand."""
+    """The data set that the rows are about, else that of the run; None where its files are not at hand."""
     size = run.model_spec().image_shape
     if rows is not None:
         size = rows.meta["data"].get("image", size)
     try:
-        return load_dataset(run.spec.data.name, data_dir, ImageShape(*size))
+        name = run.spec.data.name if rows is None else rows.selection.data
+        return load_dataset(name, data_dir, ImageShape(*size))
     except DataError:
         return None
 

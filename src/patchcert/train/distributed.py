@@ -119,7 +119,7 @@ def shared_accuracies(
     """The same in every process and however many there are: each certifies its own rows, and counts are summed."""
     rows, counts = world.rows(len(labels)), torch.zeros(2, dtype=torch.float64, device=images.device)
     if rows.start < rows.stop:
-        found = certify(model, images[rows], labels[rows], threat)
+        found = certify(model, images[rows], labels[rows], threat, verdicts_only=True)
         correct = found.predictions == found.labels
         counts += torch.stack([correct.sum(), found.certified.sum()])
     world.sum_in_place([counts])

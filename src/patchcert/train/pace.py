@@ -50,14 +50,17 @@ class TrainingPace:
 
     @property
     def remaining(self) -> float | None:
-        """The seconds that are left; None as long as batches are to come of which nothing is known."""
+        """The seconds that are left; None as long as batches are to come of which nothing is known, and where what
+        is under way, like the check after an epoch, takes longer than all that was left.
+        """
         total = 0.0
         for kind, left in self._left().items():
             each = self._seconds_of_one(kind)
             if left and each is None:
                 return None
             total += left * (each or 0.0)
-        return max(total - (self.clock() - self.at), 0.0)
+        left = total - (self.clock() - self.at)
+        return left if left > 0 else None if total else 0.0
 
     def _seconds_of_one(self, kind: bool) -> float | None:
         is_known = self.done[kind] and (self.seconds[kind] >= ENOUGH_SECONDS or kind not in self.tried)
