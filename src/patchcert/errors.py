@@ -1,5 +1,8 @@
 """Every error a user can cause. Each says what is wrong, where, what was expected, what came, and what to do."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class PatchcertError(Exception):
     """The base of all errors that a user can cause and correct; `hint` says how."""
@@ -40,6 +43,12 @@ class RunError(PatchcertError):
 
 class StorageError(PatchcertError):
     """A file that cannot be written: the disk is full, or the folder is not the user's."""
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """A hint with the choice most like the word, or an empty one where none is like it."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else ""
 
 
 def at_least(least: int, name: str, value: float | None) -> None:

@@ -329,3 +329,5 @@ def test_loaders_of_something_else_are_refused():
         pc.certify_loader(model, [images], pc.Patch(2))
     with pytest.raises(InvalidInput, match="the loader gave no images"):
         pc.certify_loader(model, [], pc.Patch(2))
+    with pytest.raises(InvalidInput, match="the device 'toaster' cannot be used"):
+        pc.certify_loader(model, [], pc.Patch(2), device="toaster")

@@ -23,6 +23,14 @@ def test_predictions_are_those_of_the_classifier(answered, model_file):
     assert answer["classifier"] == masking.describe()
 
 
+def test_only_masks_need_a_threat(answered, refused, model_file):
+    common = (model_file, "--data", "mnist-mini", "--limit", 12)
+    images = load_dataset("mnist-mini").test.take(12)
+    expected = load(model_file)[0](images.floats()).argmax(dim=1)
+    assert list(answered(predict(*common))["predictions"].values()) == expected.tolist()
+    assert "no threat is given" in refused(predict(*common, "--method", "masking"))
+
+
 def test_alerts_are_null(answered, model_file):
     common = (model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 12)
     answer = answered(predict(*common, "--method", "detection", "--setting", "masks=3"))

@@ -54,12 +54,12 @@ def test_a_file_is_read_where_there_is_one(answered, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "changes", "message", "hint"),
     [
-        (["paper-mnits"], TINY, "paper-mnits is neither a file nor a preset", "did you mean paper-mnist"),
+        (["paper-mnits"], TINY, "paper-mnits is neither a file nor a preset", "did you mean 'paper-mnist"),
         (
             ["paper-mnist"],
             ("model.nam=x",),
             "--set model.nam=x: model.nam is not a known key",
-            "did you mean name?",
+            "did you mean 'name'?",
         ),
         (["paper-mnist"], (*TINY, "model.name=resnet"), "no architecture named 'resnet'", "architecture"),
         (["paper-mnist"], ("data.name=nist",), "nist", ""),

@@ -259,6 +259,18 @@ def attacked(evidence, broken):
     return Evidence(columns, {**evidence.meta, **asked})
 
 
+def test_an_alert_withstands_an_attack_where_detection_is_promised(evidence):
+    shown = attacked(evidence, np.ones(20, bool))
+    columns = {
+        **shown.columns,
+        "prediction": shown.columns["label"].copy(),
+        "prediction_after": np.full(20, -1),
+    }
+    columns["prediction"][:3] = -1
+    for name, withstood in (("MaskedDetection", 17), ("DoubleMasking", 0)):
+        assert Evidence(columns, {**shown.meta, "classifier": {"name": name}}).withstood == withstood
+
+
 def test_a_broken_proof_is_refuted_unless_it_is_about_something_else(evidence):
     everything = attacked(evidence, np.ones(20, bool))
     assert refuted(evidence, everything).tolist() == np.flatnonzero(evidence.columns["certified"]).tolist()

@@ -71,9 +71,9 @@ FIRST = ""
 @pytest.mark.parametrize(
     ("old", "new", "message", "hint"),
     [
-        ('name = "mlp"', 'nam = "mlp"', "model.nam is not a known key", "did you mean name?"),
-        ("[data]", "[dat]", "dat is not a known key", "did you mean data?"),
-        (KIND, 'kind = "alll"', "strategy.kind is 'alll'; expected one of", "did you mean all?"),
+        ('name = "mlp"', 'nam = "mlp"', "model.nam is not a known key", "did you mean 'name'?"),
+        ("[data]", "[dat]", "dat is not a known key", "did you mean 'data'?"),
+        (KIND, 'kind = "alll"', "strategy.kind is 'alll'; expected one of", "did you mean 'all'?"),
         (KIND, f"{KIND}\nplacements = 3", "strategy.placements is not a known key", "known: kind"),
         (KIND, 'kind = "random"\nplacements = "3"', "strategy.placements is '3'; expected a whole", ""),
         (KIND, 'kind = "random"\nplacements = true', "strategy.placements is True; expected a whole", ""),
@@ -92,7 +92,7 @@ FIRST = ""
             "leave data.size out",
         ),
         (NAME, 'name = "folder:a"\nsize = "32"', "expected height x width", 'write data.size = "32x32"'),
-        (STAMP, 'stmp = "5x5"', "threat.stmp is not a known key", "did you mean stamp?"),
+        (STAMP, 'stmp = "5x5"', "threat.stmp is not a known key", "did you mean 'stamp'?"),
         (STAMP, "", "threat is not a valid threat", ""),
         (STAMP, 'kind = "sparse"\npixels = 4', "'all' cannot train against", "kind = 'patch'"),
         (FIRST, "[schedule]\nepochs = 0", "schedule does not hold together: epochs is 0", ""),
@@ -128,7 +128,7 @@ def test_changes_go_through_the_same_decoder_and_are_named_in_errors(tmp_path):
     assert (spec.threat, spec.strategy, spec.seed) == (Patch((2, 8)), RandomPlacements(placements=5), 7)
     with pytest.raises(SpecError, match=r"^--set model.nme=cnn2: model.nme is not a known key") as caught:
         spec_of(tmp_path, MINIMAL, "model.nme=cnn2")
-    assert caught.value.hint == "did you mean name?"
+    assert caught.value.hint == "did you mean 'name'?"
     with pytest.raises(SpecError, match=r"--set seed=x: seed is 'x'; expected a whole number"):
         spec_of(tmp_path, MINIMAL, "seed=x")
     with pytest.raises(SpecError, match="--set seed is not of the form key=value"):
@@ -147,7 +147,7 @@ def test_a_new_kind_starts_its_table_afresh():
 def test_an_unknown_source_lists_the_presets():
     with pytest.raises(SpecError, match="paper-mnis is neither a file nor a preset") as caught:
         read_spec("paper-mnis")
-    assert caught.value.hint.startswith("did you mean paper-mnist")
+    assert caught.value.hint.startswith("did you mean 'paper-mnist")
 
 
 def test_a_broken_file_is_named(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from patchcert.certificates.checks import check_weights, float_weights
+from patchcert.certificates.checks import check_weights, float_weights, usable_device
 from patchcert.certificates.classifier import ABSTAINED as ABSTAINED
 from patchcert.certificates.classifier import AnyThreat as AnyThreat
 from patchcert.certificates.classifier import Ballots as Ballots
@@ -75,7 +75,7 @@ def certify_loader(
     """
     classifier = _classifier_of(model, dtype, memory_budget, verdicts_only)
     if device is not None:
-        classifier.model.to(device)
+        classifier.model.to(usable_device(device))
     place = next(iter(float_weights(classifier.model)), torch.empty(0)).device
     total, done, parts = len(getattr(loader, "dataset", ())), 0, list[Certificates]()
     for batch in loader:

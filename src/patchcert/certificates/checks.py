@@ -131,6 +131,19 @@ def _check_call(progress: object) -> None:
         )
 
 
+def usable_device(name: torch.device | str) -> torch.device:
+    """The device of that name, if it is there."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInput(
+            f"the device {str(name)!r} cannot be used: {reason}", hint="the device cpu is always there"
+        ) from error
+    return device
+
+
 def check_fit(threat: AnyThreat, images: Tensor) -> None:
     """Raises the threat's own error where it does not fit images of this shape."""
     patch = threat.patch if isinstance(threat, Patches) else threat

@@ -1,6 +1,5 @@
 """Models of one's own on the command line: modules that are imported, and functions in them that make a model."""
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from patchcert.errors import InvalidInput, ModelError
+from patchcert.errors import InvalidInput, ModelError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,11 +92,9 @@ def _find(module: ModuleType, name: str, target: str) -> Callable[[], Any]:
     factory = getattr(module, name, None)
     if factory is None:
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        nearest = difflib.get_close_matches(name, own, n=1, cutoff=0.5)
-        advice = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise InvalidInput(
             f"{target}: there is no {name} in {module.__file__}",
-            hint=f"{advice}Name a function without arguments that returns the model.",
+            hint=f"{did_you_mean(name, own)} Name a function without arguments that returns the model.".strip(),
         )
     if not _takes_nothing(factory):
         raise InvalidInput(

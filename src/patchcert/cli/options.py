@@ -150,9 +150,7 @@ def parse_threat(
     elif sparse is not None:
         threat = pc.SparsePixels(sparse, cast("SparseBound", bound or "tight"))
     if threat is None:
-        raise InvalidThreat(
-            "no threat is given", hint="give --patch 5x5, --shape diamond:25 or --sparse 4, for example."
-        )
+        raise no_threat()
     if isinstance(threat, pc.Patch):
         one = threat if placements is None else pc.Patch(threat.stamp, parse_placements(placements))
         one = one if resized is None else resized(one)
@@ -163,6 +161,13 @@ def parse_threat(
                 f"{option} {value} needs a patch, not {threat}", hint="give --patch or --shape."
             )
     return threat
+
+
+def no_threat() -> InvalidThreat:
+    """What to say where a threat is needed and none is given."""
+    return InvalidThreat(
+        "no threat is given", hint="give --patch 5x5, --shape diamond:25 or --sparse 4, for example."
+    )
 
 
 def parse_camera(text: str) -> tuple[tuple[int, int], str, bool]:
@@ -219,17 +224,11 @@ def parse_device(text: str) -> "torch.device":
     """A device that is there: `cpu`, `cuda`, `cuda:1`; `auto` is CUDA where there is one."""
     import torch
 
+    from patchcert.certificates.checks import usable_device
+
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(text)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InvalidInput(
-            f"the device {text!r} cannot be used: {reason}", hint="try --device cpu."
-        ) from error
-    return device
+    return usable_device(text)
 
 
 def parse_dtype(text: str, option: str = "--dtype") -> "torch.dtype":

@@ -48,8 +48,9 @@ def predict(
     The answer is JSON on stdout, a class for each image; null where the classifier abstains or raises an alert.
     """
     opened = open_target(target, data_dir, weights, normalise)
-    resized = through_camera(opened, camera, data, data_dir)
-    threat = options.parse_threat(patch, shape, None, None, placements, opened.threat, patches, resized)
+    resized, threat = through_camera(opened, camera, data, data_dir), None
+    if any(each is not None for each in (patch, shape, placements, patches, camera, opened.threat)):
+        threat = options.parse_threat(patch, shape, None, None, placements, opened.threat, patches, resized)
     place = options.parse_device(device)
     opened.model.to(place)
     classifier = choose_classifier(opened, threat, method, setting or ())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import patchcert as pc
 from patchcert.cli.factory import make_model, names_a_factory
-from patchcert.cli.options import check_choice, parse_camera, parse_normalisation, parse_settings
+from patchcert.cli.options import check_choice, no_threat, parse_camera, parse_normalisation, parse_settings
 from patchcert.cli.output import say
 from patchcert.errors import DataError, InvalidInput
 
@@ -287,14 +287,14 @@ _OTHERWISE_GIVEN = ("model", "threat", "with_map")
 
 def choose_classifier(
     target: Target,
-    threat: "AnyThreat",
+    threat: "AnyThreat | None",
     method: str | None = None,
     settings: "Sequence[str]" = (),
     of_intervals: "Mapping[str, Any] | None" = None,
 ) -> "pc.Classifier":
     """The target's model with the kind of proof asked for; by default the kind that it was trained for.
 
-    Masks are made for the threat.
+    Masks are made for the threat, which no other kind of proof needs before it certifies.
     """
     from patchcert.certificates import method_named
 
@@ -312,7 +312,10 @@ def choose_classifier(
         )
     words = parse_settings(chosen, kind, settings, without=(*_OTHERWISE_GIVEN, *of_intervals))
     made = cast("Callable[..., pc.Classifier]", kind)
-    masked = {"threat": threat} if chosen in ("masking", "detection") else {}
+    has_masks = chosen in ("masking", "detection")
+    if has_masks and threat is None:
+        raise no_threat()
+    masked = {"threat": threat} if has_masks else {}
     trained = learned_settings if chosen == learned else {}
     return made(target.model, **masked, **{**trained, **given, **words})
 

@@ -4,7 +4,6 @@ IDX, of MNIST and its relatives, is a big-endian header, then one byte per value
 two label bytes per image, then 3 x 32 x 32 bytes.
 """
 
-import difflib
 import math
 import struct
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from patchcert.data.split import Split
-from patchcert.errors import DataError
+from patchcert.errors import DataError, did_you_mean
 from patchcert.tensors import Labels
 
 Contents = Mapping[str, bytes]
@@ -221,8 +220,7 @@ def find_source(name: str) -> Source:
     """The published data set of that name; the refusal of an unknown one names the nearest and all others."""
     if name in SOURCES:
         return SOURCES[name]
-    nearest = difflib.get_close_matches(name, SOURCES, n=1, cutoff=0.5)
     raise DataError(
         f"there is no data set named {name!r}; known: {', '.join(SOURCES)}, mnist-mini, folder:PATH",
-        hint=f"did you mean {nearest[0]!r}?" if nearest else "",
+        hint=did_you_mean(name, SOURCES),
     )

@@ -246,8 +246,9 @@ class Evidence:
 
     @property
     def withstood(self) -> int:
-        """How many are predicted rightly under attack."""
-        return int(np.count_nonzero(~self.columns["succeeded"]))
+        """How many are predicted rightly under attack; with those that were right and raise an alert that suffices."""
+        was_right = self.columns["prediction"] == self.columns["label"]
+        return int(np.count_nonzero(~self.columns["succeeded"] | (was_right & ~self.broken_rows)))
 
     @property
     def broken_rows(self) -> NDArray[np.bool_]:

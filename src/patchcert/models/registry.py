@@ -1,6 +1,5 @@
 """What a model is made from, architectures by name, and the one way to build them."""
 
-import difflib
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
-from patchcert.errors import ModelError
+from patchcert.errors import ModelError, did_you_mean
 from patchcert.models.layers import Normalize
 
 
@@ -127,12 +126,12 @@ def build(spec: ModelSpec, generator: Generator | None = None) -> nn.Sequential:
 def _find(name: str) -> Builder:
     if name in _builders:
         return _builders[name]
-    nearest = difflib.get_close_matches(name, names(), n=1, cutoff=0.5)
-    advice = f"did you mean {nearest[0]!r}? " if nearest else ""
     raise ModelError(
         f"there is no architecture named {name!r}; known: {', '.join(names())}",
-        hint=f"{advice}Your own are registered with @patchcert.models.architecture(name); "
-        "on the command line in a module that --import names.",
+        hint=(
+            f"{did_you_mean(name, names())} Your own are registered with @patchcert.models.architecture(name); "
+            "on the command line in a module that --import names."
+        ).strip(),
     )
 
 

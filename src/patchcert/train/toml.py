@@ -6,7 +6,6 @@ A dataclass is a table with its fields as keys. A union of dataclasses is told a
 # ruff: noqa: ANN401 - types are those of the dataclasses' fields, known at run time only
 
 import dataclasses
-import difflib
 import json
 import re
 import tomllib
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from patchcert.errors import PatchcertError, SpecError
+from patchcert.errors import PatchcertError, SpecError, did_you_mean
 from patchcert.threats import Patch, SparsePixels
 
 THREAT_KEYS = {"patch": ("kind", "stamp", "placements"), "sparse": ("kind", "pixels", "bound")}
@@ -109,8 +108,8 @@ def _choice(choices: tuple[Any, ...], value: Any, place: Place) -> Any:
     if value in choices and not isinstance(value, bool):
         return value
     listed = ", ".join(map(repr, choices))
-    close = difflib.get_close_matches(str(value), map(str, choices), n=1)
-    raise place.error(f"is {value!r}; expected one of {listed}", f"did you mean {close[0]}?" if close else "")
+    hint = did_you_mean(str(value), map(str, choices))
+    raise place.error(f"is {value!r}; expected one of {listed}", hint)
 
 
 def _sequence(kinds: tuple[Any, ...], value: Any, place: Place) -> tuple[Any, ...]:
@@ -145,8 +144,7 @@ def refuse_unknown(table: Iterable[str], known: Iterable[str], place: Place) -> 
 def nearest(word: str, choices: Iterable[str], listed: str = "known") -> str:
     """A hint with the choice most like the word, or with all of them where none is."""
     names = list(choices)
-    close = difflib.get_close_matches(word, names, n=1)
-    return f"did you mean {close[0]}?" if close else f"{listed}: {', '.join(names)}"
+    return did_you_mean(word, names) or f"{listed}: {', '.join(names)}"
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """A folder of models with their cards, the package's own among them. Reading one never runs code."""
 
-import difflib
 import json
 from dataclasses import dataclass
 from importlib import resources
@@ -9,7 +8,7 @@ from typing import final
 
 from torch import nn
 
-from patchcert.errors import ModelError, PatchcertError
+from patchcert.errors import ModelError, PatchcertError, did_you_mean
 from patchcert.files import sha256, write_together
 from patchcert.models import load as load_model
 from patchcert.zoo.card import Card
@@ -93,11 +92,9 @@ class Zoo:
         if name in known:
             return self.folder / f"{name}.json"
         self.require_models()
-        close = difflib.get_close_matches(name, known, n=1)
-        advice = f"did you mean {close[0]!r}? " if close else ""
         raise ModelError(
             f"there is no model named {name!r} in the zoo; known: {', '.join(known)}",
-            hint=f"{advice}A file of your own is loaded with patchcert.models.load(path).",
+            hint=f"{did_you_mean(name, known)} A file of your own is loaded with patchcert.models.load(path).".strip(),
         )
 
 
