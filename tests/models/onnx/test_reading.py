@@ -322,6 +322,38 @@ def test_what_has_no_bound_is_refused_by_operator_and_place(tmp_path, name):
         load_onnx(path)
 
 
+MIXING = {
+    "a result of fewer dimensions": ("Add", ["x", "less"], {"s": ints(0, -1)}),
+    "a result of more dimensions": ("Mul", ["x", "less"], {"s": ints(0, 1, 2, 6, 6)}),
+    "a constant of more dimensions": ("Sub", ["less", "c"], {"s": ints(0, -1), "c": constant(1, 1, 72)}),
+    "joined dimensions": ("Concat", ["x", "less"], {"s": ints(0, -1)}),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_inputs_that_broadcast_over_the_batch_are_refused(tmp_path, name):
+    """For one image they would do; in a batch each image would meet others."""
+    kind, inputs, constants = MIXING[name]
+    settings = {"axis": 1} if kind == "Concat" else {}
+    nodes = [node("Reshape", ["x", "s"], ["less"]), node(kind, inputs, ["made"], **settings)]
+    path = write(tmp_path / "mixing.onnx", [*nodes, *flattened("made")], {**WEIGHTS, **constants})
+    with pytest.raises(UnsupportedLayer, match="broadcast over the batch"):
+        load_onnx(path, check=False)
+
+
+@pytest.mark.parametrize("kind", ["GlobalMaxPool", "GlobalAveragePool"])
+def test_a_pooling_of_rows_is_refused(tmp_path, kind):
+    """Of (n, channels, length) it pools the length, where a pooling of maps would pool channels too."""
+    nodes = [
+        node("Reshape", ["x", "s"], ["rows"]),
+        node(kind, ["rows"], ["pooled"]),
+        node("Mul", ["rows", "pooled"], ["made"]),
+    ]
+    path = write(tmp_path / "rows.onnx", [*nodes, *flattened("made")], {**WEIGHTS, "s": ints(0, 2, 36)})
+    with pytest.raises(UnsupportedLayer, match=f"operator {kind}.*maps, of four dimensions"):
+        load_onnx(path, check=False)
+
+
 def test_settings_that_nobody_knows_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(OPERATORS, "Elu", lambda node: (node.result(), nn.ELU())[1])
     with pytest.raises(

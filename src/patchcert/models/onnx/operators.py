@@ -68,8 +68,19 @@ class Node:
         return value
 
     def takes_results_alone(self) -> bool:
-        """Whether no input is a constant; a rule that asks knows all of them."""
+        """Whether no input is a constant; a rule that asks knows all of them.
+
+        Inputs that broadcast in such a way that, in a batch, images would meet one another are refused.
+        """
         self.read |= set(range(len(self.inputs)))
+        results = {value.dim() for value in self.inputs if isinstance(value, Tensor)}
+        constants = {value.ndim for value in self.inputs if isinstance(value, np.ndarray)}
+        if len(results) > 1 or max(constants, default=0) > min(results):
+            shapes = ", ".join(str(tuple(value.shape)) for value in self.inputs if value is not None)
+            self.refuse(
+                f"its inputs of shapes {shapes} broadcast over the batch; bounds exist for results of as many "
+                "dimensions, and for constants of no more"
+            )
         return all(isinstance(value, Tensor) for value in self.inputs)
 
     def map(self) -> Tensor:
@@ -301,8 +312,6 @@ _plain("Sigmoid", nn.Sigmoid)
 _plain("Tanh", nn.Tanh)
 _plain("Softsign", nn.Softsign)
 _plain("HardSwish", nn.Hardswish)
-_plain("GlobalAveragePool", partial(nn.AdaptiveAvgPool2d, 1))
-_plain("GlobalMaxPool", partial(nn.AdaptiveMaxPool2d, 1))
 _plain("Identity", nn.Identity)
 _plain("LeakyRelu", nn.LeakyReLU, alpha=0.01)
 _plain("Elu", nn.ELU, alpha=1.0)
@@ -393,6 +402,12 @@ def _average_pool(node: Node) -> Made:
             "it pads opposite sides otherwise, which do not count; bounds exist for the same padding there"
         )
     return nn.Sequential(nn.ZeroPad2d((left, right, top, bottom)), nn.AvgPool2d(kernel, strides))
+
+
+@_operator("GlobalAveragePool", "GlobalMaxPool")
+def _global_pool(node: Node) -> Made:
+    node.map()
+    return nn.AdaptiveMaxPool2d(1) if node.proto.op_type == "GlobalMaxPool" else nn.AdaptiveAvgPool2d(1)
 
 
 @_operator("ReduceMean")
