@@ -94,6 +94,7 @@ def test_functions_that_fall_and_rise_hold_their_exact_values_and_are_tight(name
             *(part.flatten().tolist() for part in (held.lower, points, held.upper)), strict=True
         ):
             assert lower <= exact(mpmath.mpf(point)) <= upper
+            assert upper - lower <= 1e-5 * (abs(point) + 1)
     ends = (torch.rand(2, 40, generator=seeded(1), dtype=torch.float64) * 8 - 5).to(dtype)
     ends = torch.cat(
         [
@@ -115,6 +116,7 @@ def test_functions_that_fall_and_rise_hold_their_exact_values_and_are_tight(name
             values = [exact(point) for point in grid]
             assert lower <= min(values)
             assert max(values) <= upper
-            loose = 0.7 if name == "low softplus" else 2e-3 * (high - low) ** 2 + 2e-5
+            steps_down = name == "low softplus" and low < 1 / 3 < high
+            loose = 0.7 if steps_down else 2e-3 * (high - low) ** 2 + 2e-5
             assert min(values) - lower <= loose
             assert upper - max(values) <= loose

@@ -146,10 +146,13 @@ class Softplus(Elementwise):
         (box,) = inputs
         bounds = Monotone(self.forward, _ELEMENTARY).interval(box, rounding=rounding)
         # The smooth function s never falls; before the threshold f = s, beyond it s - fall <= f <= s: so f lies between
-        # f(lower) - fall and f(upper) + fall. Boxes that end before half the threshold stay clear of it, however it
-        # and their ends are rounded. Twice the fall pays for rounding it, and 2u of the bound for rounding the sum.
+        # f(lower) - fall and f(upper) + fall, and on either side of the threshold f never falls. A box that stays aside
+        # of it by 1e-5 of it does so however it and the box's ends are rounded, in float32 by less than 2e-7 of it.
+        # Twice the fall pays for rounding it, and 2u of the bound for rounding the sum.
         fall = 2 * math.log1p(math.exp(-self.threshold)) / self.beta
-        extra = torch.where(box.upper > self.threshold / self.beta / 2, fall, 0.0).to(box.upper.dtype)
+        edge = self.threshold / self.beta
+        crosses = (box.lower < edge * (1 + 1e-5)) & (box.upper > edge * (1 - 1e-5))
+        extra = torch.where(crosses, fall, 0.0).to(box.upper.dtype)
         return bounds.widened(2 * rounding.unit, extra)
 
 
