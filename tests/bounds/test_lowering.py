@@ -45,6 +45,14 @@ CALLS = {
         lambda s, x: s.fc((1 / x).flatten(1)),
         "called with a result of the network in place of a setting",
     ),
+    "a constant over a result by its name": (
+        lambda s, x: s.fc(torch.div(s.c.weight, other=x).flatten(1)),
+        "called with a result of the network in place of a setting",
+    ),
+    "as many channels as there are images": (
+        lambda s, x: s.fc(x[:, : x.size(0)].flatten(1)),
+        "the first must be all of the batch, the others numbers or slices",
+    ),
     "all pieces at once": (lambda s, x: s.fc(torch.cat(x.chunk(2, dim=1), dim=1).flatten(1)), "cat"),
     "one image of the batch": (
         lambda s, x: s.fc(x[0].flatten(1)),
@@ -263,6 +271,29 @@ def test_a_reshape_across_images_is_refused_when_it_is_met():
     assert model(images()).shape == (3, 3)
     with pytest.raises(UnsupportedLayer, match=r"a reshape to \(batch, 30\) of \(2, 6, 5\) mixes images"):
         trace(model).values(images())
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv2d(3, 2, 1), nn.ConvTranspose2d(3, 2, 1), nn.Upsample(size=(6, 5))],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_images_taken_for_channels_are_refused_when_they_are_met(layer):
+    """Without channels, PyTorch would take three images for one of three channels."""
+    network = trace(model_of(lambda s, x: s.layer(x[:, 0]), layer=layer))
+    with pytest.raises(UnsupportedLayer, match=r"the results have shape \(3, 6, 5\)"):
+        network.values(images())
+
+
+@pytest.mark.parametrize(
+    "constant", [1.5, nn.Parameter(torch.tensor([[[2.0]], [[-1.0]]]))], ids=["number", "weight"]
+)
+def test_a_constant_less_a_result_is_that_however_it_is_written(constant):
+    model = model_of(
+        lambda s, x: s.fc(torch.sub(s.constant, other=torch.sub(s.constant, x)).flatten(1)), fc=linear()
+    )
+    model.constant = constant
+    torch.testing.assert_close(trace(model).values(images())[-1], model(images()))
 
 
 def test_a_sum_across_images_is_refused_when_it_is_met():

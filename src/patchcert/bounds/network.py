@@ -490,9 +490,11 @@ class _Lowering:
         if rule is None:
             where.refuse()
         arguments = [self._resolve(argument) for argument in node.args]
+        keywords = {key: self._resolve(argument) for key, argument in node.kwargs.items()}
+        if arguments and isinstance(keywords.get("other"), _Value):
+            arguments.append(keywords.pop("other"))
         if node.target in _TURNED and [isinstance(each, _Value) for each in arguments] == [False, True]:
             rule, arguments = FUNCTION_RULES[_TURNED[node.target]], arguments[::-1]
-        keywords = {key: self._resolve(argument) for key, argument in node.kwargs.items()}
         joined = keywords.pop("tensors", None) or (arguments.pop(0) if _are_values(arguments[:1]) else ())
         arguments = [*joined, *arguments]  # pyright: ignore[reportGeneralTypeIssues]
         inputs = list(takewhile(lambda argument: isinstance(argument, _Value), arguments))

@@ -12,7 +12,7 @@ from torch import Size, Tensor, nn
 from patchcert.bounds.forms import Forms, Pulled, Slopes, shifted, summed, underflow
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places, convolve, convolve_back
 from patchcert.bounds.lowering import function_rule, pair, refuse
-from patchcert.bounds.operations.base import Interval, Operation, Source
+from patchcert.bounds.operations.base import Interval, Operation, Source, check_maps
 from patchcert.bounds.rounding import NEAREST, Rounding, blocked_product, lifted, summed_roundings
 from patchcert.errors import ModelError
 
@@ -174,6 +174,7 @@ class Convolution(Affine):
     groups: int
 
     def map(self, value: Maps, precise: bool) -> Maps:
+        check_maps(value)
         return convolve(value, self.weight(), self.geometry, self.groups, precise)
 
     def absolute_map(self, value: Maps, precise: bool) -> Maps:
@@ -235,6 +236,7 @@ class TransposedConvolution(Affine):
     groups: int
 
     def map(self, value: Maps, precise: bool) -> Maps:
+        check_maps(value)
         return self._spread(value, self.weight(), precise)
 
     def absolute_map(self, value: Maps, precise: bool) -> Maps:

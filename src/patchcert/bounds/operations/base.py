@@ -149,3 +149,12 @@ def check_terms(first: Tensor, second: Tensor, kind: str = "sum") -> None:
             f"a {kind} of results of shapes {tuple(first.shape)} and {tuple(second.shape)} would mix images",
             hint="give both terms the same dimensions",
         )
+
+
+def check_maps(value: Tensor) -> None:
+    """Refuses results that are no maps: of three dimensions PyTorch would take the images for channels."""
+    if value.dim() != 4:
+        raise UnsupportedLayer(
+            f"maps of shape (n, channels, height, width) are expected, the results have shape {tuple(value.shape)}",
+            hint="shape them with x.view(x.size(0), ...), and pick channels by slices like x[:, :1]",
+        )

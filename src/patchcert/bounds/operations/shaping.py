@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from patchcert.bounds.forms import Forms, Pulled, Slopes
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places
 from patchcert.bounds.lowering import BATCH_SIZE, function_rule, layer_rule, pair, refuse, splitting_rule
-from patchcert.bounds.operations.base import ANY_NUMBER, Exact, Interval, Operation, check_terms
+from patchcert.bounds.operations.base import ANY_NUMBER, Exact, Interval, Operation, check_maps, check_terms
 from patchcert.bounds.rounding import Rounding
 from patchcert.errors import ModelError, UnsupportedLayer
 
@@ -100,11 +100,18 @@ def _split(index: object, split_size: int | tuple[int, ...], dim: int = 0) -> Op
 @function_rule(operator.getitem)
 def _getitem(index: object) -> Operation:
     chosen = index if isinstance(index, tuple) else (index,)
-    picked = tuple(each for each in chosen if isinstance(each, int | slice) and not isinstance(each, bool))
+    picked = tuple(each for each in chosen if _is_plain(each))
     if len(picked) < len(chosen) or chosen[0] != slice(None):
         refuse(f"it picks {list(chosen)}: the first must be all of the batch, the others numbers or slices")
     is_by_channel = isinstance(chosen[-1], slice) and all(each == slice(None) for each in chosen[2:])
     return Part(lambda value: value[picked], is_by_channel)
+
+
+def _is_plain(index: object) -> TypeGuard[int | slice]:
+    """Whether it is a number, or a slice from and to numbers."""
+    if isinstance(index, slice):
+        return all(isinstance(end, int | None) for end in (index.start, index.stop, index.step))
+    return isinstance(index, int) and not isinstance(index, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +262,7 @@ class NearestUpsample(Exact):
     scale: tuple[float, float] | None
 
     def forward(self, *inputs: Tensor) -> Annotated[Tensor, "n _ _ _"]:
+        check_maps(inputs[0])
         return F.interpolate(inputs[0], self.size, self.scale)  # pyright: ignore[reportArgumentType]
 
 
