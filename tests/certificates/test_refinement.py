@@ -15,6 +15,7 @@ from patchcert.testing.brute_force import members, reached_margins
 from patchcert.testing.networks import randomise
 from patchcert.windows.dense import dense_linear_margins
 from strategies import cases
+from written_models import model_of as written_model
 
 PATCH = pc.Patch(2)
 OUTWARD = Rounding.outward(torch.float64)
@@ -171,6 +172,14 @@ def test_networks_that_bend_otherwise_are_refined_by_linear_bounds_alone():
     assert linear.certified.equal(split.certified)
     limits = pc.IntervalBounds(model, refine="split").limits(images)
     assert limits == Limits(by_interval=("3",), unsplit=("2", "3"))
+
+
+def test_limits_are_those_of_images_of_the_given_size():
+    """As `certify` does, they follow a forward pass that asks for sizes."""
+    flat = written_model(
+        lambda s, x: s.head(x.view(x.size(0), x.size(1) * x.size(2) * x.size(3))), head=nn.Linear(12, 3)
+    )
+    assert pc.IntervalBounds(flat, refine="split").limits(torch.rand(2, 1, 3, 4)) == Limits((), ())
 
 
 def test_the_settings_stand_in_the_description():

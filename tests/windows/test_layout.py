@@ -20,6 +20,7 @@ from patchcert.windows.layout import WITH_OWN_RULES, ConvolutionMatrix, Layout, 
 from patchcert.windows.passes import clean_pass, groups
 from patchcert.windows.rules import RULES
 from patchcert.windows.sweep import PlacementSweep
+from written_models import model_of
 
 
 def test_the_operations_with_rules_of_their_own_are_those_in_the_table():
@@ -104,6 +105,16 @@ NOT_COVERED = {
     ),
     "features as a map": (
         nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(2, 2)),
+        "features are used as a map again",
+    ),
+    "features as channels of several places": (
+        model_of(
+            lambda s, x: s.head(s.norm(s.pool(s.stem(x)).view(-1, 2, 2, 1)).flatten(1)),
+            stem=nn.Conv2d(1, 4, 1),
+            pool=nn.AdaptiveAvgPool2d(1),
+            norm=nn.BatchNorm2d(2),
+            head=nn.Linear(4, 2),
+        ).float(),
         "features are used as a map again",
     ),
     "a patch between the steps of a kernel": (

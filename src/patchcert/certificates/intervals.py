@@ -122,7 +122,8 @@ class IntervalBounds(Classifier):
         """The layers at which refinement stops, for images of this size."""
         with torch.no_grad(), precise_arithmetic():
             dtype = bound_dtype(self.model, images, self.dtype)
-            return Limits.of(trace(model_of_type(self.model, dtype)), images[:1].to(dtype))
+            network = trace(model_of_type(self.model, dtype), images.shape[1:])
+            return Limits.of(network, images[:1].to(dtype))
 
     def passes(self, height: int, width: int) -> int | None:
         return 1

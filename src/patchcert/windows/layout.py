@@ -163,8 +163,10 @@ def _next_map(
 ) -> FeatureMap | None:
     """The map of a result of shape `given`, from an input of shape `taken` on the map `source`."""
     if source is None:
-        if len(given) != 1 and operation.places(FeatureMap.of(taken)) is not Places.KEPT:
-            raise NotCovered("features are used as a map again")
+        if len(given) != 1:
+            area = FeatureMap.of(taken)
+            if area.height * area.width > 1 or operation.places(area) is not Places.KEPT:
+                raise NotCovered("features are used as a map again")
         return None
     places = _places(operation, source)
     if places is Places.LOST:
