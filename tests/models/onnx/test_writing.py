@@ -18,6 +18,7 @@ from patchcert.models.onnx import runtime
 from patchcert.testing.networks import randomise
 from patchcert.windows.sweep import covering_sweep
 from strategies import networks, seeds
+from written_models import model_of
 
 REFUSED = {"ConvNeXt": "LayerNorm", "ViT": "LayerNorm"}
 
@@ -101,6 +102,29 @@ def test_functions_that_are_no_operators_are_refused(tmp_path):
     layer_rule(Own)(lambda layer: Monotone(layer.forward, 0))
     with pytest.raises(UnsupportedLayer, match="cannot be written as ONNX"):
         save_onnx(nn.Sequential(nn.Flatten(), Own()), tmp_path / "model.onnx", (1, 2, 2))
+
+
+def test_a_layer_that_is_called_again_has_nodes_and_constants_of_its_own(tmp_path):
+    """A scale of three dimensions and one of two, a flattening to other sizes: their constants differ."""
+
+    def forward(self, x):
+        first, second = self.act(self.flat(x)), self.act(self.flat(self.conv(x)))
+        scaled = torch.cat([self.norm(first).flatten(1), self.norm(self.conv(x).mean((2, 3)))], 1)
+        return self.head(scaled) + second.flatten(1)[:, :3]
+
+    layers = {"conv": nn.Conv2d(2, 2, 3), "flat": nn.Flatten(2), "act": nn.ReLU(), "norm": nn.BatchNorm1d(2)}
+    model = model_of(forward, **layers, head=nn.Linear(26, 3)).float()
+    path, images = tmp_path / "again.onnx", torch.rand(3, 2, 4, 3)
+    save_onnx(model, path, (2, 4, 3))
+    torch.testing.assert_close(load_onnx(path)(images), model(images), rtol=1e-4, atol=1e-4)
+
+
+def test_a_kernel_that_begins_in_the_padding_is_refused(tmp_path):
+    model = nn.Sequential(
+        nn.MaxPool2d(1, 3, ceil_mode=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3)
+    )
+    with pytest.raises(UnsupportedLayer, match="ceil_mode a kernel would begin in the padding"):
+        save_onnx(model.eval(), tmp_path / "ceil.onnx", (2, 5, 5))
 
 
 def test_half_precision_is_refused(tmp_path):

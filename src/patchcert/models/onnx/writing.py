@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -83,16 +84,20 @@ class _Writer:
 
     step: Step
     number: int
+    label: str
 
     def __init__(self, onnx: Any, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:  # noqa: ANN401
         self.onnx, self.shapes, self.dtype = onnx, shapes, dtype
         self.nodes: list[Any] = []
         self.weights: dict[str, Tensor] = {}
+        self.labels: set[str] = set()
         self.opset = OPSET
 
     def write(self, step: Step, number: int) -> None:
-        """The nodes of one step, the last of which gives its value."""
+        """The nodes of one step, the last of which gives its value; a layer that is called again has another label."""
         self.step, self.number = step, number
+        self.label = f"{step.name}/{number}" if step.name in self.labels else step.name
+        self.labels.add(self.label)
         rule = _RULES.get(type(step.operation))
         if rule is None:
             self.refuse()
@@ -125,14 +130,14 @@ class _Writer:
         """The name of the output of a new node: that of the step's value, if it is the step's last."""
         place = len(self.nodes)
         output = self.value(self.number) if is_last else f"node_{place}"
-        name = self.step.name if is_last else f"{self.step.name}_{place}"
+        name = self.label if is_last else f"{self.label}/{output}"
         self.nodes.append(self.onnx.helper.make_node(kind, list(inputs), [output], name, **attributes))
         self.opset = max(self.opset, since)
         return output
 
     def weight(self, name: str, value: Tensor) -> str:
         """The name of a stored tensor; floats take the type of the model."""
-        key = f"{self.step.name}.{name}"
+        key = f"{self.label}.{name}"
         value = value.detach().cpu()
         self.weights[key] = value.to(self.dtype) if value.is_floating_point() else value
         return key
@@ -299,8 +304,17 @@ def _softplus(writer: _Writer, operation: Softplus, inputs: Names) -> None:
 
 @_writes(MaxPool)
 def _max_pool(writer: _Writer, operation: MaxPool, inputs: Names) -> None:
+    """PyTorch leaves out the last kernel where it would begin in the padding; readers of ONNX differ on that."""
+    if operation.ceil_mode and _rounded_up(operation.geometry, writer.before[2:]) != writer.after[2:]:
+        writer.refuse(": with ceil_mode a kernel would begin in the padding")
     settings = {"dilations": operation.geometry.dilation, "ceil_mode": int(operation.ceil_mode)}
     writer.add("MaxPool", inputs, **_window(operation.geometry), **settings)
+
+
+def _rounded_up(geometry: Geometry, size: tuple[int, ...]) -> tuple[int, ...]:
+    """How often the kernel fits, the last time in part."""
+    by_one = replace(geometry, stride=(1, 1)).output_size(size[0], size[1])
+    return tuple(-(-(count - 1) // step) + 1 for count, step in zip(by_one, geometry.stride, strict=True))
 
 
 @_writes(AdaptiveMaxPool)
