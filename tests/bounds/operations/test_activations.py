@@ -87,7 +87,8 @@ def test_functions_that_fall_and_rise_hold_their_exact_values_and_are_tight(name
     layer, exact = VALLEYS[name]
     network, rounding = trace(nn.Sequential(layer)), Rounding.outward(dtype)
     sizes = 10 ** (torch.rand(60, generator=seeded(0), dtype=torch.float64) * 11 - 9)
-    points = torch.cat([sizes, -sizes, torch.linspace(-900, 900, 41).double()]).to(dtype)
+    below = -250 * torch.rand(200, generator=seeded(2), dtype=torch.float64)
+    points = torch.cat([sizes, -sizes, below, torch.linspace(-900, 900, 41).double()]).to(dtype)
     held = network.bounds(Interval.point(points[None]), rounding=rounding)
     with mpmath.workprec(200):
         for lower, point, upper in zip(

@@ -148,12 +148,14 @@ class Softplus(Elementwise):
         # The smooth function s never falls; before the threshold f = s, beyond it s - fall <= f <= s: so f lies between
         # f(lower) - fall and f(upper) + fall, and on either side of the threshold f never falls. A box that stays aside
         # of it by 1e-5 of it does so however it and the box's ends are rounded, in float32 by less than 2e-7 of it.
-        # Twice the fall pays for rounding it, and 2u of the bound for rounding the sum.
+        # Twice the fall pays for rounding it, and 2u of the bound for rounding the sum. The argument of exp is rounded
+        # too, in float64 by 2^-53 of at most 746, below which exp is 0: that moves f by less than 2^-43 of itself. Where
+        # exp underflows, f is off by less than tiny / beta.
         fall = 2 * math.log1p(math.exp(-self.threshold)) / self.beta
         edge = self.threshold / self.beta
         crosses = (box.lower < edge * (1 + 1e-5)) & (box.upper > edge * (1 - 1e-5))
-        extra = torch.where(crosses, fall, 0.0).to(box.upper.dtype)
-        return bounds.widened(2 * rounding.unit, extra)
+        extra = torch.where(crosses, fall, 0.0).to(box.upper.dtype) + rounding.tiny / self.beta
+        return bounds.widened(2 * rounding.unit + (2.0**-43 if rounding.is_outward else 0.0), extra)
 
 
 @function_rule(F.softplus, layers=(nn.Softplus,))
