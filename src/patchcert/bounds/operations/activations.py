@@ -149,8 +149,8 @@ class Softplus(Elementwise):
         # f(lower) - fall and f(upper) + fall, and on either side of the threshold f never falls. A box that stays aside
         # of it by 1e-5 of it does so however it and the box's ends are rounded, in float32 by less than 2e-7 of it.
         # Twice the fall pays for rounding it, and 2u of the bound for rounding the sum. The argument of exp is rounded
-        # too, in float64 by 2^-53 of at most 746, below which exp is 0: that moves f by less than 2^-43 of itself. Where
-        # exp underflows, f is off by less than tiny / beta.
+        # too, in float64 by 2^-53 of at most 746, below which exp is 0: that moves f by less than 2^-43 of itself.
+        # Where exp underflows, f is off by less than tiny / beta.
         fall = 2 * math.log1p(math.exp(-self.threshold)) / self.beta
         edge = self.threshold / self.beta
         crosses = (box.lower < edge * (1 + 1e-5)) & (box.upper > edge * (1 - 1e-5))
