@@ -459,3 +459,19 @@ def test_a_model_that_rounds_more_coarsely_than_its_bounds_is_refused(monkeypatc
     monkeypatch.setattr(narrow, lambda lower, *rest: (torch.full_like(lower, 9e9).double(), lower.double()))
     with pytest.raises(ModelError, match="local scores of clean images lie outside the bounds"):
         votes.certify(images, labels, Patch(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_bounds_of_weights_of_16_bits_are_refused(dtype):
+    votes = LocalVotes(hesitant().to(dtype), scores="clipped", bounded=True)
+    with pytest.raises(InvalidInput, match=f"bounded=True with weights of {dtype}"):
+        votes.certify(torch.full((1, 1, 3, 4), 0.6), torch.tensor([0]), Patch(1))
+
+
+def test_layers_left_in_training_mode_are_refused_and_stay_so():
+    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Dropout(0.5), nn.Conv2d(3, 2, 1)).eval()
+    model[1].train()
+    LocalVotes(model).surrogate()
+    with pytest.raises(ModelError, match="drops values at random"):
+        LocalVotes(model).predict(torch.rand(1, 1, 4, 4))
+    assert model[1].training

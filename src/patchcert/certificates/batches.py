@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
-from patchcert.certificates.checks import check_independence, check_logits
+from patchcert.certificates.checks import check_independence, check_logits, float_weights
 from patchcert.certificates.classifier import Classifier
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.tensors import Images, Logits
@@ -47,16 +47,22 @@ class BatchedClassifier(Classifier):
     def __post_init__(self) -> None:
         check_precision(self.precision)
         # With 0 a proof would rest on answers that never move by a single bit.
-        if not 0 < self.needed_lead < 1:
+        if self.slack is not None and not 0 < self.slack < 1:
             raise InvalidInput(
                 f"slack is {self.slack!r}; expected a share of the largest logit, above 0 and below 1",
-                hint="None is a few times what the precision rounds",
+                hint="None is a few times what the precision, or weights of 16 bits, round",
             )
 
     @property
     def needed_lead(self) -> float:
-        """The lead that a class must exceed to count for a proof, as a share of the largest logit."""
-        return SLACK[self.precision] if self.slack is None else self.slack
+        """The lead that a class must exceed to count for a proof, as a share of the largest logit.
+
+        Unless it is given, that of the shortest type that is computed in: the precision's, or that of weights.
+        """
+        if self.slack is not None:
+            return self.slack
+        held = {weight.dtype for weight in float_weights(self.model)}
+        return max(SLACK[name] for name in SLACK if name == self.precision or _HALF.get(name) in held)
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"slack": self.needed_lead}
@@ -125,8 +131,8 @@ class FixedBatches:
         blanks = torch.zeros_like(copies[half:])
         among_blanks = self.logits(torch.cat([copies[:half], blanks]))[:half]
         elsewhere = self.logits(torch.cat([blanks, copies[:half]]))[len(blanks) :]
-        apart = torch.maximum((there - among_blanks).abs(), (there - elsewhere).abs()).amax(dim=1)
-        largest = there.abs().amax(dim=1)
+        apart = torch.maximum(_apart(there, among_blanks), _apart(there, elsewhere)).amax(dim=1)
+        largest = there.nan_to_num(0.0, 0.0, 0.0).abs().amax(dim=1)
         if owner is not None:
             own = owner[:half]
             largest = torch.zeros_like(largest).scatter_reduce(0, own, largest, "amax")[own]
@@ -179,6 +185,13 @@ class FixedBatches:
         self._graph = graph
 
 
+def _apart(one: Logits, other: Logits) -> Logits:
+    """How far logits are apart: a number and what is none without limit, two that are none not at all."""
+    is_number = one.isfinite(), other.isfinite()
+    apart = (one - other).abs().where(is_number[0] & is_number[1], torch.inf)
+    return apart.where(is_number[0] | is_number[1], 0.0)
+
+
 @final
 class MeanVote(nn.Module):
     """What an attack differentiates in place of votes or masks: the mean of a model's softmax over copies of images."""
@@ -186,7 +199,7 @@ class MeanVote(nn.Module):
     def __init__(self, model: nn.Module, copies: Callable[[Images], Iterable[Tensor]]) -> None:
         super().__init__()
         self.model, self.copies = model, copies
-        self.train(model.training)
+        self.training = model.training
 
     def forward(self, images: Images) -> Logits:
         """Logarithms of mean probabilities."""

@@ -17,7 +17,13 @@ from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places
 from patchcert.bounds.operations import Reshape
 from patchcert.bounds.rounding import precise_arithmetic, subnormals_kept
 from patchcert.certificates.batches import FixedBatches, Precision
-from patchcert.certificates.checks import check_foreign_rules, check_some, copy_of_type, weight_dtype
+from patchcert.certificates.checks import (
+    check_foreign_rules,
+    check_some,
+    copy_of_type,
+    float_weights,
+    weight_dtype,
+)
 from patchcert.certificates.classifier import AnyThreat, Certificates
 from patchcert.certificates.votes import (
     MarginsOf,
@@ -207,6 +213,7 @@ class LocalVotes(VoteClassifier):
         self, images: Images, labels: Labels, patch: Patch, is_open: Annotated[Tensor, "n p"]
     ) -> Annotated[Tensor, "n p"]:
         """Which of the open placements are proven by intervals of what touched cells can give."""
+        self._check_type()
         network, scores = trace_local(self.model, images.shape[1:]), self.local_scores(images)
         exact = copy_of_type(self.model, torch.float64)
         check_foreign_rules(trace_local(exact, images.shape[1:]), images, patch)
@@ -217,9 +224,18 @@ class LocalVotes(VoteClassifier):
             for rows in is_open[:, place].nonzero().flatten().split(self.batch_size):
                 box = patch.boxes(images[rows], corners[place : place + 1]).map(lambda end: end[:, 0])
                 bounded = self._bounded(network, box, scores.of(rows), touched[place])
-                margins = bounded_margins(bounded, labels[rows], touched[place], windows)
+                margins = bounded_margins(bounded, labels[rows], windows)
                 found[rows, place] = is_won(margins, labels[rows], self.ties)
         return found
+
+    def _check_type(self) -> None:
+        """Weights of 16 bits are computed with in 16 bits, whatever the precision, and refused as it is."""
+        short = {value.dtype for value in float_weights(self.model)} - {torch.float32, torch.float64}
+        if short:
+            raise InvalidInput(
+                f"bounded=True with weights of {', '.join(map(str, short))}: intervals bound scores in float32",
+                hint="leave out bounded, or convert the model with .float()",
+            )
 
     def _bounded(
         self, network: Network, box: Interval, scores: Scores, cells: Annotated[Tensor, "cells"]
@@ -325,7 +341,7 @@ class _FlatMaps(nn.Module):
         super().__init__()
         self.model = model
         self.classes = 0
-        self.train(model.training)
+        self.training = model.training
 
     def forward(self, images: Images) -> Annotated[Tensor, "n _"]:
         """The numbers of the map, class by class; anything but a map is refused."""
@@ -349,7 +365,7 @@ class _SoftVotes(nn.Module):
         super().__init__()
         self.votes = votes
         self.model = votes.model
-        self.train(votes.model.training)
+        self.training = votes.model.training
 
     def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
         """The mean over cells; a masked sum's without the window that gives a class most."""
