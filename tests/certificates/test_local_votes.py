@@ -436,6 +436,17 @@ def test_bounds_by_registered_rules_are_tried_first(monkeypatch, is_right):
             votes.certify(images, labels, Patch(2))
 
 
+def test_registered_rules_that_hide_what_cells_see_are_refused(monkeypatch):
+    """A function that is said to act on each place alone, and looks at all of them."""
+    made = Monotone(lambda values: values - values.mean((2, 3), keepdim=True), units=8)
+    monkeypatch.setitem(LAYER_RULES, nn.Softsign, lambda layer: made)
+    monkeypatch.setattr(nn.Softsign, "forward", lambda layer, values: made.forward(values))
+    model = randomise(nn.Sequential(nn.Conv2d(1, 3, 2), nn.Softsign()), seeded(1))
+    votes, images = LocalVotes(model), torch.rand(3, 1, 5, 5, generator=seeded())
+    with pytest.raises(ModelError, match="change where they see no changed pixel"):
+        votes.certify(images, votes.predict(images), Patch(1))
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"scores": "softmax"}, {"scores": "clipped", "precision": "bfloat16"}]
 )

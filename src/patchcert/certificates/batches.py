@@ -131,12 +131,12 @@ class FixedBatches:
         blanks = torch.zeros_like(copies[half:])
         among_blanks = self.logits(torch.cat([copies[:half], blanks]))[:half]
         elsewhere = self.logits(torch.cat([blanks, copies[:half]]))[len(blanks) :]
-        apart = torch.maximum(_apart(there, among_blanks), _apart(there, elsewhere)).amax(dim=1)
-        largest = there.nan_to_num(0.0, 0.0, 0.0).abs().amax(dim=1)
+        apart = torch.maximum(distances(there, among_blanks), distances(there, elsewhere)).amax(dim=1)
+        most = largest(there)
         if owner is not None:
             own = owner[:half]
-            largest = torch.zeros_like(largest).scatter_reduce(0, own, largest, "amax")[own]
-        if bool((apart > tolerance * largest).any()):
+            most = torch.zeros_like(most).scatter_reduce(0, own, most, "amax")[own]
+        if bool((apart > tolerance * most).any()):
             raise ModelError(
                 "the base model says something else of the same images when others are in their batch",
                 hint="what it says of an image must not depend on the batch; half precision may be too coarse for it",
@@ -185,7 +185,12 @@ class FixedBatches:
         self._graph = graph
 
 
-def _apart(one: Logits, other: Logits) -> Logits:
+def largest(logits: Logits) -> Annotated[Tensor, "n"]:
+    """The largest absolute value of each row, of those that are finite."""
+    return logits.nan_to_num(0.0, 0.0, 0.0).abs().amax(dim=1)
+
+
+def distances(one: Logits, other: Logits) -> Logits:
     """How far logits are apart: a number and what is none without limit, two that are none not at all."""
     is_number = one.isfinite(), other.isfinite()
     apart = (one - other).abs().where(is_number[0] & is_number[1], torch.inf)
