@@ -259,6 +259,7 @@ def test_base_models_whose_votes_are_no_function_of_their_part_are_refused(model
         (lambda model: BandVotes(model, ties="first"), "ties is 'first'; expected one of lowest, abstain"),
         (lambda model: BandVotes(model, orientation="diagonal"), "orientation is 'diagonal'"),
         (lambda model: BandVotes(model, slack=-1.0), "slack is -1.0"),
+        (lambda model: BandVotes(model.forward), "the model must be a torch.nn.Module, got method"),
     ],
 )
 def test_settings_out_of_range_are_refused(make, message):

@@ -266,6 +266,12 @@ def test_networks_without_local_votes_are_refused(model, error, message):
         LocalVotes(model).certify(torch.zeros(1, 1, 8, 8), torch.tensor([0]), Patch(2))
 
 
+def test_images_smaller_than_a_kernel_are_refused():
+    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Conv2d(3, 2, 3)).eval()
+    with pytest.raises(ModelError, match="layer '1' does not take maps of 2x3, smaller than its kernel"):
+        LocalVotes(model).certify(torch.rand(1, 1, 3, 4), torch.tensor([0]), Patch(1))
+
+
 class Counts(nn.Module):
     """Another function when it is traced than when it is called."""
 

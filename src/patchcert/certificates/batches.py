@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
-from patchcert.certificates.checks import check_independence, check_logits, float_weights
+from patchcert.certificates.checks import check_independence, check_logits, check_module, float_weights
 from patchcert.certificates.classifier import Classifier
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.tensors import Images, Logits
@@ -45,6 +45,7 @@ class BatchedClassifier(Classifier):
     of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack",)
 
     def __post_init__(self) -> None:
+        check_module(self.model)
         check_precision(self.precision)
         # With 0 a proof would rest on answers that never move by a single bit.
         if self.slack is not None and not 0 < self.slack < 1:

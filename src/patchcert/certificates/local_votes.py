@@ -84,6 +84,11 @@ def reached_cells(network: Network, areas: Annotated[Tensor, "_ h w"]) -> Annota
                 f"layer '{step.name}' ({type(step.operation).__name__}): {_EVERYTHING}",
                 hint="local votes need a fully convolutional network that ends with a map of scores",
             )
+        if isinstance(places, Geometry) and min(places.output_size(area.height, area.width)) < 1:
+            raise ModelError(
+                f"layer '{step.name}' does not take maps of {area.height}x{area.width}, smaller than its kernel",
+                hint="use larger images, or smaller kernels and strides",
+            )
         seen = reduce(torch.maximum, inputs)
         values.append(_through(places, seen) if isinstance(places, Geometry) else seen)
     return values[-1][:, 0].bool()
