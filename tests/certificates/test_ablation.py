@@ -183,6 +183,15 @@ def test_selection_and_estimation_are_separate_votes():
     assert abs(float(agree) - 0.5) < 5 * 0.5 / math.sqrt(400)
 
 
+@pytest.mark.parametrize(
+    ("weights", "pixels"), [(torch.float64, torch.float32), (torch.float32, torch.float64)]
+)
+def test_images_are_shown_in_the_type_of_the_weights(weights, pixels):
+    model = nn.Sequential(nn.Conv2d(2, 3, 4), nn.Flatten()).eval().to(weights)
+    votes = RandomAblation(model, 2, 5, 20).ballots(torch.rand(2, 1, 4, 4, dtype=pixels)).estimation
+    assert votes.sum(dim=1).tolist() == [20, 20]
+
+
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
 def test_votes_are_cast_in_the_precision_asked_for_whatever_is_set_around(precision):
     seen = []

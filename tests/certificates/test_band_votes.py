@@ -10,7 +10,7 @@ from patchcert.certificates.band_votes import BandVotes, BlockVotes, encode_visi
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError
 from patchcert.testing import check_certifier
 from patchcert.testing.brute_force import members
-from patchcert.threats import Patch, SparsePixels, shapes
+from patchcert.threats import Patch, Patches, SparsePixels, shapes
 
 
 class SeesParts(nn.Module):
@@ -157,6 +157,27 @@ def test_the_classical_count_proves_less():
     assert votes.certified_by_count(images, labels, patch).tolist() == [False, True]
 
 
+def test_the_classical_count_of_several_patches_proves_less_and_odd_questions_are_refused():
+    votes = BandVotes(BrightParts(), width=1)
+    images, labels = torch.ones(2, 1, 4, 12), torch.tensor([1, 1])
+    images[1, :, :, :3] = 0
+    threat = Patches(Patch(2, [(0, 0)]), 2)
+    assert votes.certify(images, labels, threat).certified.tolist() == [True, True]
+    assert votes.certified_by_count(images, labels, threat).tolist() == [True, False]
+    with pytest.raises(InvalidThreat, match="BandVotes certifies against patches"):
+        votes.certified_by_count(images, labels, SparsePixels(1))
+    with pytest.raises(InvalidInput, match=r"labels must lie in 0\.\.1"):
+        votes.certified_by_count(images, torch.tensor([1, 2]), Patch(1))
+
+
+def test_weights_of_16_bits_need_the_lead_of_their_type():
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Flatten(), nn.Linear(48, 2)).eval()
+    assert BandVotes(model).needed_lead == BandVotes(model.double()).needed_lead == 2**-14
+    assert BandVotes(model.bfloat16()).needed_lead == BandVotes(model, precision="bfloat16").needed_lead
+    assert BandVotes(model.half()).describe()["slack"] == 2**-8
+    assert BandVotes(model.half(), slack=0.01).needed_lead == 0.01
+
+
 def test_batches_have_one_shape_and_do_not_change_votes():
     model = BrightParts()
     images = torch.rand(5, 1, 4, 6, generator=torch.Generator().manual_seed(1))
@@ -186,6 +207,21 @@ class Coupled(nn.Module):
         return torch.stack([encoded.flatten(1).sum(1), encoded.sum().expand(len(encoded))], dim=1)
 
 
+class Silenced(nn.Module):
+    """Says nothing of anything behind a blank."""
+
+    def forward(self, encoded):
+        logits = encoded.flatten(2).mean(dim=2)
+        return logits.where(encoded[:1].any(), torch.nan)
+
+
+class Overflowing(Coupled):
+    """What it says of one part is infinite, which makes no other part less coupled."""
+
+    def forward(self, encoded):
+        return super().forward(encoded).masked_fill(encoded[:, -1:, 0, 0] == 1, torch.inf)
+
+
 class Random(nn.Module):
     def forward(self, encoded):
         return torch.rand(len(encoded), 2)
@@ -196,6 +232,8 @@ class Random(nn.Module):
     [
         (Coupled().eval(), ModelError, "says something else of the same images"),
         (Random().eval(), ModelError, "says something else of the same images"),
+        (Silenced().eval(), ModelError, "says something else of the same images"),
+        (Overflowing().eval(), ModelError, "says something else of the same images"),
         (nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(48, 2)), InvalidInput, "training mode"),
         (nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten()).eval(), ModelError, "does not take images of"),
         (nn.Flatten(2).eval(), ModelError, "must return logits"),
@@ -221,6 +259,7 @@ def test_base_models_whose_votes_are_no_function_of_their_part_are_refused(model
         (lambda model: BandVotes(model, ties="first"), "ties is 'first'; expected one of lowest, abstain"),
         (lambda model: BandVotes(model, orientation="diagonal"), "orientation is 'diagonal'"),
         (lambda model: BandVotes(model, slack=-1.0), "slack is -1.0"),
+        (lambda model: BandVotes(model.forward), "the model must be a torch.nn.Module, got method"),
     ],
 )
 def test_settings_out_of_range_are_refused(make, message):

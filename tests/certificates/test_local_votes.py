@@ -266,6 +266,12 @@ def test_networks_without_local_votes_are_refused(model, error, message):
         LocalVotes(model).certify(torch.zeros(1, 1, 8, 8), torch.tensor([0]), Patch(2))
 
 
+def test_images_smaller_than_a_kernel_are_refused():
+    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Conv2d(3, 2, 3)).eval()
+    with pytest.raises(ModelError, match="layer '1' does not take maps of 2x3, smaller than its kernel"):
+        LocalVotes(model).certify(torch.rand(1, 1, 3, 4), torch.tensor([0]), Patch(1))
+
+
 class Counts(nn.Module):
     """Another function when it is traced than when it is called."""
 
@@ -436,6 +442,17 @@ def test_bounds_by_registered_rules_are_tried_first(monkeypatch, is_right):
             votes.certify(images, labels, Patch(2))
 
 
+def test_registered_rules_that_hide_what_cells_see_are_refused(monkeypatch):
+    """A function that is said to act on each place alone, and looks at all of them."""
+    made = Monotone(lambda values: values - values.mean((2, 3), keepdim=True), units=8)
+    monkeypatch.setitem(LAYER_RULES, nn.Softsign, lambda layer: made)
+    monkeypatch.setattr(nn.Softsign, "forward", lambda layer, values: made.forward(values))
+    model = randomise(nn.Sequential(nn.Conv2d(1, 3, 2), nn.Softsign()), seeded(1))
+    votes, images = LocalVotes(model), torch.rand(3, 1, 5, 5, generator=seeded())
+    with pytest.raises(ModelError, match="change where they see no changed pixel"):
+        votes.certify(images, votes.predict(images), Patch(1))
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"scores": "softmax"}, {"scores": "clipped", "precision": "bfloat16"}]
 )
@@ -459,3 +476,19 @@ def test_a_model_that_rounds_more_coarsely_than_its_bounds_is_refused(monkeypatc
     monkeypatch.setattr(narrow, lambda lower, *rest: (torch.full_like(lower, 9e9).double(), lower.double()))
     with pytest.raises(ModelError, match="local scores of clean images lie outside the bounds"):
         votes.certify(images, labels, Patch(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_bounds_of_weights_of_16_bits_are_refused(dtype):
+    votes = LocalVotes(hesitant().to(dtype), scores="clipped", bounded=True)
+    with pytest.raises(InvalidInput, match=f"bounded=True with weights of {dtype}"):
+        votes.certify(torch.full((1, 1, 3, 4), 0.6), torch.tensor([0]), Patch(1))
+
+
+def test_layers_left_in_training_mode_are_refused_and_stay_so():
+    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Dropout(0.5), nn.Conv2d(3, 2, 1)).eval()
+    model[1].train()
+    LocalVotes(model).surrogate()
+    with pytest.raises(ModelError, match="drops values at random"):
+        LocalVotes(model).predict(torch.rand(1, 1, 4, 4))
+    assert model[1].training

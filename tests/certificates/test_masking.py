@@ -283,6 +283,14 @@ def test_a_model_that_looks_at_its_batch_is_refused():
         DoubleMasking(SeesItsCompany().eval(), pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4))
 
 
+def test_a_mirrored_model_keeps_the_modes_of_its_layers():
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(36, 2)).eval()
+    model[1].train()
+    with pytest.raises(ModelError, match="drops values at random"):
+        DoubleMasking(model, pc.Patch(2), mirrored=True).predict(torch.rand(1, 1, 6, 6))
+    assert model[1].training
+
+
 def test_a_mirrored_classifier_is_one_of_the_mean_over_both_images():
     torch.manual_seed(0)
     threat, images = pc.Patch(1), torch.rand(6, 1, 4, 4)

@@ -254,7 +254,7 @@ def test_bounded_sums_hold_for_every_score_between_the_bounds(
     inside, labels = mask(cells), torch.tensor([label])
     lower, upper = torch.minimum(one, other).where(inside, one), torch.maximum(one, other).where(inside, one)
     windows = torch.stack([mask(each) for each in chosen]) if masked else None
-    margins = bounded_margins(Scores(one, lower, upper, 4), labels, inside, windows)
+    margins = bounded_margins(Scores(one, lower, upper, 4), labels, windows)
     proven = bool(is_won(margins, labels, ties)[0])
     reached = []
     for ends in itertools.product((False, True), repeat=2 * len(cells)):

@@ -27,7 +27,7 @@ def by_bounds(votes, labels, touched, ties):
     found = []
     for cells in touched:
         limits = Scores(votes, votes.masked_fill(cells, 0.0), votes.masked_fill(cells, 1.0), 1)
-        found.append(is_won(bounded_margins(limits, labels, cells), labels, ties))
+        found.append(is_won(bounded_margins(limits, labels), labels, ties))
     return torch.stack(found, dim=1)
 
 

@@ -20,6 +20,7 @@ from patchcert.certificates.checks import (
     check_inputs,
     check_labels,
     check_some,
+    weight_dtype,
 )
 from patchcert.certificates.classifier import (
     ABSTAINED,
@@ -252,6 +253,7 @@ class RandomAblation(Classifier):
         never help to prove anything.
         """
         self._check(images, progress)
+        images = images.to(weight_dtype(self.model, images.dtype))
         base = self._base(images)
         device, each = images.device, self.selection_samples + self.estimation_samples
         total, generator = len(images) * each, self._generator(images)

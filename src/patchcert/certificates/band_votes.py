@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.certificates.batches import FixedBatches, MeanVote, Precision, check_counts
-from patchcert.certificates.checks import check_some, weight_dtype
+from patchcert.certificates.checks import check_inputs, check_labels, check_some, weight_dtype
+from patchcert.certificates.classifier import AnyThreat
 from patchcert.certificates.votes import (
     Scores,
     Ties,
@@ -111,11 +112,14 @@ class PartVotes(VoteClassifier):
     def views(self, height: int, width: int) -> Views:
         """The pixels that each vote sees; all pixels are seen by some vote."""
 
-    def certified_by_count(self, images: Images, labels: Labels, threat: Patch) -> Annotated[Tensor, "n"]:
+    def certified_by_count(self, images: Images, labels: Labels, threat: AnyThreat) -> Annotated[Tensor, "n"]:
         """What the classical count of touched votes proves, which is never more than `certify` does."""
-        scores = self.local_scores(images)
+        check_inputs(self.model, images, labels)
+        patch, patches = self._patch_and_count(threat)
+        touched, scores = self.touched(patch, images), self.local_scores(images)
+        check_labels(labels, scores.values.shape[1])
         right = winners(sum_totals(scores.values), self.ties) == labels
-        return right & is_won_by_count(scores, labels, self.touched(threat, images), self.ties)
+        return right & is_won_by_count(scores, labels, touched, self.ties, patches)
 
     def touched(self, threat: Patch, images: Images) -> Touched:
         """Which votes see a pixel that the patch covers, at each of its placements."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
-from patchcert.certificates.checks import check_independence, check_logits
+from patchcert.certificates.checks import check_independence, check_logits, check_module, float_weights
 from patchcert.certificates.classifier import Classifier
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.tensors import Images, Logits
@@ -45,18 +45,25 @@ class BatchedClassifier(Classifier):
     of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack",)
 
     def __post_init__(self) -> None:
+        check_module(self.model)
         check_precision(self.precision)
         # With 0 a proof would rest on answers that never move by a single bit.
-        if not 0 < self.needed_lead < 1:
+        if self.slack is not None and not 0 < self.slack < 1:
             raise InvalidInput(
                 f"slack is {self.slack!r}; expected a share of the largest logit, above 0 and below 1",
-                hint="None is a few times what the precision rounds",
+                hint="None is a few times what the precision, or weights of 16 bits, round",
             )
 
     @property
     def needed_lead(self) -> float:
-        """The lead that a class must exceed to count for a proof, as a share of the largest logit."""
-        return SLACK[self.precision] if self.slack is None else self.slack
+        """The lead that a class must exceed to count for a proof, as a share of the largest logit.
+
+        Unless it is given, that of the shortest type that is computed in: the precision's, or that of weights.
+        """
+        if self.slack is not None:
+            return self.slack
+        held = {weight.dtype for weight in float_weights(self.model)}
+        return max(SLACK[name] for name in SLACK if name == self.precision or _HALF.get(name) in held)
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"slack": self.needed_lead}
@@ -125,12 +132,12 @@ class FixedBatches:
         blanks = torch.zeros_like(copies[half:])
         among_blanks = self.logits(torch.cat([copies[:half], blanks]))[:half]
         elsewhere = self.logits(torch.cat([blanks, copies[:half]]))[len(blanks) :]
-        apart = torch.maximum((there - among_blanks).abs(), (there - elsewhere).abs()).amax(dim=1)
-        largest = there.abs().amax(dim=1)
+        apart = torch.maximum(distances(there, among_blanks), distances(there, elsewhere)).amax(dim=1)
+        most = largest(there)
         if owner is not None:
             own = owner[:half]
-            largest = torch.zeros_like(largest).scatter_reduce(0, own, largest, "amax")[own]
-        if bool((apart > tolerance * largest).any()):
+            most = torch.zeros_like(most).scatter_reduce(0, own, most, "amax")[own]
+        if bool((apart > tolerance * most).any()):
             raise ModelError(
                 "the base model says something else of the same images when others are in their batch",
                 hint="what it says of an image must not depend on the batch; half precision may be too coarse for it",
@@ -179,6 +186,18 @@ class FixedBatches:
         self._graph = graph
 
 
+def largest(logits: Logits) -> Annotated[Tensor, "n"]:
+    """The largest absolute value of each row, of those that are finite."""
+    return logits.nan_to_num(0.0, 0.0, 0.0).abs().amax(dim=1)
+
+
+def distances(one: Logits, other: Logits) -> Logits:
+    """How far logits are apart: a number and what is none without limit, two that are none not at all."""
+    is_number = one.isfinite(), other.isfinite()
+    apart = (one - other).abs().where(is_number[0] & is_number[1], torch.inf)
+    return apart.where(is_number[0] | is_number[1], 0.0)
+
+
 @final
 class MeanVote(nn.Module):
     """What an attack differentiates in place of votes or masks: the mean of a model's softmax over copies of images."""
@@ -186,7 +205,7 @@ class MeanVote(nn.Module):
     def __init__(self, model: nn.Module, copies: Callable[[Images], Iterable[Tensor]]) -> None:
         super().__init__()
         self.model, self.copies = model, copies
-        self.train(model.training)
+        self.training = model.training
 
     def forward(self, images: Images) -> Logits:
         """Logarithms of mean probabilities."""

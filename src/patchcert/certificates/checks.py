@@ -54,11 +54,7 @@ def check_images(model: nn.Module, images: Tensor, progress: object = None) -> N
     Tensors are made on a device that computes, and whoever wants to hear of progress can be called.
     """
     _check_call(progress)
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(
-            f"the model must be a torch.nn.Module, got {type(model).__name__}",
-            hint="write the function as the forward method of a module",
-        )
+    check_module(model)
     _check_dense("images", images)
     whole = [name for name, value in model.named_parameters() if not value.is_floating_point()]
     if whole:
@@ -86,6 +82,15 @@ def check_images(model: nn.Module, images: Tensor, progress: object = None) -> N
     if own.device != images.device:
         raise InvalidInput(
             f"the model is on {own.device}, images on {images.device}", hint="put both on one device"
+        )
+
+
+def check_module(model: object) -> None:
+    """The model is a module."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(
+            f"the model must be a torch.nn.Module, got {type(model).__name__}",
+            hint="write the function as the forward method of a module",
         )
 
 

@@ -16,8 +16,14 @@ from patchcert.bounds import Interval, Network, Rounding, trace
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places
 from patchcert.bounds.operations import Reshape
 from patchcert.bounds.rounding import precise_arithmetic, subnormals_kept
-from patchcert.certificates.batches import FixedBatches, Precision
-from patchcert.certificates.checks import check_foreign_rules, check_some, copy_of_type, weight_dtype
+from patchcert.certificates.batches import FixedBatches, Precision, distances, largest
+from patchcert.certificates.checks import (
+    check_foreign_rules,
+    check_some,
+    copy_of_type,
+    float_weights,
+    weight_dtype,
+)
 from patchcert.certificates.classifier import AnyThreat, Certificates
 from patchcert.certificates.votes import (
     MarginsOf,
@@ -52,13 +58,17 @@ _EVERYTHING = "its receptive field is everything, so that every patch touches ev
 
 
 def sight(network: Network, height: int, width: int) -> Sight:
-    """Which cells of a network's last map see which pixels, read off its operations one by one.
+    """Which cells of a network's last map see which pixels."""
+    return reached_cells(network, torch.eye(height * width).unflatten(1, (height, width)))
+
+
+def reached_cells(network: Network, areas: Annotated[Tensor, "_ h w"]) -> Annotated[Tensor, "_ rows columns"]:
+    """Which cells of a network's last map see a pixel of each area, read off its operations one by one.
 
     It is exact for the graph: a cell sees a pixel if some path of taps of kernels leads there, gaps of dilated and
     strided kernels left out. A weight of 0 on the way counts like any other.
     """
-    pixels = height * width
-    values = [torch.eye(pixels).view(pixels, 1, height, width)]
+    values = [areas[:, None]]
     for step in network.steps:
         inputs = [values[index] for index in step.inputs]
         area = FeatureMap.of(inputs[0].shape[1:])
@@ -73,6 +83,11 @@ def sight(network: Network, height: int, width: int) -> Sight:
             raise UnsupportedLayer(
                 f"layer '{step.name}' ({type(step.operation).__name__}): {_EVERYTHING}",
                 hint="local votes need a fully convolutional network that ends with a map of scores",
+            )
+        if isinstance(places, Geometry) and min(places.output_size(area.height, area.width)) < 1:
+            raise ModelError(
+                f"layer '{step.name}' does not take maps of {area.height}x{area.width}, smaller than its kernel",
+                hint="use larger images, or smaller kernels and strides",
             )
         seen = reduce(torch.maximum, inputs)
         values.append(_through(places, seen) if isinstance(places, Geometry) else seen)
@@ -207,6 +222,7 @@ class LocalVotes(VoteClassifier):
         self, images: Images, labels: Labels, patch: Patch, is_open: Annotated[Tensor, "n p"]
     ) -> Annotated[Tensor, "n p"]:
         """Which of the open placements are proven by intervals of what touched cells can give."""
+        self._check_type()
         network, scores = trace_local(self.model, images.shape[1:]), self.local_scores(images)
         exact = copy_of_type(self.model, torch.float64)
         check_foreign_rules(trace_local(exact, images.shape[1:]), images, patch)
@@ -217,9 +233,18 @@ class LocalVotes(VoteClassifier):
             for rows in is_open[:, place].nonzero().flatten().split(self.batch_size):
                 box = patch.boxes(images[rows], corners[place : place + 1]).map(lambda end: end[:, 0])
                 bounded = self._bounded(network, box, scores.of(rows), touched[place])
-                margins = bounded_margins(bounded, labels[rows], touched[place], windows)
+                margins = bounded_margins(bounded, labels[rows], windows)
                 found[rows, place] = is_won(margins, labels[rows], self.ties)
         return found
+
+    def _check_type(self) -> None:
+        """Weights of 16 bits are computed with in 16 bits, whatever the precision, and refused as it is."""
+        short = {value.dtype for value in float_weights(self.model)} - {torch.float32, torch.float64}
+        if short:
+            raise InvalidInput(
+                f"bounded=True with weights of {', '.join(map(str, short))}: intervals bound scores in float32",
+                hint="leave out bounded, or convert the model with .float()",
+            )
 
     def _bounded(
         self, network: Network, box: Interval, scores: Scores, cells: Annotated[Tensor, "cells"]
@@ -270,7 +295,9 @@ class LocalVotes(VoteClassifier):
         if with_probe:
             numbers = torch.arange(self.batch_size, device=images.device)
             base.check_company(images[numbers % len(images)], self.needed_lead / 4)
-            self._check_trace(images)
+            network = trace_local(self.model, images.shape[1:])
+            self._check_trace(network, images)
+            self._check_sight(network, base, images)
         rows = []
         for start in range(0, len(images), self.batch_size):
             rows.append(base.logits(images[start : start + self.batch_size]))
@@ -299,9 +326,9 @@ class LocalVotes(VoteClassifier):
         return {}
 
     @torch.no_grad()
-    def _check_trace(self, images: Images) -> None:
+    def _check_trace(self, network: Network, images: Images) -> None:
         """The model and its traced operations must say the same, on a few images and their negatives."""
-        network, few = trace_local(self.model, images.shape[1:]), images[:4]
+        few = images[:_PROBED]
         probes = torch.cat([few, 1 - few])
         with precise_arithmetic():
             both = self.model(probes), network.values(probes)[-1]
@@ -316,6 +343,26 @@ class LocalVotes(VoteClassifier):
                 hint="the forward pass must be a function of the images alone, the same in every call",
             )
 
+    def _check_sight(self, network: Network, base: FixedBatches, images: Images) -> None:
+        """Cells that see nothing of what changes keep their numbers, up to half of what the slack pays for: on a few
+        images of which one pixel, or a quarter, turns black or white."""
+        height, width = images.shape[2:]
+        areas = torch.zeros(2, height, width)
+        areas[0, height // 2, width // 2] = areas[1, : (height + 1) // 2, : (width + 1) // 2] = 1
+        few = images[: min(_PROBED, self.batch_size)]
+        before = base.logits(few)
+        for area, reached in zip(areas.to(few), reached_cells(network, areas), strict=True):
+            moved = distances(before, base.logits(torch.where(area > 0, (few < 0.5).to(few), few)))
+            moved = moved.unflatten(1, (-1, reached.numel()))[:, :, ~reached.flatten().to(few.device)]
+            if bool((moved.flatten(1) > self.needed_lead / 4 * largest(before)[:, None]).any()):
+                raise ModelError(
+                    f"local scores of the model {type(self.model).__name__} change where they see no changed pixel",
+                    hint="mend the rule that was registered for a layer: its outputs see more than `places` says",
+                )
+
+
+_PROBED = 4
+
 
 @final
 class _FlatMaps(nn.Module):
@@ -325,7 +372,7 @@ class _FlatMaps(nn.Module):
         super().__init__()
         self.model = model
         self.classes = 0
-        self.train(model.training)
+        self.training = model.training
 
     def forward(self, images: Images) -> Annotated[Tensor, "n _"]:
         """The numbers of the map, class by class; anything but a map is refused."""
@@ -349,7 +396,7 @@ class _SoftVotes(nn.Module):
         super().__init__()
         self.votes = votes
         self.model = votes.model
-        self.train(votes.model.training)
+        self.training = votes.model.training
 
     def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
         """The mean over cells; a masked sum's without the window that gives a class most."""

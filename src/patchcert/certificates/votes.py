@@ -198,32 +198,19 @@ def scores_between(
 
 
 def bounded_margins(
-    scores: Scores, labels: Labels, cells: Annotated[Tensor, "cells"], windows: Windows | None = None
+    scores: Scores, labels: Labels, windows: Windows | None = None
 ) -> Annotated[Tensor, "n k"]:
     """The least lead of the label's sum, or with windows of its masked sum, over each class's; 0 at the label.
 
     Every score lies between `lower` and `upper`, also in the cells that the patch touches. Sums and masked sums never
-    fall when a score rises, so that these ends decide. What a window that holds all touched cells leaves over is a
-    bound of its own, and the better one counts.
+    fall when a score rises, so that these ends decide.
     """
-    if windows is None:
-        kept, reached = sum_totals(scores.lower), sum_totals(scores.upper)
-    else:
-        kept, reached = masked_totals(scores.lower, windows), _masked_upper(scores.upper, cells, windows)
+    kept, reached = (
+        sum_totals(ends) if windows is None else masked_totals(ends, windows)
+        for ends in (scores.lower, scores.upper)
+    )
     own = kept.gather(1, labels[:, None])
     return (own - reached).scatter(1, labels[:, None], 0.0)
-
-
-def _masked_upper(
-    upper: CellScores, cells: Annotated[Tensor, "cells"], windows: Windows
-) -> Annotated[Tensor, "n k"]:
-    """The most that masked sums reach: that of the largest scores, or what a window around the cells leaves over."""
-    reached = masked_totals(upper, windows)
-    holders = windows[~(cells & ~windows).any(dim=1)].to(upper)
-    if not len(holders):
-        return reached
-    left_over = upper.sum(dim=2, keepdim=True) - upper @ holders.T
-    return torch.minimum(reached, left_over.amin(dim=2))
 
 
 def _of(labels: Labels, values: CellScores) -> Annotated[Tensor, "n cells"]:
@@ -284,12 +271,14 @@ def proven_for_several(
     return is_proven
 
 
-def is_won_by_count(scores: Scores, labels: Labels, touched: Touched, ties: Ties) -> Annotated[Tensor, "n"]:
-    """The classical test: a lead of twice the votes of the most cells that any placement touches.
+def is_won_by_count(
+    scores: Scores, labels: Labels, touched: Touched, ties: Ties, patches: int = 1
+) -> Annotated[Tensor, "n"]:
+    """The classical test: a lead of twice the votes of the most cells that any placement touches, for each patch.
 
     It asks more than `sum_margins`, which looks at the cells of each placement, and proves the same; a reference.
     """
-    worst = 2 * scores.most * int(touched.sum(dim=1).max())
+    worst = 2 * patches * scores.most * int(touched.sum(dim=1).max())
     own, others = _of(labels, scores.lower).sum(dim=1), scores.upper.sum(dim=2)
     return is_won(own[:, None] - others - worst, labels, ties)
 
@@ -354,11 +343,7 @@ class VoteClassifier(BatchedClassifier):
         """An image is certified if the label wins whatever the cells that a placement touches give to whom."""
         check_inputs(self.model, images, labels, progress)
         check_fit(threat, images)
-        patch, patches = patch_and_count(
-            threat,
-            f"{type(self).__name__} certifies against patches, got {threat}: pixels anywhere can touch every vote",
-            hint="give patchcert.Patch(5), or use patchcert.RandomAblation",
-        )
+        patch, patches = self._patch_and_count(threat)
         touched = self.touched(patch, images)
         scores = self.local_scores(images, progress, with_probe=True)
         check_labels(labels, scores.values.shape[1])
@@ -376,6 +361,13 @@ class VoteClassifier(BatchedClassifier):
 
     def _margins_of(self, images: Images) -> MarginsOf:
         return sum_margins
+
+    def _patch_and_count(self, threat: AnyThreat) -> tuple[Patch, int]:
+        return patch_and_count(
+            threat,
+            f"{type(self).__name__} certifies against patches, got {threat}: pixels anywhere can touch every vote",
+            hint="give patchcert.Patch(5), or use patchcert.RandomAblation",
+        )
 
     @staticmethod
     def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
