@@ -283,6 +283,42 @@ def test_a_model_that_looks_at_its_batch_is_refused():
         DoubleMasking(SeesItsCompany().eval(), pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4))
 
 
+class SharesARange(nn.Module):
+    """Rounds pixels to thirds of the largest in the batch, as dynamic quantisation does to activations."""
+
+    def forward(self, images):
+        scale = images.max() / 3
+        return ((images / scale).round() * scale).flatten(1)[:, :3]
+
+
+class IsOverwhelmed(nn.Module):
+    """Says nothing finite of a batch that has a bright pixel."""
+
+    def forward(self, images):
+        is_bright = bool((images > 0.9).any())
+        return images.flatten(1)[:, :3] * (torch.nan if is_bright else 1.0)
+
+
+@pytest.mark.parametrize("model", [SharesARange(), IsOverwhelmed()])
+@pytest.mark.parametrize("kind", [DoubleMasking, MaskedDetection])
+def test_what_all_copies_of_one_image_share_is_not_taken_for_the_copy_alone(model, kind):
+    """Each half of the batch that is tried has all copies of the image, whose largest pixel is 0.5, the fill."""
+    images, labels, threat = torch.rand(1, 1, 4, 4) / 3, torch.tensor([0]), pc.Patch(1)
+    with pytest.raises(ModelError, match="when others are in their batch"):
+        kind(model.eval(), threat, masks=2).certify(images, labels, threat)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_looking_through_a_mirror_changes_no_layer(mode):
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(16, 3)).train(mode)
+    model[1].train(not mode)
+    masking = DoubleMasking(model, pc.Patch(1), masks=2, mirrored=True)
+    with pytest.raises((InvalidInput, ModelError), match="training mode"):
+        masking.predict(torch.rand(1, 1, 4, 4))
+    masking.surrogate()
+    assert (model.training, model[1].training) == (mode, not mode)
+
+
 def test_a_mirrored_classifier_is_one_of_the_mean_over_both_images():
     torch.manual_seed(0)
     threat, images = pc.Patch(1), torch.rand(6, 1, 4, 4)

@@ -116,21 +116,23 @@ class FixedBatches:
         """Raises where logits of the same copies differ by more than this share of the largest, when others are in
         their batch or they stand elsewhere in it.
 
-        The largest is that of a copy's own logits, or of all copies of the same image, where `owner` says whose they
-        are.
+        A few copies are asked among strangers, images of black and white pixels, and no others: what all in a batch
+        share, such as its range, is then different. The largest is that of a copy's own logits, or of all copies of the
+        same image, where `owner` says whose they are.
         """
         copies = copies[: self.size]
         half = (len(copies) + 1) // 2
         there = self.logits(copies)[:half]
-        blanks = torch.zeros_like(copies[half:])
-        among_blanks = self.logits(torch.cat([copies[:half], blanks]))[:half]
-        elsewhere = self.logits(torch.cat([blanks, copies[:half]]))[len(blanks) :]
-        apart = torch.maximum((there - among_blanks).abs(), (there - elsewhere).abs()).amax(dim=1)
-        largest = there.abs().amax(dim=1)
+        largest = torch.where(there.isfinite().all(dim=1), there.abs().amax(dim=1), 0.0)
         if owner is not None:
             own = owner[:half]
             largest = torch.zeros_like(largest).scatter_reduce(0, own, largest, "amax")[own]
-        if bool((apart > tolerance * largest).any()):
+        few, blanks = min(_AMONG_STRANGERS, half), torch.zeros_like(copies[half:])
+        strangers = _black_and_white(copies[few:])
+        among_strangers = self.logits(torch.cat([copies[:few], strangers]))[:few]
+        elsewhere = self.logits(torch.cat([blanks, copies[:half]]))[len(blanks) :]
+        leeway = tolerance * largest
+        if _move(there[:few], among_strangers, leeway[:few]) or _move(there, elsewhere, leeway):
             raise ModelError(
                 "the base model says something else of the same images when others are in their batch",
                 hint="what it says of an image must not depend on the batch; half precision may be too coarse for it",
@@ -179,6 +181,23 @@ class FixedBatches:
         self._graph = graph
 
 
+_AMONG_STRANGERS, _STRANGERS = 4, 16
+"""Copies that are asked among strangers, and how many different strangers there are."""
+
+
+def _black_and_white(like: Images) -> Images:
+    """As many images of random black and white pixels, the same at every call; after a few they repeat."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    drawn = torch.rand(_STRANGERS, *like.shape[1:], generator=generator, device="cpu").round().to(like)
+    return drawn[torch.arange(len(like), device=like.device) % _STRANGERS]
+
+
+def _move(there: Logits, again: Logits, leeway: Annotated[Tensor, "n"]) -> bool:
+    """Whether logits of a row differ by more than its leeway, or are all finite in one of the two only."""
+    is_far = (there - again).abs().amax(dim=1) > leeway
+    return bool((is_far | (there.isfinite().all(dim=1) != again.isfinite().all(dim=1))).any())
+
+
 @final
 class MeanVote(nn.Module):
     """What an attack differentiates in place of votes or masks: the mean of a model's softmax over copies of images."""
@@ -186,7 +205,7 @@ class MeanVote(nn.Module):
     def __init__(self, model: nn.Module, copies: Callable[[Images], Iterable[Tensor]]) -> None:
         super().__init__()
         self.model, self.copies = model, copies
-        self.train(model.training)
+        self.training = model.training
 
     def forward(self, images: Images) -> Logits:
         """Logarithms of mean probabilities."""

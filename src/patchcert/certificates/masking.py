@@ -498,7 +498,7 @@ class Mirrored(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.train(model.training)
+        self.training = model.training
 
     def forward(self, images: Images) -> Logits:
         """Half the sum of both."""
