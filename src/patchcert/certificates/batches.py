@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal, final, get_args
 
 import torch
@@ -47,7 +48,7 @@ class BatchedClassifier(Classifier):
     def __post_init__(self) -> None:
         check_precision(self.precision)
         # With 0 a proof would rest on answers that never move by a single bit.
-        if not 0 < self.needed_lead < 1:
+        if not isinstance(self.needed_lead, Real) or not 0 < self.needed_lead < 1:
             raise InvalidInput(
                 f"slack is {self.slack!r}; expected a share of the largest logit, above 0 and below 1",
                 hint="None is a few times what the precision rounds",
