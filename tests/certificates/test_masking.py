@@ -309,6 +309,18 @@ def test_what_models_and_settings_may_not_be_is_said():
         DoubleMasking(plain, threat, masks=2).certify(torch.zeros(2, 3, 4, 4), labels, threat)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "slack"), [(torch.float64, 2**-14), (torch.float16, 2**-8), (torch.bfloat16, 2**-6)]
+)
+def test_weights_of_16_bits_ask_for_the_slack_of_their_type(dtype, slack):
+    model, threat = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).to(dtype).eval(), pc.Patch(1)
+    assert (
+        DoubleMasking(model, threat).needed_lead == DoubleMasking(model, threat).describe()["slack"] == slack
+    )
+    assert DoubleMasking(model, threat, precision="tf32").needed_lead == max(slack, 2**-8)
+    assert DoubleMasking(model, threat, slack=2**-10).needed_lead == 2**-10
+
+
 class SeesItsCompany(nn.Module):
     def forward(self, images):
         return torch.cat([images.flatten(1)[:, :2], images.mean().expand(len(images), 1)], dim=1)

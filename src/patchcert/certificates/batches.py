@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
-from patchcert.certificates.checks import check_independence, check_logits
+from patchcert.certificates.checks import check_independence, check_logits, float_weights
 from patchcert.certificates.classifier import Classifier
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.tensors import Images, Logits
@@ -17,7 +17,7 @@ from patchcert.tensors import Images, Logits
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 SLACK: dict[Precision, float] = {"float32": 2**-14, "tf32": 2**-8, "float16": 2**-8, "bfloat16": 2**-6}
 """By how much a class must lead to count, as a share of the largest logit of its copy."""
-_HALF: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_HALF: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_precision(precision: str) -> None:
@@ -48,7 +48,7 @@ class BatchedClassifier(Classifier):
     def __post_init__(self) -> None:
         check_precision(self.precision)
         # With 0 a proof would rest on answers that never move by a single bit.
-        if not isinstance(self.needed_lead, Real) or not 0 < self.needed_lead < 1:
+        if self.slack is not None and not (isinstance(self.slack, Real) and 0 < self.slack < 1):
             raise InvalidInput(
                 f"slack is {self.slack!r}; expected a share of the largest logit, above 0 and below 1",
                 hint="None is a few times what the precision rounds",
@@ -56,8 +56,17 @@ class BatchedClassifier(Classifier):
 
     @property
     def needed_lead(self) -> float:
-        """The lead that a class must exceed to count for a proof, as a share of the largest logit."""
-        return SLACK[self.precision] if self.slack is None else self.slack
+        """The lead that a class must exceed to count for a proof, as a share of the largest logit.
+
+        Unless it is given, it is that of the precision, or of the type of weights where they have fewer bits: models
+        compute in the type of their weights.
+        """
+        if self.slack is not None:
+            return self.slack
+        types = {value.dtype for value in float_weights(self.model)}
+        return max(
+            SLACK[self.precision], *(SLACK[name] for name, dtype in _HALF.items() if dtype in types), 0
+        )
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"slack": self.needed_lead}
