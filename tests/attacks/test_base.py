@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from patchcert.attacks import (
 from patchcert.attacks.base import without_batch_norms
 from patchcert.certificates import IntervalBounds, certify, placement_margins
 from patchcert.certificates.ablation import RandomAblation
+from patchcert.certificates.classifier import Classifier, Promise
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.models import Normalize
 from patchcert.testing import check_attack
@@ -379,6 +382,32 @@ def test_an_abstention_is_no_right_answer():
     )
     assert result.succeeded.all()
     assert (result.predictions == -1).all()
+
+
+class Watchful(Classifier):
+    """Raises an alert from a mean brightness of 0.5 on, and is fooled only from one of 0.9 on."""
+
+    promise: ClassVar[Promise] = "detection"
+
+    def __init__(self) -> None:
+        self.model = Brightness().eval()
+
+    def predict(self, images, progress=None):
+        mean = images.flatten(1).mean(dim=1)
+        return torch.where(mean > 0.9, 1, torch.where(mean > 0.5, -1, 0))
+
+    def certify(self, images, labels, threat, progress=None):
+        raise AssertionError("an attack asks for no proof")
+
+
+@pytest.mark.parametrize("series", [False, True])
+def test_an_alert_that_suffices_does_not_end_the_search(series):
+    attack = PatchAttack(steps=40, restarts=1, step_size=0.05, check_every=2, batch_size=8)
+    job = dark_job(Patch(8))
+    chosen = AttackSeries((replace(attack, steps=6), attack)) if series else attack
+    result = chosen.run(Watchful(), job.images, job.labels, job.threat)
+    assert (result.predictions == 1).all()
+    assert (result.margins > 0).all()
 
 
 def test_a_sparse_attack_on_a_classifier_is_judged_by_its_predictions():

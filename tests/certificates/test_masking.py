@@ -3,14 +3,18 @@
 import math
 from itertools import product
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import nn
 
 import patchcert as pc
 from patchcert.certificates import ABSTAINED
 from patchcert.certificates.masking import DoubleMasking, MaskedDetection
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError
+from strategies import seeds
 
 WHITE = 1.0
 
@@ -231,6 +235,34 @@ def test_a_confidence_counts_as_it_is_after_logits_moved_by_the_slack(largest, p
         assert detection.certify(images, labels, threat).certified.tolist() == [expected]
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_is_plainly_confident_counts_in_every_precision(precision):
+    """Logits that are large or many, and thresholds near 1, cost no more than moving the logits does."""
+    images, labels, threat = torch.zeros(1, 1, 4, 4), torch.tensor([0]), pc.Patch(1)
+    for logits, threshold in (((10.0, 0.0), 0.999), ((300.0, 0.0), 0.99), ((1.0, *[0.9] * 999), 0.0)):
+        wanted = {"masks": 2, "precision": precision, "threshold": threshold}
+        detection = MaskedDetection(Scores(*logits), threat, **wanted)
+        assert detection.certify(images, labels, threat).certified.all()
+
+
+@hypothesis.settings(deadline=None, max_examples=40)
+@given(seed=seeds(), classes=st.integers(2, 40), scale=st.sampled_from((0.1, 3.0, 100.0)))
+def test_a_confidence_that_counts_stays_above_the_threshold_and_hardly_another_does(seed, classes, scale):
+    """The worst move: what is said falls by half the slack times the largest logit, and all others rise by it."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(classes, generator=generator) * scale
+    label, slack = int(logits.argmax()), 2**-6
+    move = torch.full((classes,), slack / 2 * float(logits.abs().max()))
+    move[label] = -move[label]
+    moved = float((logits.double() + move.double()).softmax(dim=0)[label])
+    assume(int((logits + 1.01 * move).argmax()) == label and moved < 0.9999)
+    images, labels, threat = torch.zeros(1, 1, 4, 4), torch.tensor([label]), pc.Patch(1)
+    for threshold, proven in ((moved * (1 + 1e-6), False), (moved * (1 - 4e-5), True)):
+        wanted = {"masks": 2, "slack": slack, "threshold": threshold}
+        detection = MaskedDetection(Scores(*logits.tolist()), threat, **wanted)
+        assert detection.certify(images, labels, threat).certified.tolist() == [proven]
+
+
 def test_the_lead_and_the_weakest_masks_are_those_of_the_worst_copy():
     class DimsWithHiding(nn.Module):
         def forward(self, images):
@@ -257,6 +289,9 @@ def test_what_models_and_settings_may_not_be_is_said():
     for settings, message in (
         ({"masks": 0}, "masks is 0"),
         ({"fill": float("nan")}, "fill is nan"),
+        ({"fill": [0.5]}, r"fill is \[0.5\]; expected a number, or a tuple"),
+        ({"fill": "grey"}, "fill is 'grey'"),
+        ({"slack": "small"}, "slack is 'small'"),
         ({"fill": (0.5, 0.5)}, "fill has 2 values, but images have 1 channels"),
         ({"slack": 0.0}, "slack is 0.0"),
         ({"precision": "float8"}, "precision is 'float8'"),
@@ -265,12 +300,25 @@ def test_what_models_and_settings_may_not_be_is_said():
     ):
         with pytest.raises(InvalidInput, match=message):
             DoubleMasking(plain, threat, **{"masks": 2, **settings}).certify(images, labels, threat)
-    with pytest.raises(InvalidInput, match="threshold is 1.0"):
-        MaskedDetection(plain, threat, threshold=1.0)
+    for threshold in (1.0, "high", None):
+        with pytest.raises(InvalidInput, match=f"threshold is {threshold!r}"):
+            MaskedDetection(plain, threat, threshold=threshold)
     with pytest.raises(InvalidThreat, match="masks hide patches"):
         DoubleMasking(plain, pc.SparsePixels(1))
     with pytest.raises(ModelError, match="does not take images"):
         DoubleMasking(plain, threat, masks=2).certify(torch.zeros(2, 3, 4, 4), labels, threat)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slack"), [(torch.float64, 2**-14), (torch.float16, 2**-8), (torch.bfloat16, 2**-6)]
+)
+def test_weights_of_16_bits_ask_for_the_slack_of_their_type(dtype, slack):
+    model, threat = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).to(dtype).eval(), pc.Patch(1)
+    assert (
+        DoubleMasking(model, threat).needed_lead == DoubleMasking(model, threat).describe()["slack"] == slack
+    )
+    assert DoubleMasking(model, threat, precision="tf32").needed_lead == max(slack, 2**-8)
+    assert DoubleMasking(model, threat, slack=2**-10).needed_lead == 2**-10
 
 
 class SeesItsCompany(nn.Module):
@@ -289,6 +337,42 @@ def test_a_mirrored_model_keeps_the_modes_of_its_layers():
     with pytest.raises(ModelError, match="drops values at random"):
         DoubleMasking(model, pc.Patch(2), mirrored=True).predict(torch.rand(1, 1, 6, 6))
     assert model[1].training
+
+
+class SharesARange(nn.Module):
+    """Rounds pixels to thirds of the largest in the batch, as dynamic quantisation does to activations."""
+
+    def forward(self, images):
+        scale = images.max() / 3
+        return ((images / scale).round() * scale).flatten(1)[:, :3]
+
+
+class IsOverwhelmed(nn.Module):
+    """Says nothing finite of a batch that has a bright pixel."""
+
+    def forward(self, images):
+        is_bright = bool((images > 0.9).any())
+        return images.flatten(1)[:, :3] * (torch.nan if is_bright else 1.0)
+
+
+@pytest.mark.parametrize("model", [SharesARange(), IsOverwhelmed()])
+@pytest.mark.parametrize("kind", [DoubleMasking, MaskedDetection])
+def test_what_all_copies_of_one_image_share_is_not_taken_for_the_copy_alone(model, kind):
+    """Each half of the batch that is tried has all copies of the image, whose largest pixel is 0.5, the fill."""
+    images, labels, threat = torch.rand(1, 1, 4, 4) / 3, torch.tensor([0]), pc.Patch(1)
+    with pytest.raises(ModelError, match="when others are in their batch"):
+        kind(model.eval(), threat, masks=2).certify(images, labels, threat)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_looking_through_a_mirror_changes_no_layer(mode):
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(16, 3)).train(mode)
+    model[1].train(not mode)
+    masking = DoubleMasking(model, pc.Patch(1), masks=2, mirrored=True)
+    with pytest.raises((InvalidInput, ModelError), match="training mode"):
+        masking.predict(torch.rand(1, 1, 4, 4))
+    masking.surrogate()
+    assert (model.training, model[1].training) == (mode, not mode)
 
 
 def test_a_mirrored_classifier_is_one_of_the_mean_over_both_images():

@@ -16,6 +16,7 @@ from patchcert.evidence import Attacking, Certification, Evidence, EvidenceFolde
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, save
 from patchcert.report.page import write_report
+from patchcert.report.pictures import attacked_images
 from patchcert.report.statistics import Proportion
 from patchcert.report.summary import (
     BROKEN_CERTIFICATE,
@@ -216,6 +217,15 @@ def test_attacked_pictures_differ_from_the_clean_ones_inside_their_box_alone(sum
         assert (differ < (box.top + box.height, box.left + box.width)).all()
         assert sample.label != sample.after
         assert sample.patch.shape == (1, 2, 2)
+
+
+def test_an_alert_is_no_picture_of_a_success(folder, asked, changed):
+    attack, images = found(Run.open(folder), "attack"), load_dataset("mnist-mini").test
+    alerts = changed(
+        attack, prediction_after=np.where(attack.columns["succeeded"], -1, attack.columns["label"])
+    )
+    assert attacked_images(images, [alerts], IMAGES)
+    assert not attacked_images(images, [asked(alerts, classifier={"name": "MaskedDetection"})], IMAGES)
 
 
 def test_files_have_their_sums_and_the_page_is_written(summary, folder, tmp_path):

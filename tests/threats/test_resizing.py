@@ -122,11 +122,19 @@ def test_a_patch_that_the_filter_skips_is_said_to_be_unseen():
         ({"mode": "bicubic"}, "'bicubic' is not known"),
         ({"mode": "lanczos"}, "'lanczos' is not known"),
         ({"mode": "area", "antialias": True}, "'area' has no antialias"),
-        ({"mode": "bilinear", "camera": (0, 4)}, "the height of camera and image must be whole numbers"),
-        ({"mode": "bilinear", "image": (4, 2.5)}, "the width of camera and image must be whole numbers"),
+        ({"mode": "bilinear", "camera": (0, 4)}, r"camera must be \(height, width\)"),
+        ({"mode": "bilinear", "camera": (8, 8, 3)}, r"camera must be .* got \(8, 8, 3\)"),
+        ({"mode": "bilinear", "camera": 8}, "camera must be .* got 8"),
+        ({"mode": "bilinear", "image": (4, 2.5)}, "image must be .* in whole numbers"),
+        ({"mode": "bilinear", "antialias": True, "image": (4, 1)}, "mixes up the rows"),
     ],
 )
 def test_other_filters_and_sizes_are_refused(settings, message):
     given_sizes = {"camera": (8, 8), "image": (4, 4), **settings}
     with pytest.raises(InvalidInput, match=message):
         pc.resized_patch(pc.Patch(2), **given_sizes)
+
+
+def test_several_patches_are_resized_one_by_one():
+    with pytest.raises(InvalidThreat, match="one patch is resized at a time"):
+        pc.resized_patch(pc.Patches(pc.Patch(2)), (8, 8), (4, 4), "area")

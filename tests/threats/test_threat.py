@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patchcert.errors import InvalidInput, InvalidThreat
-from patchcert.threats import Patch, SparsePixels, Threat, shapes, threat_from_dict
+from patchcert.threats import Patch, Patches, SparsePixels, Threat, shapes, threat_from_dict
 from strategies import seeds, sparse_threats, stamps, threats
 
 
@@ -117,3 +117,16 @@ def test_values_that_are_hardly_outside_are_no_pixels(threat, value):
     changed = clean.clone()
     changed[0, 0, 1, 1] = value
     assert not threat.contains(clean, changed)
+
+
+@pytest.mark.parametrize(
+    "threat", [Patch(2), Patches(Patch(1)), SparsePixels(2), SparsePixels(2, "per-value")]
+)
+def test_a_zero_of_the_other_sign_is_a_change(threat):
+    """Models can tell them apart, by a division or a sign bit."""
+    clean = torch.zeros(2, 1, 3, 3)
+    changed = clean.clone()
+    changed[0, 0, 1, 1], changed[1] = -0.0, -0.0
+    assert threat.contains(clean, changed).tolist() == [True, False]
+    assert threat.contains(changed, clean).tolist() == [True, False]
+    assert threat.contains(clean, threat.project(clean, changed)).all()

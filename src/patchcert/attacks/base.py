@@ -20,6 +20,7 @@ from patchcert.certificates.checks import (
     check_logits,
     logits_as_given,
 )
+from patchcert.certificates.classifier import ABSTAINED, Classifier
 from patchcert.errors import InvalidInput, ModelError, PatchcertError
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels, Logits, PerImage
@@ -98,7 +99,7 @@ class AttackedModel:
         """The judge's verdict on every image; logits that are not finite are an error.
 
         The margins of a judge that only predicts are those of its surrogate, made positive exactly where the
-        prediction is wrong.
+        prediction is wrong. Where it promises detection, an alert is not: a search goes on to what raises none.
         """
         at_once = batch_size or self.judged_at_once or max(len(images), 1)
         predictions = labels.new_zeros(len(images))
@@ -112,9 +113,14 @@ class AttackedModel:
             sure_margins[part] = sure_lead(logits, labels[part]).to(margins.dtype)
         require_finite(finite)
         if not isinstance(self.judge, nn.Module):
-            wrong = predictions != labels
+            wrong = (predictions != labels) & ~self._alerts(predictions)
             margins, sure_margins = _agreeing(margins, wrong), _agreeing(sure_margins, wrong)
         return Verdict(predictions, margins, sure_margins)
+
+    def _alerts(self, predictions: Labels) -> PerImage:
+        """Where an abstention is all that the judge promises."""
+        is_detector = isinstance(self.judge, Classifier) and self.judge.promise == "detection"
+        return (predictions == ABSTAINED) & is_detector
 
     def _answer(self, images: Images, labels: Labels) -> tuple[Logits, Labels]:
         """Logits, and the classes that the judge predicts."""
@@ -299,7 +305,7 @@ class AttackResult:
     adversarial: Images
     """The broken image where the attack succeeded, else the strongest image it met."""
     succeeded: PerImage
-    """Where the prediction on `adversarial` is not the label; also images that are wrong by themselves."""
+    """Where the prediction on `adversarial` is not the label: also images that are wrong by themselves, and alerts."""
     placement: Annotated[Tensor, "n 2"]
     """Top and left of the patch; -1 where the image is unchanged or the threat has no placements."""
     predictions: Labels

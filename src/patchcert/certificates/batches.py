@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal, final, get_args
 
 import torch
@@ -16,7 +17,7 @@ from patchcert.tensors import Images, Logits
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 SLACK: dict[Precision, float] = {"float32": 2**-14, "tf32": 2**-8, "float16": 2**-8, "bfloat16": 2**-6}
 """By how much a class must lead to count, as a share of the largest logit of its copy."""
-_HALF: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_HALF: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_precision(precision: str) -> None:
@@ -48,7 +49,7 @@ class BatchedClassifier(Classifier):
         check_module(self.model)
         check_precision(self.precision)
         # With 0 a proof would rest on answers that never move by a single bit.
-        if self.slack is not None and not 0 < self.slack < 1:
+        if self.slack is not None and not (isinstance(self.slack, Real) and 0 < self.slack < 1):
             raise InvalidInput(
                 f"slack is {self.slack!r}; expected a share of the largest logit, above 0 and below 1",
                 hint="None is a few times what the precision, or weights of 16 bits, round",
@@ -123,20 +124,23 @@ class FixedBatches:
         """Raises where logits of the same copies differ by more than this share of the largest, when others are in
         their batch or they stand elsewhere in it.
 
-        The largest is that of a copy's own logits, or of all copies of the same image, where `owner` says whose they
-        are.
+        A few copies are asked among strangers, images of black and white pixels, and no others: what all in a batch
+        share, such as its range, is then different. The largest is that of a copy's own logits, or of all copies of the
+        same image, where `owner` says whose they are.
         """
         copies = copies[: self.size]
         half = (len(copies) + 1) // 2
         there = self.logits(copies)[:half]
-        blanks = torch.zeros_like(copies[half:])
-        among_blanks = self.logits(torch.cat([copies[:half], blanks]))[:half]
-        elsewhere = self.logits(torch.cat([blanks, copies[:half]]))[len(blanks) :]
-        apart = torch.maximum(distances(there, among_blanks), distances(there, elsewhere)).amax(dim=1)
         most = largest(there)
         if owner is not None:
             own = owner[:half]
             most = torch.zeros_like(most).scatter_reduce(0, own, most, "amax")[own]
+        few, blanks = min(_AMONG_STRANGERS, half), torch.zeros_like(copies[half:])
+        strangers = _black_and_white(copies[few:])
+        among_strangers = self.logits(torch.cat([copies[:few], strangers]))[:few]
+        elsewhere = self.logits(torch.cat([blanks, copies[:half]]))[len(blanks) :]
+        apart = distances(there, elsewhere).amax(dim=1)
+        apart[:few] = torch.maximum(apart[:few], distances(there[:few], among_strangers).amax(dim=1))
         if bool((apart > tolerance * most).any()):
             raise ModelError(
                 "the base model says something else of the same images when others are in their batch",
@@ -196,6 +200,17 @@ def distances(one: Logits, other: Logits) -> Logits:
     is_number = one.isfinite(), other.isfinite()
     apart = (one - other).abs().where(is_number[0] & is_number[1], torch.inf)
     return apart.where(is_number[0] | is_number[1], 0.0)
+
+
+_AMONG_STRANGERS, _STRANGERS = 4, 16
+"""Copies that are asked among strangers, and how many different strangers there are."""
+
+
+def _black_and_white(like: Images) -> Images:
+    """As many images of random black and white pixels, the same at every call; after a few they repeat."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    drawn = torch.rand(_STRANGERS, *like.shape[1:], generator=generator, device="cpu").round().to(like)
+    return drawn[torch.arange(len(like), device=like.device) % _STRANGERS]
 
 
 @final

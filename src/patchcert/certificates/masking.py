@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
+from numbers import Real
 from typing import Annotated, Any, ClassVar, Self, final
 
 import torch
@@ -67,9 +68,9 @@ class _Masked(BatchedClassifier):
         masks_per_axis(self.masks)
         hidden_patch(self.threat)
         values = self.fill if isinstance(self.fill, tuple) else (self.fill,)
-        if not values or not all(map(math.isfinite, values)):
+        if not values or not all(isinstance(value, Real) and math.isfinite(value) for value in values):
             raise InvalidInput(
-                f"fill is {self.fill!r}; expected a number, or one for each channel",
+                f"fill is {self.fill!r}; expected a number, or a tuple of one for each channel",
                 hint="fill=0.5 hides parts behind grey; no pixel looks like a fill outside of [0, 1]",
             )
         if self.batch_size is not None:
@@ -246,8 +247,8 @@ class MaskedDetection(_Masked):
 
     An image is certified if the prediction is the label, and at every placement a mask covers the patch whose copy
     says the label with a confidence above the threshold: if a patch makes the model say anything else of the whole
-    image, this copy, which does not show it, raises the alert. The same `slack` as in `DoubleMasking` is asked of leads
-    and confidences.
+    image, this copy, which does not show it, raises the alert. Both must hold when logits move within the same `slack`
+    as in `DoubleMasking`.
     """
 
     threshold: float = 0.0
@@ -255,7 +256,7 @@ class MaskedDetection(_Masked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.threshold < 1:
+        if not isinstance(self.threshold, Real) or not 0 <= self.threshold < 1:
             raise InvalidInput(
                 f"threshold is {self.threshold!r}; expected a confidence of at least 0 and below 1",
                 hint="threshold=0 raises an alert at any disagreement",
@@ -273,7 +274,7 @@ class MaskedDetection(_Masked):
         copies, covering = self._copies(images, labels, threat, progress)
         whole, singles = copies.whole_images(), copies.singles(labels, progress)
         predictions = self._predictions(whole, singles)
-        leads = torch.where(self._stays_confident(singles), singles.lead, -torch.inf)
+        leads = torch.where(self._stays_confident(singles, copies.classes), singles.lead, -torch.inf)
         lead = _best_leads(leads, covering).amin(dim=1)
         return Certificates(
             certified=(predictions == labels) & (lead > self.needed_lead),
@@ -289,14 +290,15 @@ class MaskedDetection(_Masked):
         """One for each mask, and one for the whole image."""
         return (len(self.mask_set(height, width).hidden) + 1) * (2 if self.mirrored else 1)
 
-    def _stays_confident(self, answers: "_Answers") -> Annotated[Tensor, "n m"]:
-        """Whether a confidence exceeds the threshold by the slack, and by more where logits are large.
+    def _stays_confident(self, answers: "_Answers", classes: int) -> Annotated[Tensor, "n m"]:
+        """Whether a confidence stays above the threshold when logits move within the slack.
 
-        Where they move by half the slack times the largest, d, the odds keep exp(-2 d) of themselves at least. The
-        slack, of 2^-14 or more, also pays for what float32 rounds in a softmax, some 2^-24.
+        Where they move by half the slack times the largest, d, the odds keep exp(-2 d) of themselves at least. For each
+        of k classes a softmax in float32 rounds an exponent, a power and a sum, by less than 2^-22 of the whole sum in
+        all; with its division and the threshold it is wrong by a share of less than (k + 4) 2^-22.
         """
-        odds = (answers.confidence - self.needed_lead).logit()
-        return odds - self.needed_lead * answers.largest > torch.full_like(odds, self.threshold).logit()
+        confidence = (answers.odds - self.needed_lead * answers.largest).sigmoid()
+        return confidence * (1 - (classes + 4) * 2.0**-22) > self.threshold
 
     def _predictions(self, whole: Labels, singles: "_Answers") -> Labels:
         objects = (singles.said != whole[:, None]) & (singles.confidence > self.threshold)
@@ -309,12 +311,13 @@ class _Answers:
     """What the model says of copies: -1 where a logit is not finite, which is no class and leads nothing.
 
     `largest` is the largest logit, whatever its sign, `lead` the share of it by which the image's label leads the best
-    other class, and `confidence` the softmax of what is said.
+    other class, `confidence` the softmax of what is said, and `odds`, in float64, the logarithm of its odds.
     """
 
     said: Annotated[Tensor, "..."]
     lead: Annotated[Tensor, "..."]
     confidence: Annotated[Tensor, "..."]
+    odds: Annotated[Tensor, "..."]
     largest: Annotated[Tensor, "..."]
 
     @staticmethod
@@ -323,12 +326,14 @@ class _Answers:
         finite = logits.isfinite().all(dim=1)
         own = logits.gather(1, labels[:, None])[:, 0]
         others = logits.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
-        largest = logits.abs().amax(dim=1)
+        largest, said = logits.abs().amax(dim=1), logits.argmax(dim=1)
         lead = (own - others) / largest
+        rest = logits.double().scatter(1, said[:, None], -torch.inf).logsumexp(dim=1)
         return _Answers(
-            torch.where(finite, logits.argmax(dim=1), ABSTAINED),
+            torch.where(finite, said, ABSTAINED),
             torch.where(finite & ~lead.isnan(), lead, -torch.inf),
             torch.where(finite, logits.softmax(dim=1).amax(dim=1), 0.0),
+            logits.amax(dim=1) - rest,
             largest,
         )
 

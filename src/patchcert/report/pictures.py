@@ -300,11 +300,11 @@ def telling_rows(rows: Evidence, count: int) -> NDArray[np.intp]:
 
 
 def attacked_images(images: Split, attacks: Sequence[Evidence], count: int) -> list[AttackedImage]:
-    """The first `count` images that were right before an attack and wrong after it, as far as they were kept."""
+    """The first `count` images that were right and that an attack has broken, as far as they were kept."""
     found: dict[int, AttackedImage] = {}
     for rows in attacks:
         kept = rows.adversarial()
-        broken = rows.columns["succeeded"] & (rows.columns["prediction"] == rows.columns["label"])
+        broken = rows.broken_rows & (rows.columns["prediction"] == rows.columns["label"])
         for row in np.flatnonzero(broken).tolist():
             index = int(rows.columns["index"][row])
             if index in kept and index not in found:

@@ -29,6 +29,7 @@ from patchcert.threats.threat import (
     as_whole,
     check_images,
     check_pair,
+    differences,
     gains,
     is_valid,
     random_filling,
@@ -131,10 +132,10 @@ class Patch:
     def contains(self, clean: Images, changed: Images) -> PerImage:
         """True where all differences lie under the stamp at one placement and all pixels in [0, 1].
 
-        The comparison is exact, and an image with a NaN is never contained.
+        The comparison is exact, down to the sign of a zero, and an image with a NaN is never contained.
         """
         check_pair(clean, changed)
-        different = (clean != changed).any(dim=1).int()
+        different = differences(clean, changed).any(dim=1).int()
         covered = self.sums(different)
         everything = different.flatten(1).sum(dim=1, keepdim=True)
         return (covered == everything).any(dim=1) & is_valid(clean, changed)
@@ -253,7 +254,7 @@ class Patches:
     def contains(self, clean: Images, changed: Images) -> PerImage:
         """True where stamps at `count` placements cover all differences and all pixels lie in [0, 1], exactly."""
         check_pair(clean, changed)
-        return self._cover((clean != changed).any(dim=1), self.count) & is_valid(clean, changed)
+        return self._cover(differences(clean, changed).any(dim=1), self.count) & is_valid(clean, changed)
 
     def sample(self, images: Images, generator: Generator) -> Images:
         """One random member per image: uniform placements, filled with uniform noise or zeros and ones."""

@@ -25,12 +25,22 @@ def resized_patch(
     `camera` and `image` are (height, width) before and after; `mode` and `antialias` are those of
     `torch.nn.functional.interpolate` with `size=image` and its other settings left alone. Wherever `patch` lies in the
     camera's image, the resized image changes only under the stamp of the result at one of its placements. So a proof
-    against the result is one against `patch`. The result is a rectangle, as large as the most pixels that any placement
-    reaches; of a stamp with gaps the bounding box counts.
+    against the result is one against `patch`, if resized images are clamped to [0, 1]: antialiased means of white may
+    round to more. The result is a rectangle, as large as the most pixels that any placement reaches; of a stamp with
+    gaps the bounding box counts.
     """
     _check_filter(mode, antialias)
-    sides = zip(("height", "width"), camera, image, strict=True)
-    (before, after) = zip(*(_lengths(*side) for side in sides), strict=True)
+    if not isinstance(patch, Patch):
+        raise InvalidThreat(
+            f"one patch is resized at a time, got {patch!r}",
+            hint="several patches are Patches(resized_patch(patch, ...), count)",
+        )
+    before, after = _size("camera", camera), _size("image", image)
+    if antialias and after[1] == 1 and after[0] != before[0]:
+        raise InvalidInput(
+            f"PyTorch mixes up the rows of antialiased images of one column, got camera={camera} and image={image}",
+            hint="resize to two columns or more, or without antialias",
+        )
     corners = patch.placements(*before).corners
     found = [
         _spans(sight(before[axis], after[axis], mode, antialias), size)
@@ -104,11 +114,11 @@ def _check_filter(mode: str, antialias: bool) -> None:
         raise InvalidInput(f"the filter {mode!r} has no antialias", hint="leave it out, as PyTorch does")
 
 
-def _lengths(name: str, before: object, after: object) -> tuple[int, int]:
-    whole = as_pair((before, after))
+def _size(name: str, size: object) -> tuple[int, int]:
+    whole = as_pair(size)
     if whole is None or min(whole) < 1:
         raise InvalidInput(
-            f"the {name} of camera and image must be whole numbers of at least 1, got {before!r} and {after!r}",
+            f"{name} must be (height, width) in whole numbers of at least 1, got {size!r}",
             hint="give camera=(480, 640) and image=(224, 224)",
         )
     return whole

@@ -14,6 +14,7 @@ from patchcert.threats.threat import (
     as_whole,
     check_images,
     check_pair,
+    differences,
     gains,
     is_valid,
     random_filling,
@@ -63,7 +64,7 @@ class SparsePixels:
         """True where no more units differ than allowed and all pixels lie in [0, 1]; never with a NaN."""
         check_pair(clean, changed)
         self._check_fit(clean)
-        different = self._units((clean != changed).int())
+        different = self._units(differences(clean, changed).int())
         return ((different > 0).sum(dim=1) <= self.pixels) & is_valid(clean, changed)
 
     def sample(self, images: Images, generator: Generator) -> Images:

@@ -58,6 +58,11 @@ def check_pair(clean: Images, changed: Images) -> None:
         )
 
 
+def differences(clean: Images, changed: Images) -> Images:
+    """True where values are not the same, nor zeros of the same sign, which a model can tell apart."""
+    return (clean != changed) | (clean.signbit() != changed.signbit())
+
+
 def is_valid(clean: Images, changed: Images) -> PerImage:
     """True where every changed value is a pixel value in [0, 1] and neither image holds a NaN."""
     fine = (changed >= 0) & (changed <= 1) & (clean == clean)
