@@ -277,11 +277,13 @@ def test_a_broken_proof_is_refuted_unless_it_is_about_something_else(evidence):
     assert not refuted(evidence, attacked(evidence, ~evidence.columns["certified"])).size
     for change in (
         {"weights_sha256": "0" * 64},
-        {"threat": pc.Patch(2).to_dict()},
+        {"threat": pc.Patch((1, 4)).to_dict()},
         {"data": {**evidence.meta["data"], "split": "train"}},
         {"classifier": {"name": "Defended", "defense": "A"}},
     ):
         assert not refuted(evidence, Evidence(everything.columns, {**everything.meta, **change})).size
+    smaller = Evidence(everything.columns, {**everything.meta, "threat": pc.Patch((1, 2)).to_dict()})
+    assert refuted(evidence, smaller).size, "a patch of fewer pixels is a member of the threat too"
 
 
 def test_a_counterexample_of_one_proof_refutes_another(evidence):
@@ -312,7 +314,7 @@ def test_a_folder_knows_which_images_are_proven(subject, tmp_path):
 
 
 def test_rows_that_are_both_certified_and_broken_are_refused(tmp_path):
-    question = Question("certify", pc.Patch(2), Selection("mnist-mini", limit=3), {"name": "IntervalBounds"})
+    question = Question("certify", pc.Patch(2), Selection("mnist-mini", limit=3), {"name": "TheirBounds"})
     columns = {
         "index": np.arange(3),
         "label": np.zeros(3, np.int8),

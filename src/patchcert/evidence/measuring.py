@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor, fx, nn
 
 from patchcert.attacks import Attack
 from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
@@ -37,7 +37,7 @@ ATTACKED_ON_CPU, ATTACKED_ELSEWHERE = 16, 512
 BLOCK_SECONDS = 10.0
 PREDICTED_SECONDS = 0.2
 """How long predictions are measured at least, where there are images enough."""
-_PLAIN = (bool, int, float, str, tuple, type(None), torch.Size, torch.dtype)
+_PLAIN = (bool, int, float, str, tuple, list, type(None), torch.Size, torch.dtype)
 
 
 @final
@@ -363,7 +363,8 @@ class Attacking:
     @cached_property
     def _partial(self) -> "_Partial":
         details = {"positions": self.positions.tolist(), "save_images": self.save_images}
-        return _Partial.of(self.subject, self.question, self.file, details=details)
+        file = None if _is_foreign_attack(self.attack) else self.file
+        return _Partial.of(self.subject, self.question, file, details=details)
 
 
 def _appended(rows: dict[str, NDArray[Any]], block: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -401,12 +402,13 @@ class _Partial:
         part: str = "",
         details: Mapping[str, Any] | None = None,
     ) -> "_Partial":
-        """Beside the evidence; nowhere where that has no file, or where code is involved that no sum tells of."""
-        if file is None or has_foreign_code(subject.classifier):
+        """Beside the evidence; nowhere where that has no file, or where data or code have no sum that tells of them."""
+        if file is None or not subject.dataset.checksums or has_foreign_code(subject.classifier):
             return _Partial(None, "")
         model = _model_of(subject.classifier)
         claim = {**subject.evidence(question, {}, {}).meta, **(details or {})}
-        identity = {**claim, "architecture": architecture(model), "code": source_sha256()}
+        sums = {"architecture": architecture(model), "numbers": _numbers(model), "code": source_sha256()}
+        identity = {**claim, **sums}
         return _Partial(file.with_name(f"{file.name}.partial{part}"), json.dumps(identity, sort_keys=True))
 
     def read(self) -> tuple[dict[str, Tensor], Mapping[str, str]] | None:
@@ -466,8 +468,40 @@ def architecture(model: nn.Module) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def _numbers(model: nn.Module) -> str:
+    """A sum over every weight and buffer, with their types: those in memory may be others than in the file."""
+    total = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
 def has_foreign_code(classifier: Classifier | nn.Module) -> bool:
     """Whether the classifier, its layers, or rules that they may use, are of neither PyTorch nor this package."""
-    types = {type(classifier), *(type(layer) for layer in _model_of(classifier).modules())}
+    layers = list(_model_of(classifier).modules())
+    types = {type(classifier), *map(type, layers)}
     rules = [*FUNCTION_RULES.values(), *(LAYER_RULES[kind] for kind in types & LAYER_RULES.keys())]
-    return any(each.__module__.partition(".")[0] not in ("torch", "patchcert") for each in (*types, *rules))
+    return any(map(_is_foreign, (*types, *rules))) or any(map(_has_code_of_its_own, layers))
+
+
+def _is_foreign(code: Any) -> bool:  # noqa: ANN401 - a type or a function
+    return code.__module__.partition(".")[0] not in ("torch", "patchcert")
+
+
+def _has_code_of_its_own(layer: nn.Module) -> bool:
+    """Whether it computes otherwise than its type says: as a graph or script of its own, or by hooks."""
+    hooks = *layer._forward_hooks.values(), *layer._forward_pre_hooks.values()
+    is_own = isinstance(layer, fx.GraphModule | torch.jit.ScriptModule) or "forward" in vars(layer)
+    return is_own or bool(hooks)
+
+
+def _is_foreign_attack(attack: Attack) -> bool:
+    """Whether it, or an attack that it consists of, comes from elsewhere."""
+    parts = [
+        part
+        for value in vars(attack).values()
+        for part in (value if isinstance(value, list | tuple) else [value])
+        if isinstance(part, Attack)
+    ]
+    return _is_foreign(type(attack)) or any(map(_is_foreign_attack, parts))
