@@ -473,7 +473,7 @@ def _numbers(model: nn.Module) -> str:
     total = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 
