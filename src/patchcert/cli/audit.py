@@ -33,6 +33,7 @@ MEASUREMENTS = (
     "trials/results/**/*",
 )
 ENTRIES, PAPER = "src/patchcert/zoo/entries", "src/patchcert/papers/chiang2020"
+PUBLISHED = "src/patchcert/comparison/published.json"
 
 
 def audit(
@@ -180,7 +181,7 @@ class Checkout:
         """What is wrong with the files beside the results."""
         from patchcert.bench.report import contradictions
         from patchcert.evidence.audit import Finding
-        from patchcert.papers.chiang2020.quoting import audit_documents, audit_paper
+        from patchcert.papers.chiang2020.quoting import audit_documents, audit_paper, audit_published
         from patchcert.zoo.audit import audit_zoo
 
         for file in self.root.glob(MEASUREMENTS[0]):
@@ -188,6 +189,8 @@ class Checkout:
             yield from (Finding(file, what) for what in contradictions(facts))
         if (self.root / PAPER).is_dir():
             yield from audit_paper(self.root / PAPER)
+        if (self.root / PUBLISHED).is_file():
+            yield from audit_published(self.root / PUBLISHED)
         if self.zoo is not None:
             yield from audit_zoo(self.zoo, self.results)
         if self.has_documents:

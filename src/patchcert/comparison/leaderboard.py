@@ -1,5 +1,6 @@
 """The leaderboard format: rows of results in a JSON file, which others can add to; docs/comparison.md describes it."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -12,6 +13,10 @@ from patchcert.errors import DataError, InvalidInput
 from patchcert.files import write_text
 
 FORMAT, VERSION = "patchcert-leaderboard", 1
+PUBLISHED = "published.json"
+FROZEN = "8569d90aebdf7c6c372e476fc057502dc1305bb260f3c5f2ed3384c98aba14cb"
+"""Of what others have published, as `published_sha256` sums it up; it was compared with its sources when this was
+written."""
 NO_OUTSIDE_DATA = "none"
 EVERYWHERE = "everywhere"
 
@@ -166,8 +171,16 @@ def write_rows(rows: Sequence[Row], path: Path) -> None:
 
 def published_rows() -> tuple[Row, ...]:
     """What others have published, as it ships with the package."""
-    file = resources.files("patchcert.comparison").joinpath("published.json")
+    file = resources.files("patchcert.comparison").joinpath(PUBLISHED)
     return parse_rows(file.read_text("utf-8"), file.name)
+
+
+def published_sha256(text: str) -> str:
+    """A sum over all rows of the file of what others have published; notes are ours, and no part of it."""
+    rows = [row.to_dict() for row in parse_rows(text, PUBLISHED)]
+    for row in rows:
+        row["source"].pop("note", None)
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
 
 def _refuse(name: str, found: Sequence[str]) -> None:
