@@ -126,16 +126,28 @@ class Row:
         """What in the row cannot be, though the schema allows it."""
         if self.clean is not None and self.certified > self.clean:
             yield f"certified is {self.certified}, more than clean, {self.clean}"
+        yield from self._contradicting_seeds()
         counted = self.evidence
         if (counted is None) == (self.source.kind == "evidence"):
             yield f"the source is of kind {self.source.kind!r} {'without' if counted is None else 'with'} evidence"
         if counted is None:
+            return
+        if not counted.certified <= counted.correct <= self.images:
+            yield f"its evidence counts {counted.certified} certified and {counted.correct} right of {self.images}"
             return
         shares = {"clean": (self.clean, counted.correct), "certified": (self.certified, counted.certified)}
         for name, (stated, count) in shares.items():
             if stated != 100 * count / self.images:
                 share = 100 * count / self.images
                 yield f"{name} is {stated}, but its evidence counts {count} of {self.images}, which is {share}"
+
+    def _contradicting_seeds(self) -> Iterator[str]:
+        """One seed is its own mean, and has no spread."""
+        seeds = self.seeds
+        if seeds is None or seeds.count > 1:
+            return
+        if seeds.spread is not None or abs(seeds.mean - self.certified) > 1e-9:
+            yield f"certified is {self.certified}, but its only seed has {seeds.mean} with a spread of {seeds.spread}"
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
@@ -151,7 +163,7 @@ def parse_rows(text: str, name: str) -> tuple[Row, ...]:
     """The rows in the text of a leaderboard file; messages call it by the name."""
     try:
         plain = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(
             f"{name} is no JSON: {error}", hint="docs/comparison.md describes leaderboard files"
         ) from error
