@@ -210,6 +210,20 @@ def test_a_class_that_no_prediction_names_is_written_down_as_it_is():
     assert certificate_columns(found, torch.tensor([0]))["selected"].tolist() == [150]
 
 
+@pytest.mark.parametrize("largest", [127, 128, 32767, 32768, 161_699])
+def test_numbers_of_classes_and_masks_are_never_wrapped(largest):
+    found = Certificates(
+        certified=torch.tensor([False]),
+        predictions=torch.tensor([-1]),
+        labels=torch.tensor([largest]),
+        lead=torch.zeros(1),
+        weakest_masks=torch.tensor([[0, largest]]),
+    )
+    columns = certificate_columns(found, torch.tensor([0]))
+    assert columns["label"].tolist() == columns["second_mask"].tolist() == [largest]
+    assert columns["prediction"].tolist() == [-1]
+
+
 def test_an_attack_is_written_down_as_the_library_says(subject, model, tmp_path):
     attack, generator = pc.PatchAttack(steps=3, restarts=2), torch.Generator().manual_seed(5)
     drawn = replace(subject, classifier=model, selection=Selection("toy", drawn=8, seed=5))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import patchcert as pc
 from patchcert.certificates import Certificates
-from patchcert.errors import RunError
+from patchcert.errors import InvalidInput, RunError
 from patchcert.evidence import Certification, Evidence, EvidenceFolder, Question, Selection, refuted
 from patchcert.evidence.measuring import certificate_columns
 from patchcert.evidence.record import VERSION
@@ -311,6 +311,12 @@ def test_a_folder_knows_which_images_are_proven(subject, tmp_path):
     )
     assert folder.proven(pc.Patch(1), subject.selection, subject.weights, torch.tensor([25])) is None
     assert folder.files() == (folder.file(found.question),)
+
+
+@pytest.mark.parametrize("chosen", [{"limit": 0}, {"limit": -3}, {"drawn": 0}])
+def test_a_selection_has_images(chosen):
+    with pytest.raises(InvalidInput, match="expected at least one image"):
+        Selection("mnist", **chosen)
 
 
 def test_rows_that_are_both_certified_and_broken_are_refused(tmp_path):

@@ -235,7 +235,7 @@ def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDA
     """The rows of evidence, in small types that hold them."""
     classes = {"label": found.labels, "prediction": found.predictions}
     classes |= {} if found.ballots is None else {"selected": found.ballots.selected}
-    small = np.int8 if max(int(each.max()) for each in classes.values()) < 128 else np.int16
+    small = _smallest(*classes.values())
     columns = {
         "index": positions.numpy().astype(np.int32),
         **{name: each.cpu().numpy().astype(small) for name, each in classes.items()},
@@ -254,10 +254,16 @@ def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDA
     }
     for names, pair in pairs.items():
         if pair is not None:
-            columns |= zip(names, pair.cpu().numpy().astype(np.int16).T, strict=True)
+            least = np.promote_types(np.int16, _smallest(pair))
+            columns |= zip(names, pair.cpu().numpy().astype(least).T, strict=True)
     if found.broken is not None and found.counterexamples is not None:
         columns |= _kept_images(found.counterexamples.float(), found.broken)
     return columns
+
+
+def _smallest(*numbers: Tensor) -> np.dtype[Any]:
+    """The smallest type with a sign that holds whole numbers of -1 and above."""
+    return np.min_scalar_type(-1 - max(int(each.max()) for each in numbers))
 
 
 def _kept_images(images: Images, kept: Annotated[Tensor, "n"]) -> dict[str, NDArray[Any]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from patchcert.certificates import ABSTAINED, AnyThreat, Guarantee, method_named
 from patchcert.data import count_test_images
-from patchcert.errors import PatchcertError, RunError
+from patchcert.errors import InvalidInput, PatchcertError, RunError
 from patchcert.files import atomic_write
 from patchcert.threats import Patch, threat_from_dict
 
@@ -52,6 +52,11 @@ class Selection:
     limit: int | None = None
     drawn: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("limit", self.limit), ("drawn", self.drawn)):
+            if value is not None and value < 1:
+                raise InvalidInput(f"{name} is {value}; expected at least one image")
 
     @property
     def is_whole_test_set(self) -> bool:
