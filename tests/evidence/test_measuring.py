@@ -240,6 +240,8 @@ def test_an_attack_is_written_down_as_the_library_says(subject, model, tmp_path)
     assert sorted(broken) == positions[expected.succeeded].tolist()
     assert EvidenceFolder(tmp_path).find(work.question, "f" * 64) is not None
     assert EvidenceFolder(tmp_path).find(work.question, "0" * 64) is None
+    assert EvidenceFolder(tmp_path).find(work.question, "f" * 64, {"toy.bin": "1" * 64}) is not None
+    assert EvidenceFolder(tmp_path).find(work.question, "f" * 64, {"toy.bin": "2" * 64}) is None
 
 
 def attacking(subject, model, tmp_path, **changes):

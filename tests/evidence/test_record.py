@@ -310,6 +310,8 @@ def test_a_folder_knows_which_images_are_proven(subject, tmp_path):
         is None
     )
     assert folder.proven(pc.Patch(1), subject.selection, subject.weights, torch.tensor([25])) is None
+    other = {"toy.bin": "2" * 64}
+    assert folder.proven(pc.Patch(1), subject.selection, subject.weights, positions, INTERVALS, other) is None
     assert folder.files() == (folder.file(found.question),)
 
 

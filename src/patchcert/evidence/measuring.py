@@ -106,7 +106,11 @@ class Certification:
     @property
     def classifier(self) -> Classifier:
         """The subject's classifier, which must be one that certifies."""
-        assert isinstance(self.subject.classifier, Classifier)
+        if not isinstance(self.subject.classifier, Classifier):
+            raise InvalidInput(
+                f"{type(self.subject.classifier).__name__} is no classifier that certifies",
+                hint="give patchcert.IntervalBounds(model), or another kind of proof",
+            )
         return self.subject.classifier
 
     @property

@@ -313,6 +313,13 @@ class Evidence:
         right = self.columns["prediction"] == self.columns["label"]
         return (self.columns["radius"] >= threat.pixels) & right
 
+    def is_of_data(self, sums: Mapping[str, str] | None) -> bool:
+        """Whether it is about images in files with these sums; published files may also be there packed."""
+        own, name = self.meta["data"].get("sha256", {}), self.selection.data
+        if sums is None or dict(own) == dict(sums):
+            return True
+        return None not in (count_test_images(name, own), count_test_images(name, sums))
+
     def has_rows_of(self, other: "Evidence") -> bool:
         """Whether both say the same of the same images."""
         mine, theirs = self.columns, other.columns
@@ -501,13 +508,15 @@ class EvidenceFolder:
         """All evidence, by name of file."""
         return tuple(Evidence.read(file) for file in self.files())
 
-    def find(self, question: Question, weights: str) -> Evidence | None:
-        """The answer to a question that was found with these weights, if there is one."""
+    def find(
+        self, question: Question, weights: str, sums: Mapping[str, str] | None = None
+    ) -> Evidence | None:
+        """The answer that was found with these weights; where sums are given, of these files of data."""
         file = self.file(question)
         if not file.is_file():
             return None
         found = Evidence.read(file)
-        return found if found.weights == weights else None
+        return found if found.weights == weights and found.is_of_data(sums) else None
 
     def proven(
         self,
@@ -516,12 +525,13 @@ class EvidenceFolder:
         weights: str,
         positions: Tensor,
         classifier: Mapping[str, Any] = MODEL,
+        sums: Mapping[str, str] | None = None,
     ) -> Tensor | None:
         """Which of the images at these positions are proven to be right by the predictor of this classifier, where one
-        file of evidence says it of all of them."""
+        file of evidence says it of all of them; where sums are given, of these files of data."""
         for found in self.all():
             asked = found.kind, found.weights, found.selection.data, found.selection.split
-            if asked != ("certify", weights, selection.data, selection.split):
+            if asked != ("certify", weights, selection.data, selection.split) or not found.is_of_data(sums):
                 continue
             if predictor_of(found.meta["classifier"]) != predictor_of(classifier):
                 continue
