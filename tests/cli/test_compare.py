@@ -130,10 +130,16 @@ def test_a_row_is_counted_again_where_its_evidence_is_at_hand(runs, tmp_path, ca
     said = compared(capsys, file, evidence, "--format", "markdown")
     assert "counted: bands" in said.out
     assert said.out.count("bands of 4 columns") == 1
-    forged = json.loads(file.read_text())
-    forged["rows"][0]["patch"] = "10x10"
-    file.write_text(json.dumps(forged))
-    assert "states patch as 10x10, but its evidence" in refused(run(["compare", str(file), str(evidence)]))
+    honest = json.loads(file.read_text())
+    (row,) = honest["rows"]
+    for change, what in (
+        ({"patch": "10x10"}, "states patch as 10x10, but its evidence"),
+        ({"method": "bands of 3 columns"}, "states method as bands of 3 columns, but its evidence"),
+        ({"cost": {**row["cost"], "milliseconds": 1e-6}}, "states milliseconds as 1e-06, but its evidence"),
+        ({"cost": {**row["cost"], "passes": 1}}, "states passes as 1, but its evidence"),
+    ):
+        file.write_text(json.dumps({**honest, "rows": [{**row, **change}]}))
+        assert what in refused(run(["compare", str(file), str(evidence)]))
 
 
 def test_the_best_of_a_kind_says_of_how_many_it_is(runs, tmp_path, capsys):

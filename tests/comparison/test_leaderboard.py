@@ -72,6 +72,12 @@ def test_no_file_can_say_that_its_rows_were_counted_here(tmp_path):
         ),
         ({"clean": 91.0}, r"rows\[0\]: clean is 91.0, but its evidence counts 180 of 200"),
         ({"source": {"kind": "published", "title": "x"}}, r"the source is of kind 'published' with evidence"),
+        ({"seeds": {"count": 1, "mean": 99.0}}, r"certified is 60.5, but its only seed has 99.0"),
+        (
+            {"evidence": {**OURS.to_dict()["evidence"], "correct": 10**400}},
+            r"its evidence counts 121 certified and 10+ right of 200",
+        ),
+        ({"certified": 10**400}, r"rows\[0\].certified must be at most 100"),
         ({"images": "all"}, r'others.json: rows\[0\].images must be an integer, got "all"'),
     ],
 )
@@ -95,6 +101,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "cut.json").write_text("{")
     with pytest.raises(InvalidInput, match="cut.json is no JSON"):
         read_rows(tmp_path / "cut.json")
+    with pytest.raises(InvalidInput, match="deep.json is no JSON"):
+        parse_rows("[" * 10**6, "deep.json")
 
 
 @pytest.mark.parametrize(

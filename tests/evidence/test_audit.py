@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forged_evidence import forge
+from forged_evidence import forge, restate
 from patchcert.cli.audit import Checkout
 from patchcert.errors import RunError
-from patchcert.evidence import Evidence
+from patchcert.evidence import Evidence, EvidenceFolder
 from patchcert.evidence.audit import audit_evidence, audit_results
 from patchcert.evidence.manifest import MANIFEST, ListedRun, Manifest
 from patchcert.evidence.results import collect
@@ -332,3 +332,127 @@ def test_labels_of_trials_on_held_out_images_are_checked(tmp_path):
     forged = Evidence(columns, found.meta).write(tmp_path / "forged.npz")
     (finding,) = audit_evidence(forged.path)
     assert "labels are not those of cifar10" in finding.what
+
+
+def drop_half_of_what_is_not_certified(columns, meta):
+    kept = columns["certified"] | (columns["index"] % 2 == 0)
+    columns.update({name: column[kept] for name, column in columns.items()})
+
+
+def lower_the_slack(columns, meta):
+    meta["classifier"]["slack"] = -9.0
+    columns["certified"] = (columns["prediction"] == columns["label"]) & (columns["lead"] > -9)
+
+
+def forget_margins(columns, meta):
+    for name in ("margin", "worst_top", "worst_left"):
+        del columns[name]
+    columns["certified"] = (columns["prediction"] == columns["label"]) & ~columns["broken"]
+
+
+def forget_counterexamples(columns, meta):
+    for name in ("adversarial", "adversarial_row", "broken"):
+        del columns[name]
+
+
+def open_what_is_broken(columns, meta):
+    columns["broken"][:] = False
+
+
+def invent_broken(columns, meta):
+    columns["broken"] |= columns["prediction"] != columns["label"]
+    columns["adversarial_row"] = np.flatnonzero(columns["broken"])
+    columns["adversarial"] = np.zeros((len(columns["adversarial_row"]), 1, 28, 28), np.float32)
+
+
+def leave_the_range(columns, meta):
+    columns["adversarial"][0] = 7.0
+
+
+MEASURED = RESULTS.parent / "docs" / "measurements"
+MASKED, DETECTED, REFINED = (
+    MEASURED / f"{name}.npz"
+    for name in ("imagenet-resnet50-masking-6", "imagenet-resnet50-detection-6", "refined-mnist-2x2-cnn2")
+)
+TRIAL = next((RESULTS.parent / "trials" / "results" / "masked-cifar10-5x5" / "base").rglob("*.npz"))
+ABLATED = next((RESULTS / "ffbe393382a6b744").glob("certify-sparse*.npz"))
+
+
+@pytest.mark.parametrize(
+    ("source", "change", "noticed"),
+    [
+        (MASKED, drop_half_of_what_is_not_certified, "expected one for each of the 400 images"),
+        (TRIAL, drop_half_of_what_is_not_certified, "expected one for each of the 1000 images"),
+        (TRIAL, lambda _, meta: meta["data"].update(sha256={}), "of other files than those published"),
+        (DETECTED, lambda _, meta: meta["guarantee"].update(promise="recovery"), "MaskedDetection promises"),
+        (ABLATED, lambda _, meta: meta["guarantee"].update(confidence=1.0), "RandomAblation promises"),
+        (MASKED, lambda _, meta: meta["threat"].update(stamp="60x60"), "none of them hides Patch"),
+        (MASKED, lower_the_slack, "slack is -9.0"),
+        (MASKED, lambda columns, _: columns.pop("lead"), "are not those of DoubleMasking: 'lead'"),
+        (MASKED, lambda columns, _: columns["first_mask"].fill(36), "row 0 names a mask that is none of 36"),
+        (DETECTED, lambda columns, _: columns["certified"].fill(False), "do not follow from their lead"),
+        (ABLATED, lambda columns, _: columns.pop("votes"), "are not those of RandomAblation: 'votes'"),
+        (REFINED, forget_margins, "it has no margins"),
+        (REFINED, forget_counterexamples, "it does not say which images are broken"),
+        (REFINED, lambda columns, _: columns.pop("adversarial"), "images are not kept of exactly the rows"),
+        (REFINED, open_what_is_broken, "images are not kept of exactly the rows"),
+        (REFINED, invent_broken, "is broken, but predicted wrongly without a patch"),
+        (REFINED, leave_the_range, "its pixels leave [0, 1]"),
+        (DETECTED, lambda _, meta: meta.update(prediction={"images": 10**9, "seconds": 1}), "400 images"),
+        (DETECTED, lambda _, meta: meta.update(prediction={"images": 9, "seconds": -1}), "how many seconds"),
+        (DETECTED, lambda _, meta: meta.update(seconds=float("nan")), "how many seconds"),
+        (DETECTED, lambda _, meta: meta.pop("seconds"), "how many seconds"),
+    ],
+)
+def test_forged_files_of_newer_kinds_of_evidence_are_noticed_by_themselves(tmp_path, source, change, noticed):
+    file = Path(shutil.copy(source, tmp_path))
+    assert audit_evidence(file) == ()
+    restate(file, change)
+    (finding,) = audit_evidence(file)
+    assert noticed in finding.what
+
+
+def test_a_refined_proof_is_held_to_attacks_and_proofs_of_the_same_weights(tmp_path):
+    """Margins are forged with the verdicts: among the results an attack breaks what is now certified."""
+    run, beside = "dbac2be16ce840df", tmp_path / "docs" / REFINED.name
+    beside.parent.mkdir()
+    shutil.copy(REFINED, beside)
+    folder = Folder(tmp_path / "results", run)
+
+    def prove_all(columns):
+        right = columns["prediction"] == columns["label"]
+        columns["margin"][right & ~columns["certified"]] = 1.0
+        columns.update(certified=right, broken=np.zeros_like(right))
+        columns.update(adversarial=columns["adversarial"][:0], adversarial_row=columns["adversarial_row"][:0])
+
+    assert not any(each.path == beside for each in audit_evidence(beside))
+    forge(beside, prove_all)
+    assert audit_evidence(beside) == ()
+    found = [each.what for each in audit_results(folder.path, [beside]).findings if each.path == beside]
+    assert any("is certified in" in what and "and broken in" in what for what in found)
+
+
+def test_a_file_that_is_named_after_another_question_is_noticed(copied):
+    folder = copied(PROVEN)
+    file = folder.file(PROVEN, "certify")
+    restate(file, lambda _, meta: meta["threat"].update(stamp="6x6"))
+    folder.relist()
+    assert "is named otherwise than its question" in folder.found_in(file)
+
+
+def test_hidden_files_are_no_evidence(copied):
+    folder = copied(PROVEN)
+    file = folder.file(PROVEN, "certify")
+    shutil.copy(file, file.with_name(f".{file.name}"))
+    assert EvidenceFolder(file.parent).files() == (file,)
+
+
+def test_evidence_beside_the_results_that_is_replaced_leaves_its_counts_in_the_manifest(tmp_path):
+    folder, beside = tmp_path / "results", tmp_path / TRIAL.name
+    folder.mkdir()
+    shutil.copy(TRIAL, beside)
+    before = Manifest().updated(folder, [beside])
+    assert before.updated(folder, [beside]) == before
+    forge(beside, lambda columns: demote(columns, 1))
+    (line,) = before.updated(folder, [beside]).superseded
+    assert (line.run, line.counted) == (TRIAL.name, Evidence.read(TRIAL).certified)

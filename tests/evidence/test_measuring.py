@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import patchcert as pc
+from patchcert.attacks import PatchesInTurn
 from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.certificates import Ballots, Certificates
 from patchcert.defenses import Defended, LocalGradientSmoothing
@@ -131,6 +132,39 @@ def test_nothing_is_kept_of_foreign_code_or_without_a_file(subject, tmp_path):
     assert Certification(subject, THREAT, tmp_path / "proof.npz").can_resume
 
 
+def test_nothing_is_kept_of_data_without_sums(subject, tmp_path):
+    unknown = replace(subject, dataset=replace(subject.dataset, checksums={}))
+    assert not Certification(unknown, THREAT, tmp_path / "proof.npz").can_resume
+
+
+def hooked(model):
+    model[-1].register_forward_hook(lambda layer, inputs, logits: -logits)
+    return model
+
+
+def overwritten(model):
+    model.forward = lambda images: -nn.Sequential.forward(model, images)
+    return model
+
+
+@pytest.mark.parametrize(
+    "changed", [hooked, overwritten, fx.symbolic_trace], ids=["hooked", "overwritten", "a graph"]
+)
+def test_nothing_is_kept_of_models_that_compute_otherwise_than_their_layers_say(
+    subject, model, tmp_path, changed
+):
+    asked = replace(subject, classifier=pc.IntervalBounds(changed(copy.deepcopy(model))))
+    assert not Certification(asked, THREAT, tmp_path / "proof.npz").can_resume
+
+
+def test_weights_that_changed_in_memory_do_not_resume(subject, model, tmp_path):
+    interrupted(Certification(subject, THREAT, tmp_path / "proof.npz"))
+    assert Certification(subject, THREAT, tmp_path / "proof.npz").kept
+    with torch.no_grad():
+        model[-1].weight += 1
+    assert not Certification(subject, THREAT, tmp_path / "proof.npz").kept
+
+
 @pytest.mark.parametrize(
     ("layer", "other"),
     [
@@ -138,6 +172,7 @@ def test_nothing_is_kept_of_foreign_code_or_without_a_file(subject, tmp_path):
         (nn.AvgPool2d(3, 2), nn.AvgPool2d(3, 2, ceil_mode=True)),
         (nn.AvgPool2d(3, 2, 1), nn.AvgPool2d(3, 2, 1, count_include_pad=False)),
         (nn.AvgPool2d(3), nn.AvgPool2d(3, divisor_override=5)),
+        (nn.AvgPool2d([2, 1]), nn.AvgPool2d([1, 2])),
     ],
 )
 def test_another_network_of_the_same_weights_does_not_resume(subject, model, tmp_path, layer, other):
@@ -175,6 +210,20 @@ def test_a_class_that_no_prediction_names_is_written_down_as_it_is():
     assert certificate_columns(found, torch.tensor([0]))["selected"].tolist() == [150]
 
 
+@pytest.mark.parametrize("largest", [127, 128, 32767, 32768, 161_699])
+def test_numbers_of_classes_and_masks_are_never_wrapped(largest):
+    found = Certificates(
+        certified=torch.tensor([False]),
+        predictions=torch.tensor([-1]),
+        labels=torch.tensor([largest]),
+        lead=torch.zeros(1),
+        weakest_masks=torch.tensor([[0, largest]]),
+    )
+    columns = certificate_columns(found, torch.tensor([0]))
+    assert columns["label"].tolist() == columns["second_mask"].tolist() == [largest]
+    assert columns["prediction"].tolist() == [-1]
+
+
 def test_an_attack_is_written_down_as_the_library_says(subject, model, tmp_path):
     attack, generator = pc.PatchAttack(steps=3, restarts=2), torch.Generator().manual_seed(5)
     drawn = replace(subject, classifier=model, selection=Selection("toy", drawn=8, seed=5))
@@ -191,6 +240,8 @@ def test_an_attack_is_written_down_as_the_library_says(subject, model, tmp_path)
     assert sorted(broken) == positions[expected.succeeded].tolist()
     assert EvidenceFolder(tmp_path).find(work.question, "f" * 64) is not None
     assert EvidenceFolder(tmp_path).find(work.question, "0" * 64) is None
+    assert EvidenceFolder(tmp_path).find(work.question, "f" * 64, {"toy.bin": "1" * 64}) is not None
+    assert EvidenceFolder(tmp_path).find(work.question, "f" * 64, {"toy.bin": "2" * 64}) is None
 
 
 def attacking(subject, model, tmp_path, **changes):
@@ -248,6 +299,14 @@ def test_an_attack_on_code_of_others_keeps_nothing(subject, model, tmp_path):
         pass
 
     assert not attacking(subject, nn.Sequential(model, Mine()), tmp_path).can_resume
+
+
+def test_nothing_is_kept_of_attacks_of_others(subject, model, tmp_path):
+    mine = type("Mine", (pc.PatchAttack,), {"__module__": "mine"})(steps=1)
+    asked = replace(subject, classifier=model)
+    assert Attacking(asked, pc.PatchAttack(steps=1), THREAT, file=tmp_path / "a.npz").can_resume
+    for attack in (mine, PatchesInTurn(mine)):
+        assert not Attacking(asked, attack, THREAT, file=tmp_path / "a.npz").can_resume
 
 
 def test_attacks_on_a_defense_on_a_classifier_and_on_the_model_are_three_questions(subject, model):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import patchcert as pc
 from patchcert.certificates import Certificates
-from patchcert.errors import RunError
+from patchcert.errors import InvalidInput, RunError
 from patchcert.evidence import Certification, Evidence, EvidenceFolder, Question, Selection, refuted
 from patchcert.evidence.measuring import certificate_columns
 from patchcert.evidence.record import VERSION
@@ -277,11 +277,13 @@ def test_a_broken_proof_is_refuted_unless_it_is_about_something_else(evidence):
     assert not refuted(evidence, attacked(evidence, ~evidence.columns["certified"])).size
     for change in (
         {"weights_sha256": "0" * 64},
-        {"threat": pc.Patch(2).to_dict()},
+        {"threat": pc.Patch((1, 4)).to_dict()},
         {"data": {**evidence.meta["data"], "split": "train"}},
         {"classifier": {"name": "Defended", "defense": "A"}},
     ):
         assert not refuted(evidence, Evidence(everything.columns, {**everything.meta, **change})).size
+    smaller = Evidence(everything.columns, {**everything.meta, "threat": pc.Patch((1, 2)).to_dict()})
+    assert refuted(evidence, smaller).size, "a patch of fewer pixels is a member of the threat too"
 
 
 def test_a_counterexample_of_one_proof_refutes_another(evidence):
@@ -308,11 +310,19 @@ def test_a_folder_knows_which_images_are_proven(subject, tmp_path):
         is None
     )
     assert folder.proven(pc.Patch(1), subject.selection, subject.weights, torch.tensor([25])) is None
+    other = {"toy.bin": "2" * 64}
+    assert folder.proven(pc.Patch(1), subject.selection, subject.weights, positions, INTERVALS, other) is None
     assert folder.files() == (folder.file(found.question),)
 
 
+@pytest.mark.parametrize("chosen", [{"limit": 0}, {"limit": -3}, {"drawn": 0}])
+def test_a_selection_has_images(chosen):
+    with pytest.raises(InvalidInput, match="expected at least one image"):
+        Selection("mnist", **chosen)
+
+
 def test_rows_that_are_both_certified_and_broken_are_refused(tmp_path):
-    question = Question("certify", pc.Patch(2), Selection("mnist-mini", limit=3), {"name": "IntervalBounds"})
+    question = Question("certify", pc.Patch(2), Selection("mnist-mini", limit=3), {"name": "TheirBounds"})
     columns = {
         "index": np.arange(3),
         "label": np.zeros(3, np.int8),

@@ -135,3 +135,23 @@ def test_the_command_names_the_image_and_exits_with_1(results, capsys):
     Manifest().now(results).write(results)
     assert run(command) == 1
     assert "image 0: margin is stated as" in capsys.readouterr().err
+
+
+def test_counterexamples_of_a_refined_proof_beside_the_results_are_tried_again(tmp_path, digits):
+    weights = shipped().card(NAME).weights_sha256
+    refined = pc.IntervalBounds(pc.load(NAME), refine="split")
+    subject = Subject(refined, weights, digits, Selection(digits.name, limit=IMAGES), CPU)
+    file = tmp_path / "refined.npz"
+    made = Certification(subject, pc.Patch(5), file).run()
+    assert made.broken
+
+    def found():
+        (evidence,) = provable(tmp_path / "results", [file])[weights]
+        at_hand = AtHand(f"zoo:{NAME}", weights, lambda: pc.load(NAME))
+        return reprove(at_hand, evidence, digits, IMAGES, torch.Generator().manual_seed(0), CPU).findings
+
+    assert found() == ()
+    forge(file, lambda columns: columns["adversarial"].fill(0.5))
+    assert audit_evidence(file) == ()
+    names = [finding.what.partition(":")[0] for finding in found()]
+    assert names == [f"image {image}" for image in np.flatnonzero(made.columns["broken"])]

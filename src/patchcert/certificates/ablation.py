@@ -202,8 +202,8 @@ class RandomAblation(Classifier):
         """One for each copy of both counts."""
         return self.selection_samples + self.estimation_samples
 
-    @staticmethod
-    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
+    @classmethod
+    def contradiction(cls, columns: Columns, meta: Mapping[str, Any]) -> str:
         """Predictions and radii follow from the votes, and verdicts from the radii."""
         settings = meta["classifier"]
         _, height, width = meta["data"]["image"]
@@ -213,7 +213,8 @@ class RandomAblation(Classifier):
         votes = columns["votes"].astype(np.int64)
         radii = rules.radii(votes, columns["selected"], columns["label"])
         row = first_row(
-            (votes.sum(axis=1) > rules.samples)
+            (votes < 0).any(axis=1)
+            | (votes.sum(axis=1) > rules.samples)
             | (rules.predictions(votes) != columns["prediction"])
             | (radii != columns["radius"])
             | (columns["certified"] & (radii < threat_from_dict(meta["threat"]).pixels))

@@ -215,8 +215,8 @@ class Classifier(ABC):
         """A module whose logits an attack may differentiate in search of images that `predict` gets wrong."""
         return self.model
 
-    @staticmethod
-    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
+    @classmethod
+    def contradiction(cls, columns: Columns, meta: Mapping[str, Any]) -> str:
         """What in stored rows contradicts the method's own rules, such as a verdict that no vote supports; else ""."""
         return ""
 

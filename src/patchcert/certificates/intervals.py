@@ -150,11 +150,22 @@ class IntervalBounds(Classifier):
         is_fixed = self.describe()["dtype"] != "float32" or self.refine is not None
         return FLOAT64_BLOCK if is_fixed else None
 
-    @staticmethod
-    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
-        """A certified image has positive margins, where there are margins."""
+    @classmethod
+    def contradiction(cls, columns: Columns, meta: Mapping[str, Any]) -> str:
+        """A certified image has positive margins, which only `verdicts_only` leaves out; a broken one was right, and
+        its counterexample is kept."""
+        settings = meta["classifier"]
+        if "broken" in columns:
+            row = first_row(columns["broken"] & (columns["prediction"] != columns["label"]))
+            if row is not None:
+                return f"row {row} is broken, but predicted wrongly without a patch"
+            if "adversarial" not in columns:
+                return "it names broken images, but has no counterexamples"
+        elif settings.get("refine") == "split":
+            return "it does not say which images are broken"
         if "margin" not in columns:
-            return ""
+            is_bare = settings.get("verdicts_only", False) and "refine" not in settings
+            return "" if is_bare else "it has no margins, which only verdicts_only leaves out"
         row = first_row(columns["certified"] & ~(columns["margin"] > 0))
         return "" if row is None else f"row {row} is certified with a margin of {columns['margin'][row]}"
 

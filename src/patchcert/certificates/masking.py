@@ -11,6 +11,7 @@ from functools import cached_property
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Self, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -115,11 +116,24 @@ class _Masked(BatchedClassifier):
 
         return MeanVote(self.shown_model(), copies)
 
-    @staticmethod
-    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
-        """Certified images have the lead that it takes."""
-        row = first_row(columns["certified"] & ~(columns["lead"] > meta["classifier"]["slack"]))
-        return "" if row is None else f"row {row} is certified with a lead of {columns['lead'][row]}"
+    @classmethod
+    def contradiction(cls, columns: Columns, meta: Mapping[str, Any]) -> str:
+        """Certified images have the lead that it takes, and the masks cover the threat."""
+        settings, (_, height, width) = meta["classifier"], meta["data"]["image"]
+        described = cls.described(nn.Identity(), settings)
+        if meta["threat"] != settings["masked_threat"]:  # else it is covered by how masks are made
+            described._covering(threat_from_dict(meta["threat"]), described.mask_set(height, width))
+        row = first_row(columns["certified"] & ~(columns["lead"] > settings["slack"]))
+        if row is not None:
+            return f"row {row} is certified with a lead of {columns['lead'][row]}"
+        first, second, count = columns["first_mask"], columns["second_mask"], described._count()
+        row = first_row((np.minimum(first, second) < 0) | (np.maximum(first, second) >= count))
+        return "" if row is None else f"row {row} names a mask that is none of {count}"
+
+    def _count(self) -> int:
+        """How many masks there are at most, whatever the size of images."""
+        rows, columns = masks_per_axis(self.masks)
+        return math.comb(rows * columns, min(hidden_patch(self.threat)[1], rows * columns))
 
     def _copies(
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None
@@ -231,8 +245,7 @@ class DoubleMasking(_Masked):
 
     def images_per_block(self, device: torch.device) -> int | None:
         """About as many as a few seconds serve; on a CPU very few."""
-        rows, columns = masks_per_axis(self.masks)
-        count = math.comb(rows * columns, min(hidden_patch(self.threat)[1], rows * columns))
+        count = self._count()
         passes = _PASSES_PER_BLOCK.get(device.type, _PASSES_PER_BLOCK["cpu"])
         return max(1, min(2048, 2 * passes // (count * (count + 1))))
 

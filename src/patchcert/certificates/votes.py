@@ -369,10 +369,10 @@ class VoteClassifier(BatchedClassifier):
             hint="give patchcert.Patch(5), or use patchcert.RandomAblation",
         )
 
-    @staticmethod
-    def contradiction(columns: Columns, meta: Mapping[str, Any]) -> str:
-        """The prediction of each stored row follows from its votes."""
+    @classmethod
+    def contradiction(cls, columns: Columns, meta: Mapping[str, Any]) -> str:
+        """The prediction of each stored row follows from its votes, of which none is negative."""
         votes = torch.from_numpy(columns["votes"].astype(np.float64))
         found = winners(votes, meta["classifier"]["ties"]).numpy()
-        row = first_row(found != columns["prediction"])
+        row = first_row((found != columns["prediction"]) | (votes < 0).any(dim=1).numpy())
         return "" if row is None else f"the prediction of row {row} does not follow from its votes"

@@ -381,7 +381,12 @@ def _certified_positions(attacked: AttackedTarget, subject: "Subject", asked: At
     if run is not None:
         folder = EvidenceFolder(run.evidence_folder)
         known = folder.proven(
-            attacked.threat, attacked.selection, subject.weights, positions, subject.describe()
+            attacked.threat,
+            attacked.selection,
+            subject.weights,
+            positions,
+            subject.describe(),
+            subject.dataset.checksums,
         )
         if known is not None:
             return positions[known]

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from patchcert.data import Dataset
+    from patchcert.evidence import Evidence
     from patchcert.evidence.audit import Finding
     from patchcert.evidence.reproving import AtHand, Reproof
     from patchcert.papers.chiang2020.quoting import Sources
@@ -32,6 +33,7 @@ MEASUREMENTS = (
     "trials/results/**/*",
 )
 ENTRIES, PAPER = "src/patchcert/zoo/entries", "src/patchcert/papers/chiang2020"
+PUBLISHED = "src/patchcert/comparison/published.json"
 
 
 def audit(
@@ -66,6 +68,7 @@ def audit(
     """
     from patchcert.evidence.audit import audit_results
     from patchcert.evidence.manifest import MANIFEST
+    from patchcert.evidence.reproving import provable
 
     if not results.is_dir():
         raise InvalidInput(f"there is no folder {results}", hint="name the folder that holds the results")
@@ -82,7 +85,8 @@ def audit(
     reproofs = []
     if again:
         models, place = checkout.models(runs or []), options.parse_device(device)
-        reproofs = _reproved(checkout.results, models, again, seed, place, data_dir)
+        stored = provable(checkout.results, checkout.measurements)
+        reproofs = _reproved(stored, models, again, seed, place, data_dir)
     findings += [finding for reproof in reproofs for finding in reproof.findings]
     for finding in findings:
         say(str(finding))
@@ -177,7 +181,7 @@ class Checkout:
         """What is wrong with the files beside the results."""
         from patchcert.bench.report import contradictions
         from patchcert.evidence.audit import Finding
-        from patchcert.papers.chiang2020.quoting import audit_documents, audit_paper
+        from patchcert.papers.chiang2020.quoting import audit_documents, audit_paper, audit_published
         from patchcert.zoo.audit import audit_zoo
 
         for file in self.root.glob(MEASUREMENTS[0]):
@@ -185,6 +189,8 @@ class Checkout:
             yield from (Finding(file, what) for what in contradictions(facts))
         if (self.root / PAPER).is_dir():
             yield from audit_paper(self.root / PAPER)
+        if (self.root / PUBLISHED).is_file():
+            yield from audit_published(self.root / PUBLISHED)
         if self.zoo is not None:
             yield from audit_zoo(self.zoo, self.results)
         if self.has_documents:
@@ -192,7 +198,7 @@ class Checkout:
 
 
 def _reproved(
-    results: Path,
+    stored: "Mapping[str, Sequence[Evidence]]",
     models: "Iterator[AtHand]",
     images: int,
     seed: int,
@@ -202,10 +208,10 @@ def _reproved(
     """Every proof of the models, done again on random images of the data that are at hand."""
     from torch import Generator
 
-    from patchcert.evidence.reproving import provable, reprove
+    from patchcert.evidence.reproving import reprove
 
     find_dataset = cache(partial(_dataset, data_dir=data_dir))
-    reproofs, stored = [], provable(results)
+    reproofs = []
     for model in models:
         for evidence in stored.get(model.weights_sha256, ()):
             dataset = find_dataset(evidence.selection.data)

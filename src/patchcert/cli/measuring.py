@@ -51,11 +51,11 @@ def measure(work: "Certification | Attacking", target: "Target") -> "Evidence":
 
 
 def measure_once(work: "Certification | Attacking", run: "Run", label: str) -> None:
-    """Leave the evidence in the run's folder, unless the same was measured with the same weights before."""
+    """Leave the evidence in the run's folder, unless the same was measured with the same weights and data before."""
     from patchcert.evidence import EvidenceFolder
 
     folder = EvidenceFolder(run.evidence_folder)
-    if folder.find(work.question, work.subject.weights) is None:
+    if folder.find(work.question, work.subject.weights, work.subject.dataset.checksums) is None:
         with progress_bar(label, "images") as report:
             work.into(folder).run(report)
 

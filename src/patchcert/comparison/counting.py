@@ -204,14 +204,22 @@ def recounted(stated: Row, counted: Sequence[Row]) -> Row:
     own = next((row for row in counted if row.evidence is not None and row.evidence.sha256 == named), None)
     if own is None:
         return stated
-    for name in ("data", "images", "patch", "placements", "promise", "confidence", "evidence"):
-        if getattr(stated, name) != getattr(own, name):
-            raise InvalidInput(
-                f"the row {stated.source.title!r} states {name} as {getattr(stated, name)}, but its evidence "
-                f"{own.source.title} says {getattr(own, name)}",
-                hint="correct the row, or leave it out",
-            )
+    for name in ("data", "images", "patch", "placements", "method", "promise", "confidence", "evidence"):
+        _refuse_other(stated, own, name, getattr(stated, name), getattr(own, name))
+    for name in ("passes", "milliseconds", "certificate_seconds", "device"):
+        there, here = getattr(stated.cost, name), getattr(own.cost, name)
+        if there is not None:
+            _refuse_other(stated, own, name, there, here)
     return replace(stated, recounted=True)
+
+
+def _refuse_other(stated: Row, own: Row, name: str, there: object, here: object) -> None:
+    if there != here:
+        raise InvalidInput(
+            f"the row {stated.source.title!r} states {name} as {there}, but its evidence {own.source.title} says "
+            f"{'nothing of it' if here is None else here}",
+            hint="correct the row, or leave it out",
+        )
 
 
 def _row(seeds: Sequence[Proof]) -> Row:

@@ -1,5 +1,6 @@
 """The leaderboard format: rows of results in a JSON file, which others can add to; docs/comparison.md describes it."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -12,6 +13,10 @@ from patchcert.errors import DataError, InvalidInput
 from patchcert.files import write_text
 
 FORMAT, VERSION = "patchcert-leaderboard", 1
+PUBLISHED = "published.json"
+FROZEN = "8569d90aebdf7c6c372e476fc057502dc1305bb260f3c5f2ed3384c98aba14cb"
+"""Of what others have published, as `published_sha256` sums it up; it was compared with its sources when this was
+written."""
 NO_OUTSIDE_DATA = "none"
 EVERYWHERE = "everywhere"
 
@@ -121,16 +126,28 @@ class Row:
         """What in the row cannot be, though the schema allows it."""
         if self.clean is not None and self.certified > self.clean:
             yield f"certified is {self.certified}, more than clean, {self.clean}"
+        yield from self._contradicting_seeds()
         counted = self.evidence
         if (counted is None) == (self.source.kind == "evidence"):
             yield f"the source is of kind {self.source.kind!r} {'without' if counted is None else 'with'} evidence"
         if counted is None:
+            return
+        if not counted.certified <= counted.correct <= self.images:
+            yield f"its evidence counts {counted.certified} certified and {counted.correct} right of {self.images}"
             return
         shares = {"clean": (self.clean, counted.correct), "certified": (self.certified, counted.certified)}
         for name, (stated, count) in shares.items():
             if stated != 100 * count / self.images:
                 share = 100 * count / self.images
                 yield f"{name} is {stated}, but its evidence counts {count} of {self.images}, which is {share}"
+
+    def _contradicting_seeds(self) -> Iterator[str]:
+        """One seed is its own mean, and has no spread."""
+        seeds = self.seeds
+        if seeds is None or seeds.count > 1:
+            return
+        if seeds.spread is not None or abs(seeds.mean - self.certified) > 1e-9:
+            yield f"certified is {self.certified}, but its only seed has {seeds.mean} with a spread of {seeds.spread}"
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
@@ -146,7 +163,7 @@ def parse_rows(text: str, name: str) -> tuple[Row, ...]:
     """The rows in the text of a leaderboard file; messages call it by the name."""
     try:
         plain = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(
             f"{name} is no JSON: {error}", hint="docs/comparison.md describes leaderboard files"
         ) from error
@@ -166,8 +183,16 @@ def write_rows(rows: Sequence[Row], path: Path) -> None:
 
 def published_rows() -> tuple[Row, ...]:
     """What others have published, as it ships with the package."""
-    file = resources.files("patchcert.comparison").joinpath("published.json")
+    file = resources.files("patchcert.comparison").joinpath(PUBLISHED)
     return parse_rows(file.read_text("utf-8"), file.name)
+
+
+def published_sha256(text: str) -> str:
+    """A sum over all rows of the file of what others have published; notes are ours, and no part of it."""
+    rows = [row.to_dict() for row in parse_rows(text, PUBLISHED)]
+    for row in rows:
+        row["source"].pop("note", None)
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
 
 def _refuse(name: str, found: Sequence[str]) -> None:

@@ -19,7 +19,8 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "number": lambda value: (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        (isinstance(value, int) and not isinstance(value, bool))
+        or (isinstance(value, float) and math.isfinite(value))
     ),
 }
 

@@ -1,7 +1,7 @@
 """What trials on held-out training images have found, as a table: each setting beside what it proves."""
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -58,7 +58,19 @@ def _results(trials: Path, folder: Path) -> Iterator[TrialResult]:
         runs = sorted(path.parent for path in (folder / trial["name"]).rglob(EVIDENCE))
         proofs = tuple(proof for run in runs for proof in EvidenceFolder(run / EVIDENCE).all())
         if proofs:
+            _check(proofs)
             yield TrialResult(trial["name"], tuple(trial.get("set", ())), proofs)
+
+
+def _check(proofs: Sequence[Evidence]) -> None:
+    """Raises unless they are proofs of the same held-out images, each of a network of its own."""
+    for proof in proofs:
+        if proof.kind != "certify" or not proof.selection.split.startswith("validation:"):
+            raise InvalidInput(f"{proof.where} is no proof of held-out images")
+        if proof.question != proofs[0].question:
+            raise InvalidInput(f"{proof.where} answers another question than {proofs[0].where}")
+    if len({proof.weights for proof in proofs}) < len(proofs):
+        raise InvalidInput(f"{proofs[0].where} and the proofs of other seeds are not all of other weights")
 
 
 def _per_cent(count: int, proof: Evidence) -> float:

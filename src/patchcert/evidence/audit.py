@@ -3,16 +3,17 @@ labels and the files beside it bear out."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
-from patchcert.data.labels import KNOWN, true_labels
+from patchcert.data.labels import HELD_OUT, KNOWN, true_labels
 from patchcert.errors import PatchcertError
 from patchcert.evidence.manifest import SUMMARY, ListedFile, Manifest, listed_files
-from patchcert.evidence.record import MODEL, Evidence, EvidenceFolder, predictor_of
+from patchcert.evidence.record import MODEL, Evidence, EvidenceFolder, predictor_of, refuted
 from patchcert.evidence.results import TRIMMED, Result, check_together
 from patchcert.files import sha256
 from patchcert.train.run_folder import ENVIRONMENT, METRICS, SPEC
@@ -20,7 +21,7 @@ from patchcert.train.run_folder import ENVIRONMENT, METRICS, SPEC
 NEAR_TIES = 1e-3
 """The share of images whose prediction may differ from machine to machine; among the results none does."""
 _OWN_PREDICTIONS = predictor_of(MODEL)
-"""What `Evidence.subject` calls a model that is asked as it is."""
+"""What `Evidence.about` calls a model that is asked as it is."""
 
 
 @final
@@ -52,8 +53,10 @@ def audit_results(folder: Path, beside: Sequence[Path] = ()) -> Audit:
     manifest lists as well."""
     manifest = Manifest.read(folder)
     findings = [*_against_manifest(manifest, folder, beside)]
-    for file in (*sorted(folder.rglob("*.npz")), *(file for file in beside if file.suffix == ".npz")):
+    own, others = sorted(folder.rglob("*.npz")), [file for file in beside if file.suffix == ".npz"]
+    for file in (*own, *others):
         findings += audit_evidence(file)
+    findings += _against_each_other(_readable(own), _readable(others))
     runs = sorted(file.parent for file in folder.glob(f"*/{SUMMARY}"))
     for run in runs:
         findings += _audit_run(run)
@@ -65,6 +68,33 @@ def audit_results(folder: Path, beside: Sequence[Path] = ()) -> Audit:
         without_commit=tuple(run.name for run in trained if not _read(run / SUMMARY).get("commit")),
         superseded=len(manifest.superseded),
     )
+
+
+def _readable(files: Sequence[Path]) -> tuple[Evidence, ...]:
+    found = []
+    for file in files:
+        with suppress(PatchcertError):  # what cannot be read is named already
+            found.append(Evidence.read(file))
+    return tuple(found)
+
+
+def _against_each_other(own: Sequence[Evidence], others: Sequence[Evidence]) -> Iterator[Finding]:
+    """Results are named after their questions; and what lies beside them says nothing else of the same weights."""
+    for each in own:
+        if each.path is not None and each.path.stem != each.question.name:
+            yield Finding(each.path, f"is named otherwise than its question, {each.question.name}")
+    for each in others:
+        alike = [one for one in (*own, *others) if one.weights == each.weights]
+        assert each.path is not None
+        for one in alike:
+            for proof, attack in ((each, one), (one, each)):
+                if proof.kind != "certify" or attack.question.certified_only:
+                    continue
+                broken = refuted(proof, attack)
+                if broken.size:
+                    what = f"image {broken[0]} is certified in {proof.where} and broken in {attack.where}"
+                    yield Finding(each.path, what)
+        yield from (found for found in _same_predictions(alike) if found.path == each.path)
 
 
 def _against_manifest(manifest: Manifest, folder: Path, beside: Sequence[Path]) -> Iterator[Finding]:
@@ -97,7 +127,7 @@ def audit_evidence(file: Path) -> tuple[Finding, ...]:
         evidence = Evidence.read(file)
     except PatchcertError as error:
         return (Finding(file, error.message),)
-    checks = (_labels(evidence), _verdicts(evidence), _successes(evidence))
+    checks = (_labels(evidence), _verdicts(evidence), _successes(evidence), _times(evidence))
     return tuple(Finding(file, what) for what in checks if what)
 
 
@@ -106,8 +136,12 @@ def _labels(evidence: Evidence) -> str:
     split = evidence.selection.split
     labels = true_labels(data["name"], split, data.get("sha256", {}))
     if labels is None:
-        is_published = split == "test" and data["name"] in KNOWN
+        is_published = data["name"] in (KNOWN if split == "test" else HELD_OUT)
         return f"is about {data['name']} of other files than those published" if is_published else ""
+    if not evidence.question.certified_only:
+        expected = evidence.selection.positions(len(labels)).numpy()
+        if not np.array_equal(index, expected):
+            return f"has {len(index)} rows; expected one for each of the {len(expected)} images that were asked for"
     if index.max(initial=0) >= len(labels):
         return f"names image {index.max()}, but {data['name']} has {len(labels)} {split} images"
     wrong = np.flatnonzero(labels[index] != evidence.columns["label"])
@@ -130,7 +164,7 @@ def _verdicts(evidence: Evidence) -> str:
         proven, by = right & (columns["margin"] > 0), "margin"
     elif "radius" in columns:
         proven, by = right & (columns["radius"] >= evidence.threat.pixels), "radius"
-    elif evidence.meta["classifier"]["name"] == "DoubleMasking":
+    elif "lead" in columns:
         proven, by = right & (columns["lead"] > evidence.meta["classifier"]["slack"]), "lead"
     else:
         return ""
@@ -155,6 +189,16 @@ def _successes(evidence: Evidence) -> str:
     if mended.size and (evidence.is_undefended or _is_adaptive(evidence)):
         return f"image {columns['index'][mended[0]]} withstood the attack, but is wrong without one"
     return ""
+
+
+def _times(evidence: Evidence) -> str:
+    """The time of predictions is that of images which were asked for, and the whole took some time."""
+    if "seconds" not in evidence.meta or not evidence.meta.get("device"):
+        return "does not say how many seconds it took on which device"
+    images = evidence.meta.get("prediction", {"images": 1})["images"]
+    return f"states the time of {images} predictions, but has {evidence.total} images" * (
+        images > evidence.total
+    )
 
 
 def _audit_run(run: Path) -> Iterator[Finding]:
@@ -185,7 +229,7 @@ def _together(run: Path, folder: Path) -> Sequence[Evidence]:
 
 def _same_predictions(found: Sequence[Evidence]) -> Iterator[Finding]:
     """The same weights say the same of the same clean images, but for a few near-ties on other hardware."""
-    own = [each for each in found if each.is_undefended and each.subject[1] == _OWN_PREDICTIONS]
+    own = [each for each in found if each.is_undefended and each.about[1] == _OWN_PREDICTIONS]
     whole_sets = [each for each in own if each.selection.is_whole_test_set]
     whole = min(whole_sets, key=lambda each: "margin" not in each.columns, default=None)
     if whole is None:

@@ -18,6 +18,7 @@ VERSION = 1
 _FREE = ("README.md", MANIFEST)
 _REWRITTEN = (SUMMARY, ENVIRONMENT)
 """Written again when a run is collected again. What decides which seed counts is in the entry of the run."""
+REPLACED = "replaced: another file has its name"
 _LOCKED = ("training", "seed", "weights_sha256", "training_loss")
 
 
@@ -130,6 +131,23 @@ class Superseded(_Line):
             why=why,
         )
 
+    @staticmethod
+    def of_line(entry: ListedFile, why: str) -> "Superseded":
+        """The line of a file that belongs to no run, and of which no more than its line is left."""
+        return Superseded(
+            run=entry.path,
+            training=entry.path,
+            seed=0,
+            weights_sha256="",
+            training_loss=None,
+            evidence_of=entry.evidence_of,
+            sha256=entry.sha256,
+            images=entry.images or 0,
+            right=entry.right or 0,
+            counted=entry.counted or 0,
+            why=why,
+        )
+
 
 @final
 @dataclass(frozen=True)
@@ -181,7 +199,13 @@ class Manifest:
                 f"{lost[0]}; {len(lost)} such entries would be lost from the manifest",
                 hint="put the files back as they were; only `collect` supersedes evidence, and it keeps the counts",
             )
-        return self.now(folder, beside)
+        return self.superseding(self._replaced(folder.parent)).now(folder, beside)
+
+    def _replaced(self, root: Path) -> tuple[Superseded, ...]:
+        """The lines of evidence beside the results that was measured again: its counts stay."""
+        rows = [entry for entry in self.beside if entry.images is not None]
+        changed = [entry for entry in rows if sha256(root / entry.path) != entry.sha256]
+        return tuple(Superseded.of_line(entry, REPLACED) for entry in changed)
 
     def now(self, folder: Path, beside: Sequence[Path] = ()) -> "Manifest":
         """What lies in the folder, and what this manifest has of superseded evidence."""
@@ -210,7 +234,7 @@ class Manifest:
 
     def _retrained(self, folder: Path) -> set[str]:
         """Runs with other weights than those listed, whose evidence is superseded."""
-        superseded = {line.weights_sha256 for line in self.superseded}
+        superseded = {line.weights_sha256 for line in self.superseded} - {""}
         listed = [run for run in self.runs if run.weights_sha256 in superseded]
         return {
             run.run for run in listed if ListedRun.of(folder / run.run).weights_sha256 != run.weights_sha256

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor, fx, nn
 
 from patchcert.attacks import Attack
 from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
@@ -37,7 +37,7 @@ ATTACKED_ON_CPU, ATTACKED_ELSEWHERE = 16, 512
 BLOCK_SECONDS = 10.0
 PREDICTED_SECONDS = 0.2
 """How long predictions are measured at least, where there are images enough."""
-_PLAIN = (bool, int, float, str, tuple, type(None), torch.Size, torch.dtype)
+_PLAIN = (bool, int, float, str, tuple, list, type(None), torch.Size, torch.dtype)
 
 
 @final
@@ -106,7 +106,11 @@ class Certification:
     @property
     def classifier(self) -> Classifier:
         """The subject's classifier, which must be one that certifies."""
-        assert isinstance(self.subject.classifier, Classifier)
+        if not isinstance(self.subject.classifier, Classifier):
+            raise InvalidInput(
+                f"{type(self.subject.classifier).__name__} is no classifier that certifies",
+                hint="give patchcert.IntervalBounds(model), or another kind of proof",
+            )
         return self.subject.classifier
 
     @property
@@ -235,7 +239,7 @@ def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDA
     """The rows of evidence, in small types that hold them."""
     classes = {"label": found.labels, "prediction": found.predictions}
     classes |= {} if found.ballots is None else {"selected": found.ballots.selected}
-    small = np.int8 if max(int(each.max()) for each in classes.values()) < 128 else np.int16
+    small = _smallest(*classes.values())
     columns = {
         "index": positions.numpy().astype(np.int32),
         **{name: each.cpu().numpy().astype(small) for name, each in classes.items()},
@@ -254,10 +258,16 @@ def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDA
     }
     for names, pair in pairs.items():
         if pair is not None:
-            columns |= zip(names, pair.cpu().numpy().astype(np.int16).T, strict=True)
+            least = np.promote_types(np.int16, _smallest(pair))
+            columns |= zip(names, pair.cpu().numpy().astype(least).T, strict=True)
     if found.broken is not None and found.counterexamples is not None:
         columns |= _kept_images(found.counterexamples.float(), found.broken)
     return columns
+
+
+def _smallest(*numbers: Tensor) -> np.dtype[Any]:
+    """The smallest type with a sign that holds whole numbers of -1 and above."""
+    return np.min_scalar_type(-1 - max(int(each.max()) for each in numbers))
 
 
 def _kept_images(images: Images, kept: Annotated[Tensor, "n"]) -> dict[str, NDArray[Any]]:
@@ -363,7 +373,8 @@ class Attacking:
     @cached_property
     def _partial(self) -> "_Partial":
         details = {"positions": self.positions.tolist(), "save_images": self.save_images}
-        return _Partial.of(self.subject, self.question, self.file, details=details)
+        file = None if _is_foreign_attack(self.attack) else self.file
+        return _Partial.of(self.subject, self.question, file, details=details)
 
 
 def _appended(rows: dict[str, NDArray[Any]], block: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -401,12 +412,13 @@ class _Partial:
         part: str = "",
         details: Mapping[str, Any] | None = None,
     ) -> "_Partial":
-        """Beside the evidence; nowhere where that has no file, or where code is involved that no sum tells of."""
-        if file is None or has_foreign_code(subject.classifier):
+        """Beside the evidence; nowhere where that has no file, or where data or code have no sum that tells of them."""
+        if file is None or not subject.dataset.checksums or has_foreign_code(subject.classifier):
             return _Partial(None, "")
         model = _model_of(subject.classifier)
         claim = {**subject.evidence(question, {}, {}).meta, **(details or {})}
-        identity = {**claim, "architecture": architecture(model), "code": source_sha256()}
+        sums = {"architecture": architecture(model), "numbers": _numbers(model), "code": source_sha256()}
+        identity = {**claim, **sums}
         return _Partial(file.with_name(f"{file.name}.partial{part}"), json.dumps(identity, sort_keys=True))
 
     def read(self) -> tuple[dict[str, Tensor], Mapping[str, str]] | None:
@@ -466,8 +478,40 @@ def architecture(model: nn.Module) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def _numbers(model: nn.Module) -> str:
+    """A sum over every weight and buffer, with their types: those in memory may be others than in the file."""
+    total = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
 def has_foreign_code(classifier: Classifier | nn.Module) -> bool:
     """Whether the classifier, its layers, or rules that they may use, are of neither PyTorch nor this package."""
-    types = {type(classifier), *(type(layer) for layer in _model_of(classifier).modules())}
+    layers = list(_model_of(classifier).modules())
+    types = {type(classifier), *map(type, layers)}
     rules = [*FUNCTION_RULES.values(), *(LAYER_RULES[kind] for kind in types & LAYER_RULES.keys())]
-    return any(each.__module__.partition(".")[0] not in ("torch", "patchcert") for each in (*types, *rules))
+    return any(map(_is_foreign, (*types, *rules))) or any(map(_has_code_of_its_own, layers))
+
+
+def _is_foreign(code: Any) -> bool:  # noqa: ANN401 - a type or a function
+    return code.__module__.partition(".")[0] not in ("torch", "patchcert")
+
+
+def _has_code_of_its_own(layer: nn.Module) -> bool:
+    """Whether it computes otherwise than its type says: as a graph or script of its own, or by hooks."""
+    hooks = *layer._forward_hooks.values(), *layer._forward_pre_hooks.values()
+    is_own = isinstance(layer, fx.GraphModule | torch.jit.ScriptModule) or "forward" in vars(layer)
+    return is_own or bool(hooks)
+
+
+def _is_foreign_attack(attack: Attack) -> bool:
+    """Whether it, or an attack that it consists of, comes from elsewhere."""
+    parts = [
+        part
+        for value in vars(attack).values()
+        for part in (value if isinstance(value, list | tuple) else [value])
+        if isinstance(part, Attack)
+    ]
+    return _is_foreign(type(attack)) or any(map(_is_foreign_attack, parts))

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import math
 import re
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, final
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from patchcert.certificates import ABSTAINED, AnyThreat, Guarantee, method_named
 from patchcert.data import count_test_images
-from patchcert.errors import PatchcertError, RunError
+from patchcert.errors import InvalidInput, PatchcertError, RunError
 from patchcert.files import atomic_write
-from patchcert.threats import threat_from_dict
+from patchcert.threats import Patch, threat_from_dict
 
 VERSION = 2
 Kind = Literal["certify", "attack"]
@@ -51,6 +52,11 @@ class Selection:
     limit: int | None = None
     drawn: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("limit", self.limit), ("drawn", self.drawn)):
+            if value is not None and value < 1:
+                raise InvalidInput(f"{name} is {value}; expected at least one image")
 
     @property
     def is_whole_test_set(self) -> bool:
@@ -265,10 +271,16 @@ class Evidence:
 
     @property
     def guarantee(self) -> Guarantee:
-        """What certificates promise; evidence that does not say it has the error rate among its settings."""
-        if "guarantee" in self.meta:
-            return Guarantee(**self.meta["guarantee"])
-        return Guarantee(confidence=1 - self.meta["classifier"].get("error_rate", 0.0))
+        """What certificates promise; where evidence does not say it, what the method and its settings do."""
+        return Guarantee(**self.meta["guarantee"]) if "guarantee" in self.meta else self._promised
+
+    @property
+    def _promised(self) -> Guarantee:
+        """What the method and its settings promise."""
+        settings = self.meta["classifier"]
+        method = method_named(settings.get("name", ""))
+        promise = "recovery" if method is None else method.promise
+        return Guarantee(promise, 1 - settings.get("error_rate", 0.0))
 
     @property
     def prediction_milliseconds(self) -> float | None:
@@ -282,10 +294,15 @@ class Evidence:
         return "defense" not in self.meta["classifier"]
 
     @property
+    def about(self) -> tuple[object, ...]:
+        """What the rows are about, whatever the threat: weights, predictor and data."""
+        predictor, selection = predictor_of(self.meta["classifier"]), self.selection
+        return self.weights, predictor, selection.data, selection.split
+
+    @property
     def subject(self) -> tuple[object, ...]:
         """What the rows are about: two files with the same subject can contradict each other."""
-        predictor, selection = predictor_of(self.meta["classifier"]), self.selection
-        return self.weights, predictor, self.threat, selection.data, selection.split
+        return *self.about, self.threat
 
     def certified_against(self, threat: AnyThreat) -> NDArray[np.bool_] | None:
         """Which images are proven against a threat, where the rows say so: by verdicts, or by radii in pixels."""
@@ -295,6 +312,13 @@ class Evidence:
             return None
         right = self.columns["prediction"] == self.columns["label"]
         return (self.columns["radius"] >= threat.pixels) & right
+
+    def is_of_data(self, sums: Mapping[str, str] | None) -> bool:
+        """Whether it is about images in files with these sums; published files may also be there packed."""
+        own, name = self.meta["data"].get("sha256", {}), self.selection.data
+        if sums is None or dict(own) == dict(sums):
+            return True
+        return None not in (count_test_images(name, own), count_test_images(name, sums))
 
     def has_rows_of(self, other: "Evidence") -> bool:
         """Whether both say the same of the same images."""
@@ -332,11 +356,12 @@ class Evidence:
             raise self._refused(f" does not say what it is evidence of: {error}") from error
         if "weights_sha256" not in self.meta:
             raise self._refused(" does not name its weights_sha256")
+        if not _is_time(self.meta.get("seconds", 0.0)):
+            raise self._refused(f" does not say in how many seconds: {self.meta['seconds']!r}")
         measured = self.meta.get("prediction", {"images": 1, "seconds": 0.0})
-        is_measured = isinstance(measured, Mapping) and all(
-            isinstance(measured.get(name), int | float) for name in ("images", "seconds")
-        )
-        if not is_measured or not measured["images"] > 0:
+        is_measured = isinstance(measured, Mapping) and _is_time(measured.get("seconds"))
+        images = measured.get("images") if is_measured else None
+        if not isinstance(images, int) or images < 1:
             raise self._refused(
                 f" does not say how many images were predicted in how many seconds: {measured}"
             )
@@ -378,7 +403,9 @@ class Evidence:
         if self.kind == "attack":
             wrong = self.columns["prediction_after"] != label
             differ = np.flatnonzero(wrong != self.columns["succeeded"])
-            return f"row {differ[0]} says otherwise of the attack than its label" if differ.size else ""
+            if differ.size:
+                return f"row {differ[0]} says otherwise of the attack than its label"
+            return self._kept_contradiction()
         unfit = {
             "certified, but predicted wrongly": prediction != label,
             "both certified and broken": self.broken_rows,
@@ -387,8 +414,44 @@ class Evidence:
             both = np.flatnonzero(self.columns["certified"] & rows)
             if both.size:
                 return f"row {both[0]} is {words}"
+        return self._kept_contradiction() or self._method_contradiction()
+
+    def _method_contradiction(self) -> str:
+        """What contradicts the rules and the promise of the kind of proof."""
+        stated, promised = self.meta.get("guarantee"), asdict(self._promised)
         method = method_named(self.meta["classifier"].get("name", ""))
-        return "" if method is None else method.contradiction(self.columns, self.meta)
+        if method is None:
+            return ""
+        if stated not in (None, promised):
+            return f"it states the guarantee {stated}, but {method.__name__} promises {promised}"
+        try:
+            return method.contradiction(self.columns, self.meta)
+        except (PatchcertError, IndexError, KeyError, TypeError, ValueError) as error:
+            return f"its rows and settings are not those of {method.__name__}: {error}"
+
+    def _kept_contradiction(self) -> str:
+        """Where images are kept, it is of exactly the rows that are said to be broken, each within [0, 1]."""
+        names = [name for name in ("adversarial", "adversarial_row") if name in self.columns]
+        if not names:
+            return ""
+        was_right = self.columns["prediction"] == self.columns["label"]
+        broken = self.broken_rows if self.kind == "certify" else self.columns["succeeded"] & was_right
+        expected = np.flatnonzero(broken)
+        if len(names) != 2 or not np.array_equal(self.columns["adversarial_row"], expected):
+            return "images are not kept of exactly the rows that are broken"
+        images, size = self.columns["adversarial"], self.meta["data"].get("image")
+        if images.shape != (len(expected), *(size or images.shape[1:])):
+            return f"images of shape {images.shape} are kept; expected {len(expected)} of {size}"
+        outside = ~((images >= 0) & (images <= 1)).all(axis=tuple(range(1, images.ndim)))
+        row = np.flatnonzero(outside)
+        return (
+            f"the image kept of row {expected[row[0]]} is none: its pixels leave [0, 1]" if row.size else ""
+        )
+
+
+def _is_time(value: object) -> bool:
+    """Whether it is a number of seconds, which NaN and infinity are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def predictor_of(classifier: Mapping[str, Any]) -> str:
@@ -405,13 +468,25 @@ def predictor_of(classifier: Mapping[str, Any]) -> str:
 def refuted(proven: Evidence, attacked: Evidence) -> NDArray[np.integer]:
     """Positions of images that are proven in one file and broken in the other, by a member of the same threat.
 
-    None for files of other weights, predictors, threats or data: they cannot contradict a proof.
+    None for files of other weights, predictors or data, or of a threat with other members: they cannot contradict a
+    proof.
     """
-    if proven.subject != attacked.subject:
+    if not _includes(proven.threat, attacked.threat) or proven.about != attacked.about:
         return np.empty(0, np.int64)
     certified = proven.columns["index"][proven.columns["certified"]]
     broken = attacked.columns["index"][attacked.broken_rows]
     return np.intersect1d(certified, broken)
+
+
+def _includes(threat: AnyThreat, other: AnyThreat) -> bool:
+    """Whether every member of the other threat is known to be one of this: the same, or smaller rectangles anywhere."""
+    if threat == other:
+        return True
+    both = [each for each in (threat, other) if isinstance(each, Patch) and each.is_solid]
+    if len(both) < 2 or any(str(each.rule) != "everywhere" for each in both):
+        return False
+    large, small = both
+    return small.height <= large.height and small.width <= large.width
 
 
 @final
@@ -426,20 +501,22 @@ class EvidenceFolder:
         return self.path / f"{question.name}.npz"
 
     def files(self) -> tuple[Path, ...]:
-        """All files of evidence, by name."""
-        return tuple(sorted(self.path.glob("*.npz")))
+        """All files of evidence, by name; hidden files are none."""
+        return tuple(sorted(file for file in self.path.glob("*.npz") if not file.name.startswith(".")))
 
     def all(self) -> tuple[Evidence, ...]:
         """All evidence, by name of file."""
         return tuple(Evidence.read(file) for file in self.files())
 
-    def find(self, question: Question, weights: str) -> Evidence | None:
-        """The answer to a question that was found with these weights, if there is one."""
+    def find(
+        self, question: Question, weights: str, sums: Mapping[str, str] | None = None
+    ) -> Evidence | None:
+        """The answer that was found with these weights; where sums are given, of these files of data."""
         file = self.file(question)
         if not file.is_file():
             return None
         found = Evidence.read(file)
-        return found if found.weights == weights else None
+        return found if found.weights == weights and found.is_of_data(sums) else None
 
     def proven(
         self,
@@ -448,12 +525,13 @@ class EvidenceFolder:
         weights: str,
         positions: Tensor,
         classifier: Mapping[str, Any] = MODEL,
+        sums: Mapping[str, str] | None = None,
     ) -> Tensor | None:
         """Which of the images at these positions are proven to be right by the predictor of this classifier, where one
-        file of evidence says it of all of them."""
+        file of evidence says it of all of them; where sums are given, of these files of data."""
         for found in self.all():
             asked = found.kind, found.weights, found.selection.data, found.selection.split
-            if asked != ("certify", weights, selection.data, selection.split):
+            if asked != ("certify", weights, selection.data, selection.split) or not found.is_of_data(sums):
                 continue
             if predictor_of(found.meta["classifier"]) != predictor_of(classifier):
                 continue

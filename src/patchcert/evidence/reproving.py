@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
 from patchcert.attacks import Attack, PatchAttack, PatchesInTurn, SparseAttack
 from patchcert.certificates import ABSTAINED, AnyThreat, Certificates, Classifier, method_named
@@ -50,16 +50,18 @@ class Reproof:
     findings: tuple[Finding, ...]
 
 
-def provable(results: Path) -> Mapping[str, Sequence[Evidence]]:
-    """By the sum of their weights, the certificates among results that are deterministic: those can be proven again."""
+def provable(results: Path, beside: Sequence[Path] = ()) -> Mapping[str, Sequence[Evidence]]:
+    """By the sum of their weights, the certificates among results, and in files beside them, that are deterministic:
+    those can be proven again."""
     found: dict[str, list[Evidence]] = {}
-    for file in sorted(results.rglob("certify-*.npz")):
+    others = (file for file in beside if file.suffix == ".npz")
+    for file in (*sorted(results.rglob("certify-*.npz")), *others):
         try:
             evidence = Evidence.read(file)
         except PatchcertError:
             continue  # the audit of the file names it
         classifier = evidence.meta["classifier"]
-        is_known = method_named(classifier["name"]) is not None
+        is_known = method_named(classifier["name"]) is not None and evidence.kind == "certify"
         if is_known and evidence.guarantee.is_deterministic:
             found.setdefault(evidence.weights, []).append(evidence)
     return found
@@ -93,7 +95,11 @@ def reprove(
     is_coarse = description.get("precision", "float32") != "float32"
     if is_coarse and _differing_images(stated, proven) <= max(1, COARSE_SHARE * len(rows)):
         differ = [what for what in differ if ": label is stated" in what]
-    messages = [*differ, *_broken(classifier, images, stated, evidence.threat, generator)]
+    messages = [
+        *differ,
+        *_broken(classifier, images, stated, evidence.threat, generator),
+        *_unbroken(classifier, images, index, evidence),
+    ]
     findings = tuple(Finding(evidence.path, f"{what} by {at_hand.name}") for what in messages)
     return Reproof(at_hand.name, evidence.path, len(rows), findings)
 
@@ -105,8 +111,8 @@ def _disagreements(stated: dict[str, NDArray[Any]], proven: Certificates) -> Ite
         there, here = stated[name], values.cpu().numpy()
         for row in np.flatnonzero(there != here):
             yield f"image {stated['index'][row]}: {name} is stated as {there[row]}, but is {here[row]}"
-    if "margin" not in stated or proven.least_margin is None:
-        return
+    if "margin" not in stated or proven.least_margin is None or proven.broken is not None:
+        return  # where parts were split, other margins may prove the same
     there, here = stated["margin"], proven.least_margin.cpu().numpy()
     apart = np.abs(there - here) > CLOSE * np.maximum(1.0, np.maximum(np.abs(there), np.abs(here)))
     for row in np.flatnonzero(apart):
@@ -138,6 +144,21 @@ def _broken(
     is_alert = (result.predictions == ABSTAINED) & (classifier.promise == "detection")
     for row in chosen[(result.succeeded & ~is_alert).cpu().numpy()]:
         yield f"image {stated['index'][row]}: certified, but broken by an attack"
+
+
+def _unbroken(classifier: Classifier, images: Split, index: Tensor, evidence: Evidence) -> Iterator[str]:
+    """Counterexamples that are no members of the threat, or that the classifier gets right."""
+    kept = evidence.adversarial()
+    rows = torch.tensor([row for row, image in enumerate(index.tolist()) if image in kept], dtype=torch.long)
+    if not len(rows):
+        return
+    clean = images[rows.to(images.labels.device)]
+    shown = np.stack([kept[image] for image in index[rows].tolist()])
+    changed = torch.from_numpy(shown).to(clean.images.device)
+    is_member = evidence.threat.contains(clean.floats(), changed)
+    is_wrong = classifier.predict(changed) != clean.labels
+    for image in index[rows][~(is_member & is_wrong).cpu()].tolist():
+        yield f"image {image}: its counterexample is none"
 
 
 def _attack(threat: AnyThreat, is_bounded: bool) -> Attack:

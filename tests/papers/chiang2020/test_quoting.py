@@ -12,6 +12,7 @@ from patchcert.papers.chiang2020.quoting import (
     audit_documents,
     audit_page,
     audit_paper,
+    audit_published,
     shown,
     typed_figures,
     updated,
@@ -188,6 +189,15 @@ def test_figures_keep_their_decimals(value, like, text):
         "11 of 18 rows",
         "9,410 images are certified",
         "a loss of 1.93",
+        "68 percent of them",
+        "a 17-point gain",
+        "12 ms each",
+        "68\u00d7 faster",
+        "it certifies 6,892 images",
+        "**68** %",
+        "68&nbsp;%",
+        "1 in 3 images",
+        "99 of them",
     ],
 )
 def test_typed_results_are_found(text):
@@ -243,3 +253,20 @@ def test_our_own_notes_may_change(folder):
     file = folder / "paper.json"
     file.write_text(file.read_text(encoding="utf-8").replace("The paper multiplies", "The paper multiplied"))
     assert audit_paper(folder) == ()
+
+
+def test_an_edited_number_of_what_others_published_is_noticed(tmp_path):
+    source = ROOT / "src" / "patchcert" / "comparison" / "published.json"
+    assert audit_published(source) == ()
+    file = tmp_path / source.name
+    for found, forged in (("61.97", "51.97"), ('"pixels": "native"', '"pixels": "upscaled"')):
+        file.write_text(source.read_text().replace(found, forged, 1))
+        (finding,) = audit_published(file)
+        assert "not the frozen" in finding.what
+    file.write_text(source.read_text().replace("61.97", "99.97", 1))
+    assert "more than clean" in audit_published(file)[0].what
+
+
+def test_a_figure_may_not_come_from_a_file_that_nobody_listed(sources):
+    with pytest.raises(InvalidInput, match="README.md is no measurement that the manifest lists"):
+        sources.figure("json README.md cases.0.ratio")

@@ -86,7 +86,7 @@ def test_words_without_rows_get_an_example():
 def test_an_unknown_table_gets_the_nearest():
     with pytest.raises(InvalidInput, match="no table named 'large-model'") as caught:
         find_table("large-model")
-    assert caught.value.hint == "did you mean large-models?"
+    assert caught.value.hint == "did you mean 'large-models'?"
 
 
 def test_labels_tell_rows_apart():

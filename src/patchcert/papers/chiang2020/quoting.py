@@ -22,7 +22,8 @@ from typing import Any, cast, final
 from patchcert.bench.report import markdown
 from patchcert.comparison import view as comparison
 from patchcert.comparison.counting import best, count, proofs_of_imagenet, proofs_of_results, proofs_of_zoo
-from patchcert.comparison.leaderboard import Row, published_rows
+from patchcert.comparison.leaderboard import FROZEN as PUBLISHED_SHA256
+from patchcert.comparison.leaderboard import Row, published_rows, published_sha256
 from patchcert.comparison.trials import trials_table
 from patchcert.errors import InvalidInput, PatchcertError
 from patchcert.evidence.audit import Finding
@@ -61,11 +62,16 @@ OUTSIDE_RESULTS = "docs/measurements/*.npz"
 
 _FIGURE = re.compile(r"(?P<text>[-+]?\d[\d,]*(?:\.\d+)?)<!--= (?P<query>.*?) -->", re.DOTALL)
 _TABLE = re.compile(r"<!-- table: (?P<query>[^\n]*?) -->\n(?P<text>.*?)<!-- end of table -->", re.DOTALL)
-_UNIT = r"(?:\s?%|x\b|\s(?:points?|times|seconds?|minutes?|hours?|microseconds|nanoseconds|per cent)\b)"
+_TIME = r"(?:milli|micro|nano)?seconds?|[mn\u00b5\u03bc]s|minutes?|hours?|days?"
+_UNIT = rf"(?:\s?[%\u00d7]|x\b|(?:\s|-)(?:points?|pp|times|fold|{_TIME}|per[ -]?cent)\b)"
 _OUTCOME = r"(?:certified|proven|broken|withstood|right|above|below)"
-_COUNTED = rf"(?:of (?:the )?\d[\d,]*|(?:images )?(?:are |were )?{_OUTCOME})"
+_COUNTED = (
+    rf"(?:(?:out )?of (?:the )?\d[\d,]*|of them|in \d[\d,]*|(?:images )?(?:more )?(?:are |were )?{_OUTCOME})"
+)
+_FOUND = r"(?:certif(?:y|ies|ied)|prov(?:e|es|en|ed)|br(?:eak|eaks|oke)|withst(?:and|ands|ood))"
 _RESULT = re.compile(
     rf"(?<![\w.\-/])[-+]?\d[\d,]*(?:\.\d+{_UNIT}?|{_UNIT})|(?<![\w.\-/])\d[\d,]* {_COUNTED}\b"
+    rf"|\b{_FOUND}:? \d[\d,]*\b"
 )
 """What looks like a result where it stands outside code and markers: decimals, shares, times, and counts."""
 _HIDDEN = (
@@ -162,7 +168,16 @@ class Sources:
         return _TABLES[kind](self, *arguments)
 
     def read(self, name: str) -> Any:  # noqa: ANN401 - plain JSON of any shape
-        return json.loads((self.root / name).read_text(encoding="utf-8"))
+        return json.loads(self.measurement(name).read_text(encoding="utf-8"))
+
+    def measurement(self, name: str) -> Path:
+        """A committed measurement, which the manifest lists."""
+        if all(entry.path != name for entry in self.manifest.beside):
+            raise InvalidInput(
+                f"{name} is no measurement that the manifest lists",
+                hint="put it into docs/measurements, and call `patchcert audit results --write`",
+            )
+        return self.root / name
 
 
 def updated(text: str, sources: Sources) -> str:
@@ -195,6 +210,18 @@ def audit_paper(folder: Path) -> tuple[Finding, ...]:
         )
         for name, there in found.items()
         if there != FROZEN[name]
+    )
+
+
+def audit_published(file: Path) -> tuple[Finding, ...]:
+    """Whether what others have published is what was compared with its sources."""
+    try:
+        there = published_sha256(file.read_text(encoding="utf-8"))
+    except PatchcertError as error:
+        return (Finding(file, error.message),)
+    frozen = PUBLISHED_SHA256
+    return (
+        () if there == frozen else (Finding(file, f"has the sum {there}, not the frozen {frozen[:16]}..."),)
     )
 
 
@@ -250,6 +277,7 @@ def typed_figures(text: str, allowed: Sequence[str] = ()) -> Iterator[tuple[int,
     """What looks like a result outside code, tables and markers, with its line, but for what is allowed."""
     for pattern in _HIDDEN:
         text = pattern.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    text = re.sub(r"&nbsp;", " ", re.sub(r"(?<!\w)[*_]+|[*_]+(?!\w)", "", text))
     for number, line in enumerate(text.splitlines(), 1):
         yield from ((number, found[0]) for found in _RESULT.finditer(line) if found[0] not in allowed)
 
@@ -332,7 +360,7 @@ def _card(sources: Sources, name: str, path: str) -> float:
 
 def _evidence(sources: Sources, file: str, what: str) -> float:
     """A count of a file of evidence that belongs to no run among the results."""
-    found = Evidence.read(sources.root / file)
+    found = Evidence.read(sources.measurement(file))
     counts = {
         "images": found.total,
         "correct": found.correct,

@@ -64,7 +64,7 @@ def carry_out(folder: Path, device_name: str, data_dir: Path | None) -> None:
     run = train_run(spec, folder, Workplace(device, data_dir), resume=True, listener=_EpochLog())
     dataset = load_dataset(spec.data.name, data_dir)
     for question in questions:
-        if kept.find(question, sha256(run.weights)) is None:
+        if kept.find(question, sha256(run.weights), dataset.checksums) is None:
             _log(in_words(answer(question, run, dataset, device, _ProgressLog())))
 
 
