@@ -262,7 +262,7 @@ def proven_for_several(
     ties: Ties,
     patches: int,
 ) -> Annotated[Tensor, "n"]:
-    """Whether the label wins with so many patches at any placements: together they touch what each of them does."""
+    """Whether the label wins with `patches` patches at any placements: together they touch what each of them does."""
     distinct = touched.unique(dim=0)
     is_proven = torch.ones_like(labels, dtype=torch.bool)
     for some in choices(len(distinct), patches).to(labels.device).split(_SETS_AT_ONCE):

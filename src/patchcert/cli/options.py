@@ -68,7 +68,7 @@ Shape = Annotated[
 ]
 Sparse = Annotated[int | None, number_option("Any N pixels, anywhere.")]
 Patches = Annotated[
-    int | None, number_option("So many patches at once, each at a placement of its own; else one.", least=2)
+    int | None, number_option("N patches at once, each at a placement of its own; else one.", least=2)
 ]
 Camera = Annotated[
     str | None,

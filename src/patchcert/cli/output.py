@@ -21,7 +21,7 @@ INTERRUPTED = 130
 STDERR = 2
 _WIDE = 220
 FIRST_LINE, NEXT_LINE, LAST_LINE = 2.0, 10.0, 60.0
-"""Without a terminal a line of progress comes after so many seconds, then so often, in long work less often."""
+"""Without a terminal seconds to the first line of progress and between lines; in long work they come less often."""
 
 Report = Callable[[int, int], None]
 Clock = Callable[[], float]
