@@ -2,5 +2,6 @@
 
 from collections.abc import Callable
 
-Progress = Callable[[int, int], None]
-"""Called with the number of parts done and the number of all parts: images, placements, votes."""
+Progress = Callable[[float, int], None]
+"""Called with the number of parts done and the number of all parts: images, placements, votes. Of a part that takes
+long, the share of it that is done counts too."""

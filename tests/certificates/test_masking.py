@@ -433,3 +433,21 @@ def test_hardly_a_row_of_a_batch_is_empty(images, size):
     assert found.certified.all()
     wanted = images * (16 * 15 // 2 + 16)
     assert len(batches) * size < 1.1 * wanted + 10 * size
+
+
+def test_progress_tells_of_parts_of_images_and_never_goes_back():
+    heard = list[tuple[float, int]]()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2)).eval()
+    nn.init.zeros_(model[1].weight)
+    model[1].bias = nn.Parameter(torch.tensor([1.0, 0.0]))  # every copy is looked at
+    masking = DoubleMasking(model, pc.Patch(2), masks=4, batch_size=16)
+    masking.certify(
+        torch.rand(3, 1, 8, 8), torch.zeros(3).long(), pc.Patch(2), lambda *done: heard.append(done)
+    )
+    amounts = [done for done, _ in heard]
+    assert amounts == sorted(amounts)
+    assert amounts[-1] == 3
+    assert {total for _, total in heard} == {3}
+    # 16 and 120 copies of each image in batches of 16: after one of them that share of an image is done.
+    assert amounts[0] == pytest.approx(16 / 136)
+    assert len([done for done in amounts if done < 1]) > 5

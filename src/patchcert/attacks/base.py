@@ -261,7 +261,7 @@ class AttackJob:
             return self
         return replace(self, progress=lambda done, total: report(number * total + done, rounds * total))
 
-    def report(self, done: int, total: int) -> None:
+    def report(self, done: float, total: int) -> None:
         """Report progress to whoever asked for it."""
         if self.progress is not None:
             self.progress(done, total)

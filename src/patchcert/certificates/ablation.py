@@ -267,7 +267,7 @@ class RandomAblation(Classifier):
             bins = (owner * 2 + count) * base.classes + logits.argmax(dim=1)
             counts.scatter_add_(0, bins, ((position < total) & logits.isfinite().all(dim=1)).long())
             if progress is not None:
-                progress(min(start + self.batch_size, total) // each, len(images))
+                progress(min(start + self.batch_size, total) / each, len(images))
         counts = counts.reshape(len(images), 2, -1)
         return Ballots(counts[:, 0], counts[:, 1])
 

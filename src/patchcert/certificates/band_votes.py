@@ -141,7 +141,7 @@ class PartVotes(VoteClassifier):
         for rows in torch.arange(len(images) * each, device=images.device).split(self.batch_size):
             found.append(base.logits(encode_visible(images[rows // each], views[rows % each])))
             if progress is not None:
-                progress((int(rows[-1]) + 1) // each, len(images))
+                progress((int(rows[-1]) + 1) / each, len(images))
         logits = torch.cat(found).unflatten(0, (len(images), each))
         kind = "one-hot" if self.threshold is None else "threshold"
         return cell_scores(logits.mT, kind, self.needed_lead, self.threshold)

@@ -211,8 +211,8 @@ class DoubleMasking(_Masked):
     ) -> Certificates:
         """A placement is proven if some mask that covers it says the label with every second mask."""
         copies, covering = self._copies(images, labels, threat, progress)
-        rows = _Rows(copies, labels, self.needed_lead)
-        rows.look_at_pairs(covering, self.with_map, progress)
+        rows = _Rows(copies, labels, self.needed_lead, progress)
+        rows.look_at_pairs(covering, self.with_map)
         lead = _best_leads(rows.least, covering).amin(dim=1)
         certified = lead > self.needed_lead
         # What is proven is predicted, since a patch may change nothing; only the others have to be asked for.
@@ -239,8 +239,8 @@ class DoubleMasking(_Masked):
         if not isinstance(threat, Patch):
             raise InvalidThreat(f"one placement after the other is about one patch, got {threat!r}")
         copies, covering = self._copies(images, labels, threat, progress)
-        rows = _Rows(copies, labels, self.needed_lead)
-        rows.look_at_pairs(covering, for_map=True, progress=progress)
+        rows = _Rows(copies, labels, self.needed_lead, progress)
+        rows.look_at_pairs(covering, for_map=True)
         return _best_leads(rows.least, copies.masks.covers(threat).to(images.device))
 
     def images_per_block(self, device: torch.device) -> int | None:
@@ -418,7 +418,7 @@ class MaskedCopies:
         for part in self.look(owner, mask, mask, labels):
             parts.append(part)
             if progress is not None:
-                progress(min(self.size * len(parts), count * masks) // masks, count)
+                progress(min(self.size * len(parts), count * masks) / masks, count)
         return _Answers.joined(parts, (count, masks))
 
     def predictions(self, said: Annotated[Tensor, "n m"], owners: Labels) -> Labels:
@@ -452,33 +452,43 @@ class MaskedCopies:
 class _Rows:
     """For each image and mask the least lead of the label over the second masks looked at so far."""
 
-    def __init__(self, copies: MaskedCopies, labels: Labels, needed: float) -> None:
-        self.copies, self.labels, self.needed = copies, labels, needed
-        singles = copies.singles(labels)
+    def __init__(
+        self, copies: MaskedCopies, labels: Labels, needed: float, progress: Progress | None = None
+    ) -> None:
+        self.copies, self.labels, self.needed, self.progress = copies, labels, needed, progress
+        self.pairs = copies.masks.pairs.to(labels.device)
+        singles = copies.singles(labels, None if progress is None else self._note_singles)
         self.said, self.least = singles.said, singles.lead
         self._weakest_lead, own = self.least.min(dim=1)
         self.weakest = torch.stack([own, own], dim=1)
 
-    def look_at_pairs(
-        self, covering: Annotated[Tensor, "q m"], for_map: bool, progress: Progress | None
-    ) -> None:
+    def look_at_pairs(self, covering: Annotated[Tensor, "q m"], for_map: bool) -> None:
         """Look at copies with two masks, those most likely to fail first, until an image is proven or cannot be.
 
         For the map, until each of its rows is proven or cannot be.
         """
-        pairs = self.copies.masks.pairs.to(self.least.device)
-        order = (self.least[:, pairs[:, 0]] + self.least[:, pairs[:, 1]]).argsort(dim=1)
+        order = (self.least[:, self.pairs[:, 0]] + self.least[:, self.pairs[:, 1]]).argsort(dim=1)
         start, left = 0, self._left(covering, for_map)
-        while start < len(pairs) and len(left):
+        while start < len(self.pairs) and len(left):
             chosen = order[left, start : start + _share(_BATCHES_AT_ONCE * self.copies.size, len(left))]
+            self._look(left, chosen, start)
             start += chosen.shape[1]
-            first, second = pairs[chosen.flatten()].T
-            self._look(left.repeat_interleave(chosen.shape[1]), first, second)
             left = self._left(covering, for_map)
-            if progress is not None:
-                progress(len(self.least) - len(left) + len(left) * start // len(pairs), len(self.least))
-        if progress is not None:
-            progress(len(self.least), len(self.least))
+            self._note_pairs(len(left), start)
+        self._note_pairs(0)
+
+    def _note_singles(self, done: float, images: int) -> None:
+        """Report copies with one mask as their share of all copies."""
+        assert self.progress is not None
+        masks = len(self.copies.masks)
+        self.progress(done * masks / (masks + len(self.pairs)), images)
+
+    def _note_pairs(self, left: int, each: float = 0) -> None:
+        """Report that `left` images may yet be proven, of each of which this many pairs were looked at."""
+        if self.progress is not None:
+            masks, images = len(self.copies.masks), len(self.least)
+            share = (masks + each) / (masks + len(self.pairs))
+            self.progress(images - left + left * share, images)
 
     def _left(self, covering: Annotated[Tensor, "q m"], for_map: bool) -> Numbers:
         """Images that may yet be proven; for the map those of which a row may yet be."""
@@ -486,15 +496,23 @@ class _Rows:
         is_left = rows.any(dim=1) if for_map else _any_covering(rows, covering).all(dim=1)
         return is_left.nonzero().flatten()
 
-    def _look(self, owner: Numbers, first: Numbers, second: Numbers) -> None:
-        """Pairs of two rows that cannot be proven are left out."""
-        rows = self.least > self.needed
+    def _look(self, left: Numbers, chosen: Annotated[Tensor, "b pairs"], before: int) -> None:
+        """Look at the chosen pairs of the images that are left, after as many of each as were looked at `before`.
+
+        Pairs of two rows that cannot be proven are left out.
+        """
+        owner, rows = left.repeat_interleave(chosen.shape[1]), self.least > self.needed
+        first, second = self.pairs[chosen.flatten()].T
         open_pairs = (rows[owner, first] | rows[owner, second]).nonzero().flatten()
         if not len(open_pairs):
             return
         owner, first, second = owner[open_pairs], first[open_pairs], second[open_pairs]
-        parts = self.copies.look(owner, first, second, self.labels)
-        lead = torch.cat([part.lead for part in parts])
+        leads = list[Tensor]()
+        for part in self.copies.look(owner, first, second, self.labels):
+            leads.append(part.lead)
+            done = min(self.copies.size * len(leads) / len(owner), 1.0)
+            self._note_pairs(len(left), before + done * chosen.shape[1])
+        lead = torch.cat(leads)
         flat, masks = self.least.flatten(), self.least.shape[1]
         for mask in (first, second):
             flat = flat.scatter_reduce(0, owner * masks + mask, lead, "amin")

@@ -23,7 +23,7 @@ _WIDE = 220
 FIRST_LINE, NEXT_LINE, LAST_LINE = 2.0, 10.0, 60.0
 """Without a terminal seconds to the first line of progress and between lines; in long work they come less often."""
 
-Report = Callable[[int, int], None]
+Report = Callable[[float, int], None]
 Clock = Callable[[], float]
 
 
@@ -114,10 +114,10 @@ class Pace:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.clock, self.began = clock, clock()
-        self.done, self.total, self.at = 0, 0, self.began
-        self.first: tuple[float, int] | None = None
+        self.done, self.total, self.at = 0.0, 0, self.began
+        self.first: tuple[float, float] | None = None
 
-    def note(self, done: int, total: int) -> None:
+    def note(self, done: float, total: int) -> None:
         """So much is done now."""
         self.done, self.total, self.at = done, total, self.clock()
         self.first = self.first or (self.at, done)
@@ -150,7 +150,7 @@ def progress_bar(label: str, unit: str = "") -> Iterator[Report]:
     if not console.is_terminal:
         with regular_lines(lambda: _line(label, unit, pace)):
             yield pace.note
-        say(f"{label}: {pace.done}{' ' + unit if unit else ''} in {pace.elapsed:.1f} s")
+        say(f"{label}: {int(pace.done)}{' ' + unit if unit else ''} in {pace.elapsed:.1f} s")
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
     with Progress(
@@ -158,7 +158,7 @@ def progress_bar(label: str, unit: str = "") -> Iterator[Report]:
     ) as progress:
         task = progress.add_task(label, total=None, pace=pace)
 
-        def report(done: int, total: int) -> None:
+        def report(done: float, total: int) -> None:
             pace.note(done, total)
             progress.update(task, completed=done, total=total or None)
 
@@ -169,7 +169,7 @@ def _line(label: str, unit: str, pace: Pace) -> str:
     """Where the work stands; nothing of work that is about to end."""
     if pace.elapsed < NEXT_LINE and pace.remaining is not None and pace.remaining < NEXT_LINE:
         return ""
-    amount = f"{pace.done} of {pace.total} {unit}".strip() if pace.total else "nothing yet"
+    amount = f"{int(pace.done)} of {pace.total} {unit}".strip() if pace.total else "nothing yet"
     return f"{label}: {amount} after {duration(pace.elapsed)}{', ' + str(pace) if str(pace) else ''}"
 
 

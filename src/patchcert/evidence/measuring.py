@@ -361,8 +361,8 @@ class Attacking:
     ) -> dict[str, NDArray[Any]]:
         images, attacked, total = self.subject.images(positions), self.subject.classifier, len(self.positions)
 
-        def report(part: int, parts: int) -> None:
-            progress(done + len(positions) * part // max(parts, 1), total)
+        def report(part: float, parts: int) -> None:
+            progress(done + len(positions) * part / max(parts, 1), total)
 
         pixels = images.floats().to(_dtype_of(attacked))
         result = self.attack.run(attacked, pixels, images.labels, self.threat, generator, report)
@@ -451,7 +451,7 @@ class _Partial:
             self.file.unlink(missing_ok=True)
 
 
-def _unheard(done: int, total: int) -> None:
+def _unheard(done: float, total: int) -> None:
     """Progress that nobody asked for."""
 
 

@@ -87,11 +87,11 @@ class _ProgressLog:
     def __init__(self) -> None:
         self._said, self._said_at = "", time.monotonic()
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: float, total: int) -> None:
         """Say how many images are done, unless it was said just now."""
         if time.monotonic() - self._said_at >= LOG_EVERY or done == total:
             self._said_at = time.monotonic()
-            _log(f"{done:,} of {total:,} images")
+            _log(f"{int(done):,} of {total:,} images")
 
     def tell(self, words: str) -> None:
         if words != self._said:
