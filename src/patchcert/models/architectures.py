@@ -4,6 +4,7 @@ parts of images, which are encoded in more channels, or at every place of a map.
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from patchcert.errors import ModelError
@@ -210,12 +211,70 @@ def bagnet(spec: ModelSpec) -> nn.Sequential:
             f"{3 + 2 * depth}",
             hint="set model.receptive_field to another, or model.depth to more blocks",
         )
-    kernels = [3 if (index + 1) * wide // depth > index * wide // depth else 1 for index in range(depth)]
     return _named(
         **_stem(spec.channels, width),
-        blocks=nn.Sequential(*(BasicBlock(width, width, 1, (kernel, 1)) for kernel in kernels)),
+        blocks=_local_blocks(width, depth, wide),
         scores=nn.Conv2d(width, spec.classes, 1),
     )
+
+
+@architecture("bagnet_half")
+def bagnet_half(spec: ModelSpec) -> nn.Sequential:
+    """A `bagnet` whose map has half the rows and columns of the image: a quarter of the work, for one that is wider.
+
+    A score sees `receptive_field` pixels (9 x 9): 3 or 5 from the first convolution, 2 more from the one that halves
+    the map, and 4 more for each of those of its `depth` blocks (6) that have a 3x3 kernel. All blocks have `filters`
+    (256), what comes before the halving has half as many.
+    """
+    _check_keys(spec, "filters", "depth", "receptive_field")
+    return _named(**_bagnet_half(spec, spec.classes))
+
+
+@architecture("bagnet_clipped")
+def bagnet_clipped(spec: ModelSpec) -> nn.Sequential:
+    """A plain classifier in which a patch moves little: local features as a `bagnet_half` has them, clipped to [0, 1],
+    and one linear layer.
+
+    There are `hidden` features in each cell of the map (one for each class). At first the linear layer gives a class
+    ten times the mean of the features that are its own. Other keys are those of `bagnet_half`.
+    """
+    _check_keys(spec, "filters", "depth", "receptive_field", "hidden")
+    features = spec.hidden or spec.classes
+    height, width = ((size + 1) // 2 for size in (spec.height, spec.width))
+    logits = nn.Linear(features * height * width, spec.classes)
+    with torch.no_grad():
+        own = torch.arange(features)[None, :] % spec.classes == torch.arange(spec.classes)[:, None]
+        shares = 10 * own / (own.sum(dim=1, keepdim=True).clamp(min=1) * height * width)
+        logits.weight.copy_(shares.repeat_interleave(height * width, dim=1))
+        logits.bias.zero_()
+    layers = _bagnet_half(spec, features)
+    return _named(**layers, clip=nn.Hardtanh(0, 1), flatten=nn.Flatten(), logits=logits)
+
+
+def _bagnet_half(spec: ModelSpec, outputs: int) -> dict[str, nn.Module]:
+    field, width, depth = spec.receptive_field or 9, spec.filters or 256, spec.depth or 6
+    wide, rest = divmod(field - 5, 4)
+    if wide < 0 or rest % 2 or wide > depth or width % 2:
+        raise ModelError(
+            f"the receptive field of a {spec.name} with {depth} blocks of {width} filters is {field}; expected an odd "
+            f"number from 5 to {7 + 4 * depth}, and an even number of filters",
+            hint="set model.receptive_field or model.filters to another, or model.depth to more blocks",
+        )
+    return {
+        **_stem(spec.channels, width // 2, kernel=3 + rest),
+        "before": BasicBlock(width // 2, width // 2, 1, (1, 1)),
+        "halve": nn.Conv2d(width // 2, width, 3, 2, 1, bias=False),
+        "halve_bn": nn.BatchNorm2d(width),
+        "halve_relu": nn.ReLU(),
+        "blocks": _local_blocks(width, depth, wide),
+        "scores": nn.Conv2d(width, outputs, 1),
+    }
+
+
+def _local_blocks(width: int, depth: int, wide: int) -> nn.Sequential:
+    """Residual blocks of which some, spread evenly, have a 3x3 kernel, and the others look at one place alone."""
+    kernels = [3 if (index + 1) * wide // depth > index * wide // depth else 1 for index in range(depth)]
+    return nn.Sequential(*(BasicBlock(width, width, 1, (kernel, 1)) for kernel in kernels))
 
 
 @architecture("wideresnet")
@@ -238,8 +297,8 @@ def _named(**layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
 
-def _stem(channels: int, filters: int) -> dict[str, nn.Module]:
-    convolution = nn.Conv2d(channels, filters, 3, 1, 1, bias=False)
+def _stem(channels: int, filters: int, kernel: int = 3) -> dict[str, nn.Module]:
+    convolution = nn.Conv2d(channels, filters, kernel, 1, kernel // 2, bias=False)
     return {"conv": convolution, "bn": nn.BatchNorm2d(filters), "relu": nn.ReLU()}
 
 

@@ -117,6 +117,8 @@ class Strategy(ABC):
     """Whether interval bounds of the model mean anything, so that certified accuracy is measured during training."""
     has_epsilon: ClassVar[bool] = True
     """Whether epsilon means anything, so that a schedule may have natural epochs and a ramp."""
+    has_threat: ClassVar[bool] = True
+    """Whether training depends on the threat; else the same network is as much trained for any other."""
 
     @abstractmethod
     def bind(self, subject: Subject) -> Objective:

@@ -1,5 +1,6 @@
 """The training strategies. Each is the schema of its own `[strategy]` table, told apart by `kind`."""
 
+from patchcert.train.strategies.local_bounds import LocalBounds as LocalBounds
 from patchcert.train.strategies.masked import Masked as Masked
 from patchcert.train.strategies.placements import AllPlacements as AllPlacements
 from patchcert.train.strategies.placements import GuidedPlacements as GuidedPlacements
@@ -25,6 +26,7 @@ AnyStrategy = (
     | Bands
     | Blocks
     | LocalMargins
+    | LocalBounds
     | Weakest
 )
 """All that a specification can ask for by name."""

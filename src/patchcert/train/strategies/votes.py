@@ -43,6 +43,7 @@ class _Parts(Strategy):
     __slots__ = ()
     has_bounds: ClassVar = False
     has_epsilon: ClassVar = False
+    has_threat: ClassVar = False
     draw: Draw
     bfloat16: bool
     compiled: bool
@@ -168,17 +169,9 @@ class LocalMargins(Strategy):
 
     def windows(self, subject: Subject, threat: Patch) -> Windows:
         """The cells that the patch can touch, without those of placements that touch fewer than another."""
-        spec = subject.model_spec
-        masked = threat if self.aggregation == "sum" else Patch((threat.height, threat.width))
-        blank = torch.zeros(1, spec.channels, spec.height, spec.width, device=subject.device)
-        try:
-            seen = local_sight(trace_local(subject.model.eval(), spec.image_shape), spec.height, spec.width)
-        except PatchcertError as error:
-            raise SpecError(
-                f"the model {spec.name!r} has no local votes: {error.message}",
-                hint='set model.name = "bagnet"',
-            ) from error
-        return maximal(touched_cells(masked, seen, blank))
+        return touched_windows(
+            subject, threat if self.aggregation == "sum" else Patch((threat.height, threat.width))
+        )
 
     def local_scores(self, logits: Annotated[Tensor, "n k _ _"]) -> Annotated[Tensor, "n k _"]:
         """The scores as they are deployed, up to rounding to units, with a gradient."""
@@ -193,6 +186,20 @@ class LocalMargins(Strategy):
         else:
             hard = logits.clamp(0, 1 if self.scores == "clipped" else LARGEST)
         return soft + (hard - soft).detach()
+
+
+def touched_windows(subject: Subject, threat: Patch) -> Windows:
+    """The cells of a map that the patch can touch, without those of placements that touch fewer than another."""
+    spec = subject.model_spec
+    blank = torch.zeros(1, spec.channels, spec.height, spec.width, device=subject.device)
+    try:
+        seen = local_sight(trace_local(subject.model.eval(), spec.image_shape), spec.height, spec.width)
+    except PatchcertError as error:
+        raise SpecError(
+            f"the model {spec.name!r} has no local votes: {error.message}",
+            hint='set model.name = "bagnet"',
+        ) from error
+    return maximal(touched_cells(threat, seen, blank))
 
 
 def weakest_margins(
