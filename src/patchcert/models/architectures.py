@@ -107,16 +107,21 @@ def cnn2_ablation(spec: ModelSpec) -> nn.Sequential:
     return _named(ablated=AblatedImages(spec.channels), **dict(network.named_children()))
 
 
+Size = int | tuple[int, int]
+"""The same for both axes, or height and width."""
+
+
 class BasicBlock(nn.Module):
     """Two convolutions, of 3x3 unless their odd `kernels` are given, beside a shortcut."""
 
-    def __init__(self, channels: int, width: int, stride: int, kernels: tuple[int, int] = (3, 3)) -> None:
+    def __init__(
+        self, channels: int, width: int, stride: Size = 1, kernels: tuple[Size, Size] = (3, 3)
+    ) -> None:
         super().__init__()
-        first, second = kernels
-        self.conv1 = nn.Conv2d(channels, width, first, stride, first // 2, bias=False)
+        self.conv1 = _same_size(channels, width, kernels[0], stride)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu1 = nn.ReLU()
-        self.conv2 = nn.Conv2d(width, width, second, 1, second // 2, bias=False)
+        self.conv2 = _same_size(width, width, kernels[1])
         self.bn2 = nn.BatchNorm2d(width)
         self.shortcut = nn.Identity()
         if stride != 1 or channels != width:
@@ -128,6 +133,12 @@ class BasicBlock(nn.Module):
         """The block's features, rectified."""
         inner = self.relu1(self.bn1(self.conv1(images)))
         return self.relu2(self.bn2(self.conv2(inner)) + self.shortcut(images))
+
+
+def _same_size(channels: int, width: int, kernel: Size, stride: Size = 1) -> nn.Conv2d:
+    """A convolution of an odd kernel that leaves a map as large as it is, but for its stride."""
+    tall, wide = kernel if isinstance(kernel, tuple) else (kernel, kernel)
+    return nn.Conv2d(channels, width, kernel, stride, (tall // 2, wide // 2), bias=False)
 
 
 class PreActivationBlock(nn.Module):
@@ -227,31 +238,38 @@ def bagnet_half(spec: ModelSpec) -> nn.Sequential:
     (256), what comes before the halving has half as many.
     """
     _check_keys(spec, "filters", "depth", "receptive_field")
-    return _named(**_bagnet_half(spec, spec.classes))
+    return _named(**_half_size_map(spec, spec.classes))
+
+
+@architecture("stripnet")
+def stripnet(spec: ModelSpec) -> nn.Sequential:
+    """A residual network that gives a row of scores, of which each sees a strip of columns from top to bottom.
+
+    It is a `resnet18` whose kernels are one column wide and which halves no row: as many strips as an image has columns
+    vote in one pass. A strip has `receptive_field` columns (5): 3 from the first convolution, and 2 more for each of
+    its first blocks with a 3x3 kernel. There are `filters` channels (64), doubled in each of the three later stages.
+    """
+    _check_keys(spec, "filters", "receptive_field")
+    return _named(**_strips(spec, spec.classes))
 
 
 @architecture("bagnet_clipped")
 def bagnet_clipped(spec: ModelSpec) -> nn.Sequential:
-    """A plain classifier in which a patch moves little: local features as a `bagnet_half` has them, clipped to [0, 1],
-    and one linear layer.
-
-    There are `hidden` features in each cell of the map (one for each class). At first the linear layer gives a class
-    ten times the mean of the features that are its own. Other keys are those of `bagnet_half`.
-    """
+    """A plain classifier in which a patch moves little: `hidden` local features (one for each class) in each cell of
+    the map of a `bagnet_half`, clipped to [0, 1], and one linear layer. Other keys are those of `bagnet_half`."""
     _check_keys(spec, "filters", "depth", "receptive_field", "hidden")
-    features = spec.hidden or spec.classes
-    height, width = ((size + 1) // 2 for size in (spec.height, spec.width))
-    logits = nn.Linear(features * height * width, spec.classes)
-    with torch.no_grad():
-        own = torch.arange(features)[None, :] % spec.classes == torch.arange(spec.classes)[:, None]
-        shares = 10 * own / (own.sum(dim=1, keepdim=True).clamp(min=1) * height * width)
-        logits.weight.copy_(shares.repeat_interleave(height * width, dim=1))
-        logits.bias.zero_()
-    layers = _bagnet_half(spec, features)
-    return _named(**layers, clip=nn.Hardtanh(0, 1), flatten=nn.Flatten(), logits=logits)
+    cells = ((spec.height + 1) // 2) * ((spec.width + 1) // 2)
+    return _clipped(_half_size_map(spec, spec.hidden or spec.classes), spec, cells)
 
 
-def _bagnet_half(spec: ModelSpec, outputs: int) -> dict[str, nn.Module]:
+@architecture("stripnet_clipped")
+def stripnet_clipped(spec: ModelSpec) -> nn.Sequential:
+    """As `bagnet_clipped`, with `hidden` features of each strip of a `stripnet`, whose other keys it has."""
+    _check_keys(spec, "filters", "receptive_field", "hidden")
+    return _clipped(_strips(spec, spec.hidden or spec.classes), spec, spec.width)
+
+
+def _half_size_map(spec: ModelSpec, outputs: int) -> dict[str, nn.Module]:
     field, width, depth = spec.receptive_field or 9, spec.filters or 256, spec.depth or 6
     wide, rest = divmod(field - 5, 4)
     if wide < 0 or rest % 2 or wide > depth or width % 2:
@@ -262,7 +280,7 @@ def _bagnet_half(spec: ModelSpec, outputs: int) -> dict[str, nn.Module]:
         )
     return {
         **_stem(spec.channels, width // 2, kernel=3 + rest),
-        "before": BasicBlock(width // 2, width // 2, 1, (1, 1)),
+        "before": BasicBlock(width // 2, width // 2, kernels=(1, 1)),
         "halve": nn.Conv2d(width // 2, width, 3, 2, 1, bias=False),
         "halve_bn": nn.BatchNorm2d(width),
         "halve_relu": nn.ReLU(),
@@ -271,10 +289,42 @@ def _bagnet_half(spec: ModelSpec, outputs: int) -> dict[str, nn.Module]:
     }
 
 
+def _strips(spec: ModelSpec, outputs: int) -> dict[str, nn.Module]:
+    filters, (wide, rest) = spec.filters or 64, divmod((spec.receptive_field or 5) - 3, 2)
+    if wide < 0 or rest or wide > 8:
+        raise ModelError(
+            f"the strips of a {spec.name} are {spec.receptive_field} columns wide; expected an odd number from 3 to 19",
+            hint="set model.receptive_field to another",
+        )
+    blocks, channels, height = list[nn.Module](), filters, spec.height
+    for index in range(8):
+        width, stride = filters << index // 2, (2 if index in (2, 4, 6) else 1, 1)
+        blocks.append(BasicBlock(channels, width, stride, ((3, 3 if index < wide else 1), (3, 1))))
+        channels, height = width, -(-height // stride[0])
+    return {
+        **_stem(spec.channels, filters),
+        "blocks": nn.Sequential(*blocks),
+        "pool": nn.AvgPool2d((height, 1)),
+        "scores": nn.Conv2d(channels, outputs, 1),
+    }
+
+
+def _clipped(local: dict[str, nn.Module], spec: ModelSpec, cells: int) -> nn.Sequential:
+    """Local features, clipped, and a linear layer that first gives a class ten times the mean of those of its own."""
+    features = spec.hidden or spec.classes
+    logits = nn.Linear(features * cells, spec.classes)
+    with torch.no_grad():
+        own = torch.arange(features)[None, :] % spec.classes == torch.arange(spec.classes)[:, None]
+        shares = 10 * own / (own.sum(dim=1, keepdim=True).clamp(min=1) * cells)
+        logits.weight.copy_(shares.repeat_interleave(cells, dim=1))
+        logits.bias.zero_()
+    return _named(**local, clip=nn.Hardtanh(0, 1), flatten=nn.Flatten(), logits=logits)
+
+
 def _local_blocks(width: int, depth: int, wide: int) -> nn.Sequential:
     """Residual blocks of which some, spread evenly, have a 3x3 kernel, and the others look at one place alone."""
     kernels = [3 if (index + 1) * wide // depth > index * wide // depth else 1 for index in range(depth)]
-    return nn.Sequential(*(BasicBlock(width, width, 1, (kernel, 1)) for kernel in kernels))
+    return nn.Sequential(*(BasicBlock(width, width, kernels=(kernel, 1)) for kernel in kernels))
 
 
 @architecture("wideresnet")

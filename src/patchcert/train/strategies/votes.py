@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.certificates.band_votes import Orientation, Views, band_views, block_views, encode_visible
@@ -24,6 +25,7 @@ from patchcert.train.strategy import (
     Batch,
     Forward,
     Objective,
+    Scalar,
     Strategy,
     Subject,
     Threat,
@@ -126,7 +128,8 @@ class LocalMargins(Strategy):
 
     Margins are those of the mean local score, times `scale`. Scores have the gradients of smooth ones (`soften`). A
     masked sum is trained on a bound that is cheaper than its certificate and never above it: the label loses the
-    weightiest window as it is, also where it overlaps the patch. `bfloat16` and `compiled` are as for `masked`.
+    weightiest window as it is, also where it overlaps the patch. The mean cross entropy of single cells, as if each
+    were a classifier of its own, is added `alone` times. `bfloat16` and `compiled` are as for `masked`.
     """
 
     has_bounds: ClassVar = False
@@ -134,12 +137,14 @@ class LocalMargins(Strategy):
     aggregation: Aggregation = "sum"
     scores: LocalScores = "one-hot"
     scale: float = 10.0
+    alone: float = 0.0
     bfloat16: bool = False
     compiled: bool = False
 
     def __post_init__(self) -> None:
         if not self.scale > 0:
             raise SpecError(f"scale is {self.scale}; expected above 0")
+        at_least(0, "alone", self.alone)
         if self.aggregation == "sum" and self.scores == "positive":
             raise SpecError(
                 "scores is 'positive', but a sum of scores without upper limit cannot be certified",
@@ -152,9 +157,10 @@ class LocalMargins(Strategy):
         forward = Forward.of(subject, self.bfloat16, self.compiled)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
-            scores = self.local_scores(forward.logits(batch.own_images))
-            margins = weakest_margins(self, scores, batch.own_labels, windows, epsilon)
-            return WorstCase(margins * (self.scale / windows.shape[1]))
+            logits = forward.logits(batch.own_images)
+            margins = weakest_margins(self, self.local_scores(logits), batch.own_labels, windows, epsilon)
+            added = self.alone * cell_loss(logits, batch.own_labels) / len(batch) if self.alone else None
+            return WorstCase(margins * (self.scale / windows.shape[1]), added)
 
         clean = WholeModel((), _Totals(self, forward, windows))
         return Objective(clean, worst_case)
@@ -186,6 +192,13 @@ class LocalMargins(Strategy):
         else:
             hard = logits.clamp(0, 1 if self.scores == "clipped" else LARGEST)
         return soft + (hard - soft).detach()
+
+
+def cell_loss(logits: Annotated[Tensor, "n k _ _"], labels: Labels) -> Scalar:
+    """The mean cross entropy of an image's cells, summed over images."""
+    cells = logits.flatten(2)
+    repeated = labels[:, None].expand(-1, cells.shape[2])
+    return F.cross_entropy(cells, repeated, reduction="sum") / cells.shape[2]
 
 
 def touched_windows(subject: Subject, threat: Patch) -> Windows:
