@@ -128,8 +128,9 @@ class LocalMargins(Strategy):
 
     Margins are those of the mean local score, times `scale`. Scores have the gradients of smooth ones (`soften`). A
     masked sum is trained on a bound that is cheaper than its certificate and never above it: the label loses the
-    weightiest window as it is, also where it overlaps the patch. The mean cross entropy of single cells, as if each
-    were a classifier of its own, is added `alone` times. `bfloat16` and `compiled` are as for `masked`.
+    weightiest window as it is, also where it overlaps the patch. While epsilon grows to 1, the mean cross entropy of
+    single cells, as if each were a classifier of its own, is added with a weight that falls from `alone` to 0.
+    `bfloat16` and `compiled` are as for `masked`.
     """
 
     has_bounds: ClassVar = False
@@ -159,8 +160,10 @@ class LocalMargins(Strategy):
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
             logits = forward.logits(batch.own_images)
             margins = weakest_margins(self, self.local_scores(logits), batch.own_labels, windows, epsilon)
-            added = self.alone * cell_loss(logits, batch.own_labels) / len(batch) if self.alone else None
-            return WorstCase(margins * (self.scale / windows.shape[1]), added)
+            margins, weight = margins * (self.scale / windows.shape[1]), self.alone * (1 - epsilon)
+            if isinstance(weight, float) and weight == 0:
+                return WorstCase(margins)
+            return WorstCase(margins, weight * cell_loss(logits, batch.own_labels) / len(batch))
 
         clean = WholeModel((), _Totals(self, forward, windows))
         return Objective(clean, worst_case)
