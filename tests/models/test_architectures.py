@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import patchcert as pc
+from patchcert.bounds import trace
+from patchcert.certificates.local_votes import receptive_field, sight
 from patchcert.errors import ModelError
 from patchcert.models import ModelSpec, architectures, build, load, save
 
@@ -158,9 +160,6 @@ def test_keys_that_an_architecture_does_not_have_are_refused(name, keys, message
 
 @pytest.mark.parametrize(("field", "depth"), [(3, 2), (5, 2), (9, 8), (17, 8)])
 def test_scores_of_a_bagnet_see_as_many_pixels_as_asked(field, depth):
-    from patchcert.bounds import trace
-    from patchcert.certificates.local_votes import receptive_field, sight
-
     spec = ModelSpec(
         "bagnet", 1, 20, 20, 4, filters=2, depth=depth, receptive_field=field, mean=(0.5,), std=(0.2,)
     )
@@ -173,6 +172,52 @@ def test_scores_of_a_bagnet_see_as_many_pixels_as_asked(field, depth):
 def test_receptive_fields_that_a_bagnet_cannot_have_are_refused(field):
     with pytest.raises(ModelError, match=f"is {field}; expected an odd number from 3 to 7"):
         build(ModelSpec("bagnet", 1, 20, 20, 4, depth=2, receptive_field=field))
+
+
+@pytest.mark.parametrize(("field", "depth"), [(5, 1), (7, 1), (9, 1), (11, 2), (13, 2)])
+def test_scores_of_half_size_maps_see_as_many_pixels_as_asked(field, depth):
+    spec = ModelSpec("bagnet_half", 1, 26, 27, 4, filters=2, depth=depth, receptive_field=field)
+    model = build(spec)
+    assert receptive_field(sight(trace(model), 26, 27), 26, 27) == (field, field)
+    assert model(torch.zeros(2, 1, 26, 27)).shape == (2, 4, 13, 14)
+
+
+@pytest.mark.parametrize("field", [3, 5, 9, 19])
+@pytest.mark.parametrize("height", [28, 17])
+def test_scores_of_a_stripnet_see_a_strip_from_top_to_bottom(field, height):
+    model = build(ModelSpec("stripnet", 1, height, 24, 4, filters=2, receptive_field=field))
+    seen = sight(trace(model, (1, height, 24)), height, 24)
+    assert receptive_field(seen, height, 24) == (height, field)
+    assert bool(seen[:, 0, 12].reshape(height, 24)[:, 12].all())
+    assert model(torch.zeros(2, 1, height, 24)).shape == (2, 4, 1, 24)
+
+
+@pytest.mark.parametrize("name", ["bagnet_clipped", "stripnet_clipped"])
+@pytest.mark.parametrize("hidden", [None, 5, 8])
+def test_clipped_networks_begin_with_ten_times_the_mean_of_the_features_of_a_class(name, hidden):
+    model = build(ModelSpec(name, 1, 12, 13, 4, filters=2, hidden=hidden))
+    features = model[:-2](torch.rand(2, 1, 12, 13))
+    assert 0 <= features.min() <= features.max() <= 1
+    means = features.flatten(2).mean(dim=2)
+    own = [means[:, number::4].mean(dim=1) for number in range(4)]
+    logits = model.flatten(features)
+    assert torch.allclose(model.logits(logits), 10 * torch.stack(own, dim=1), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("bagnet_half", {"receptive_field": 3}, "is 3; expected an odd number from 5 to 31"),
+        ("bagnet_half", {"receptive_field": 8}, "is 8; expected an odd number"),
+        ("bagnet_clipped", {"receptive_field": 13, "depth": 1}, "is 13; expected an odd number from 5 to 11"),
+        ("bagnet_half", {"filters": 3}, "blocks of 3 filters .* an even number of filters"),
+        ("stripnet", {"receptive_field": 4}, "strips of a stripnet are 4 columns wide; expected an odd"),
+        ("stripnet_clipped", {"receptive_field": 21}, "are 21 columns wide"),
+    ],
+)
+def test_receptive_fields_that_local_networks_cannot_have_are_refused(name, keys, message):
+    with pytest.raises(ModelError, match=message):
+        build(ModelSpec(name, **CIFAR, **keys))
 
 
 def test_networks_of_parts_refuse_whole_images_and_normalisation():

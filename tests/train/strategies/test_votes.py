@@ -98,6 +98,7 @@ def test_models_and_parts_that_do_not_fit_are_refused(strategy, spec, message):
         (lambda: Bands(width=0), "width is 0; expected at least 1"),
         (lambda: Blocks(size=0), "size is 0"),
         (lambda: LocalMargins(scale=0.0), "scale is 0.0; expected above 0"),
+        (lambda: LocalMargins(alone=-0.5), "alone is -0.5; expected at least 0"),
         (lambda: LocalMargins(scores="positive"), "without upper limit"),
     ],
 )
@@ -205,7 +206,8 @@ SMALL = (
 @pytest.mark.parametrize(
     ("preset", "changes", "name"),
     [
-        ("bands-mnist-5x5", ("model.filters=2",), "BandVotes"),
+        ("bands-mnist", ("model.filters=2",), "BandVotes"),
+        ("strips-cifar10-2x2", ("model.filters=2", "data.flip=false"), "LocalVotes"),
         ("local-mnist-5x5", ("model.filters=4",), "LocalVotes"),
         (
             "local-mnist-5x5",
@@ -229,10 +231,36 @@ def test_a_run_is_trained_certified_and_attacked_by_its_votes(preset, changes, n
 
 
 @pytest.mark.parametrize(
-    "name", ["bands-cifar10-5x5", "bands-cifar10-2x2", "local-cifar10-5x5", "local-cifar10-2x2"]
+    ("name", "kind", "height"),
+    [
+        ("bands-cifar10", "bands", 5),
+        ("bands-mnist", "bands", 5),
+        ("local-cifar10-5x5", "local-votes", 5),
+        ("strips-cifar10-5x5", "local-votes", 5),
+        ("strips-cifar10-2x2", "local-votes", 2),
+    ],
 )
-def test_presets_are_specifications(name):
+def test_presets_are_specifications(name, kind, height):
     spec = read_spec(name)
-    height = spec.threat.height
-    assert f"{height}x{height}" in name
-    assert spec.strategy.kind == ("bands" if "bands" in name else "local-votes")
+    assert (spec.strategy.kind, spec.threat.height) == (kind, height)
+    assert spec.strategy.has_threat == (kind != "bands")
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.25, torch.tensor(0.25), 1.0])
+def test_single_cells_learn_alone_while_epsilon_grows(epsilon):
+    bound, batch = subject(LOCAL), make_batch(slice(0, 4))
+    objective = LocalMargins(alone=2.0).bind(bound)
+    bound.model.eval()
+    added = objective.worst_case(batch, epsilon, seeded()).helper_loss
+    if epsilon == 1:
+        assert added is None
+        return
+    cells = bound.model(batch.own_images).permute(0, 2, 3, 1).reshape(4 * 64, 3)
+    each = torch.nn.functional.cross_entropy(cells, batch.own_labels.repeat_interleave(64), reduction="none")
+    # This process has four of six images: its part of the mean over all of them.
+    assert torch.allclose(added, 2.0 * (1 - torch.as_tensor(epsilon)) * each.sum() / 64 / 6, atol=1e-5)
+
+
+def test_cells_that_do_not_learn_alone_add_nothing():
+    objective = LocalMargins().bind(subject(LOCAL))
+    assert objective.worst_case(make_batch(), torch.tensor(0.5), seeded()).helper_loss is None

@@ -17,9 +17,9 @@ from patchcert.tensors import Images, Labels, Margins
 from patchcert.train.strategies.votes import touched_windows
 from patchcert.train.strategy import Batch, Forward, Objective, Strategy, Subject, WholeModel, WorstCase
 
-Features = Annotated[Tensor, "n c cells"]
-"""Numbers between 0 and 1, c of them in each cell of a map."""
-Weights = Annotated[Tensor, "k c cells"]
+Features = Annotated[Tensor, "n f cells"]
+"""Numbers between 0 and 1, f of them in each cell of a map."""
+Weights = Annotated[Tensor, "k f cells"]
 
 
 @final
@@ -60,7 +60,7 @@ def weakest_margins(
     A feature f with the weights w of the label and v of another class adds (w - v) f to the margin, and no less than
     min(0, w - v) wherever between 0 and 1 it is.
     """
-    scores = torch.einsum("ncp,kcp->nkp", features, weights)
+    scores = torch.einsum("nfp,kfp->nkp", features, weights)
     leads = scores.gather(1, labels[:, None, None].expand(-1, 1, scores.shape[2])) - scores
     least = (
         (weights[:, None] - weights).clamp(max=0).sum(dim=2)

@@ -160,10 +160,11 @@ class LocalMargins(Strategy):
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
             logits = forward.logits(batch.own_images)
             margins = weakest_margins(self, self.local_scores(logits), batch.own_labels, windows, epsilon)
-            margins, weight = margins * (self.scale / windows.shape[1]), self.alone * (1 - epsilon)
-            if isinstance(weight, float) and weight == 0:
+            margins = margins * (self.scale / windows.shape[1])
+            if self.alone == 0 or (isinstance(epsilon, float) and epsilon == 1):
                 return WorstCase(margins)
-            return WorstCase(margins, weight * cell_loss(logits, batch.own_labels) / len(batch))
+            weight = self.alone * (1 - epsilon) / len(batch)
+            return WorstCase(margins, weight * cell_loss(logits, batch.own_labels))
 
         clean = WholeModel((), _Totals(self, forward, windows))
         return Objective(clean, worst_case)
