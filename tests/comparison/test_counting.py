@@ -21,6 +21,7 @@ from patchcert.evidence import Evidence, Question, Selection
 from patchcert.evidence.results import Results
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build
+from patchcert.train.spec import read_spec
 from patchcert.zoo import shipped
 
 PATCH = pc.Patch(5)
@@ -97,6 +98,14 @@ def test_of_a_run_without_metrics_the_time_of_training_is_not_known(finished, ml
     assert count(proofs_of_run(run))[0].cost.training_seconds == run.training_seconds > 0
     run.truncate_metrics(0)
     assert count(proofs_of_run(run))[0].cost.training_seconds is None
+
+
+def test_proofs_against_another_patch_count_where_training_knows_of_none(finished, mlp):
+    proofs = {PATCH: (90, 60), pc.Patch(2): (90, 75)}
+    finished.collect(mlp, proofs)
+    assert [row.patch for row in rows_of(finished)] == ["5x5"]
+    finished.collect(read_spec("bands-mnist"), proofs, weights_seed=1)
+    assert sorted(row.patch for row in rows_of(finished)) == ["2x2", "5x5", "5x5"]
 
 
 def test_refined_proofs_are_found_by_the_weights_of_the_zoo(tmp_path):

@@ -82,11 +82,19 @@ def commit_of(source: str) -> str:
 def _commit() -> str:
     """The commit of the source tree that the package is imported from; empty for an installed package."""
     package = Path(patchcert.__file__).parent
-    if not any((parent / ".git").exists() for parent in package.parents[:2]):
-        return ""
-    command = ["git", "-C", str(package), "rev-parse", "HEAD"]
+    return commit_at(package) if any((parent / ".git").exists() for parent in package.parents[:2]) else ""
+
+
+def commit_at(folder: Path) -> str:
+    """The commit that a folder's code is at; empty where there is none, or the code is another than committed."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+        changed, head = (
+            subprocess.run(
+                ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5, check=False
+            )
+            for words in (("status", "--porcelain", "--", "*.py"), ("rev-parse", "HEAD"))
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    is_committed = changed.returncode == head.returncode == 0 and not changed.stdout
+    return head.stdout.strip() if is_committed else ""
