@@ -134,6 +134,34 @@ def test_touched_cells_are_those_that_some_member_may_change(patch, name):
         assert touched[place].tolist() == reached.flatten().tolist()
 
 
+@pytest.mark.parametrize("patch", [Patch(2), Patch((1, 3), "corners")])
+@pytest.mark.parametrize("name", ["dilated", "strided", "residual"])
+@pytest.mark.parametrize("width", [8, 9])
+def test_mirrored_cells_see_what_either_image_shows_them(patch, name, width):
+    model = randomise(NETWORKS[name], seeded())
+    images = torch.full((1, 1, 8, width), 0.5)
+    touched = LocalVotes(model, mirrored=True).touched(patch, images)
+    for place, covered in enumerate(patch.placements(8, width).masks(patch.stamp)):
+        hidden = images.masked_fill(covered, torch.nan)
+        with torch.no_grad():
+            reached = (model(hidden) + model(hidden.flip(3)).flip(3)).isnan().any(dim=1)
+        assert touched[place].tolist() == reached.flatten().tolist()
+
+
+def test_mirrored_logits_are_the_mean_of_both_and_of_a_mirror_image_the_mirrored_map():
+    model = randomise(nn.Sequential(nn.Conv2d(1, 3, 3, padding=1)), seeded(5))
+    images = torch.rand(4, 1, 6, 7, generator=seeded(6))
+    votes = LocalVotes(model, scores="softmax", mirrored=True)
+    found = votes.local_scores(images).values.unflatten(2, (6, 7))
+    mean = (model(images) + model(images.flip(3)).flip(3)) / 2
+    assert torch.allclose(found / 2**16, mean.double().softmax(dim=1), atol=1e-4)
+    assert torch.equal(votes.local_scores(images.flip(3)).values.unflatten(2, (6, 7)).flip(3), found)
+    assert votes.passes(6, 7) == 2
+    assert "mirrored" not in LocalVotes(model).describe()
+    assert LocalVotes.described(model, votes.describe()).mirrored
+    assert torch.allclose(votes.surrogate()(images).sum(dim=1), torch.ones(4), atol=1e-5)
+
+
 @pytest.mark.parametrize("scores", ["one-hot", "clipped"])
 def test_sums_are_proven_exactly_where_brute_force_over_pixels_changes_nothing(scores):
     votes = LocalVotes(per_pixel(), scores=scores, slack=2**-40)
@@ -150,7 +178,8 @@ def test_sums_are_proven_exactly_where_brute_force_over_pixels_changes_nothing(s
 def test_certificates_of_a_trained_like_network_survive_brute_force():
     model = randomise(nn.Sequential(nn.Conv2d(1, 4, 2), nn.ReLU(), nn.Conv2d(4, 3, 1)), seeded(2), gain=2.0)
     images = torch.rand(6, 1, 6, 6, generator=seeded(3))
-    for settings in ({}, {"aggregation": "masked-sum", "masked": 2, "scores": "positive"}):
+    masked = {"aggregation": "masked-sum", "masked": 2, "scores": "positive"}
+    for settings in ({}, masked, {"mirrored": True}, {**masked, "mirrored": True}):
         votes = LocalVotes(model, **settings)
         labels = votes.predict(images)
         found = votes.certify(images, labels, Patch((2, 1)))
@@ -312,6 +341,7 @@ def test_a_model_that_is_another_function_when_traced_is_refused(model):
         ({"slack": 2.0}, "slack is 2.0"),
         ({"slack": 0.0}, "slack is 0.0"),
         ({"slack": float("nan")}, "slack is nan"),
+        ({"bounded": True, "mirrored": True, "scores": "clipped"}, "bounded=True with mirrored=True"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):

@@ -57,17 +57,22 @@ _BOUNDED = ("heaviside", "clipped", "positive")
 _EVERYTHING = "its receptive field is everything, so that every patch touches every local score"
 
 
-def sight(network: Network, height: int, width: int) -> Sight:
+def sight(network: Network, height: int, width: int, mirrored: bool = False) -> Sight:
     """Which cells of a network's last map see which pixels."""
-    return reached_cells(network, torch.eye(height * width).unflatten(1, (height, width)))
+    return reached_cells(network, torch.eye(height * width).unflatten(1, (height, width)), mirrored)
 
 
-def reached_cells(network: Network, areas: Annotated[Tensor, "_ h w"]) -> Annotated[Tensor, "_ rows columns"]:
+def reached_cells(
+    network: Network, areas: Annotated[Tensor, "_ h w"], mirrored: bool = False
+) -> Annotated[Tensor, "_ rows columns"]:
     """Which cells of a network's last map see a pixel of each area, read off its operations one by one.
 
     It is exact for the graph: a cell sees a pixel if some path of taps of kernels leads there, gaps of dilated and
-    strided kernels left out. A weight of 0 on the way counts like any other.
+    strided kernels left out. A weight of 0 on the way counts like any other. Where the network is also `mirrored`, a
+    cell sees what it sees of the image and what the cell at the mirrored place sees of the mirror image.
     """
+    if mirrored:
+        return reached_cells(network, areas) | reached_cells(network, areas.flip(2)).flip(2)
     values = [areas[:, None]]
     for step in network.steps:
         inputs = [values[index] for index in step.inputs]
@@ -125,9 +130,9 @@ def trace_local(model: nn.Module, image_shape: Sequence[int]) -> Network:
         ) from error
 
 
-def local_sight(network: Network, height: int, width: int) -> Sight:
+def local_sight(network: Network, height: int, width: int, mirrored: bool = False) -> Sight:
     """`sight`, refused where an operation is global, a cell sees all pixels, or a pixel is not seen at all."""
-    seen = sight(network, height, width)
+    seen = sight(network, height, width, mirrored)
     rows, columns = receptive_field(seen, height, width)
     if bool(seen.all(dim=0).any()):
         raise ModelError(
@@ -165,6 +170,8 @@ class LocalVotes(VoteClassifier):
     A cell that the patch does not touch counts towards a proof with the least score (or for other classes the most)
     that it has when every logit moves by half of `slack` times the image's largest.
 
+    With `mirrored` the logits of a cell are the mean of those of the image and of the mirror image, at twice the cost.
+
     With `bounded` a placement that this leaves open is looked at again: what touched cells can give is then bounded by
     intervals, as in `IntervalBounds`, instead of by the least and the largest score there is. Both are proofs of the
     same sums, and the better one counts. It takes a pass of intervals for each image and open placement of one patch.
@@ -178,6 +185,7 @@ class LocalVotes(VoteClassifier):
     precision: Precision = "float32"
     slack: float | None = None
     bounded: bool = False
+    mirrored: bool = False
     batch_size: int = 128
     of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack", "bounded")
 
@@ -199,6 +207,11 @@ class LocalVotes(VoteClassifier):
             )
         if self.masked is not None:
             Patch(self.masked)
+        if self.bounded and self.mirrored:
+            raise InvalidInput(
+                "bounded=True with mirrored=True: intervals bound the scores of one pass, not the mean of two",
+                hint="leave out one of them",
+            )
         if self.bounded and (self.scores not in _BOUNDED or self.precision != "float32"):
             raise InvalidInput(
                 f"bounded=True with scores={self.scores!r} in {self.precision}: intervals bound "
@@ -265,9 +278,8 @@ class LocalVotes(VoteClassifier):
 
     def touched(self, threat: Patch, images: Images) -> Touched:
         """Which cells, row by row, see a pixel that the patch covers, at each of its placements."""
-        return touched_cells(
-            threat, local_sight(trace_local(self.model, images.shape[1:]), *images.shape[2:]), images
-        )
+        network, (height, width) = trace_local(self.model, images.shape[1:]), images.shape[2:]
+        return touched_cells(threat, local_sight(network, height, width, self.mirrored), images)
 
     def windows(self, images: Images) -> Windows:
         """The sets of cells of which a masked sum leaves one out; part of the classifier, and so kept once found."""
@@ -290,7 +302,7 @@ class LocalVotes(VoteClassifier):
     ) -> Scores:
         """The scores of every cell, row by row; with a probe of whether they depend on the batch."""
         check_some(images)
-        images, flat = images.to(weight_dtype(self.model, images.dtype)), _FlatMaps(self.model)
+        images, flat = images.to(weight_dtype(self.model, images.dtype)), _FlatMaps(self.model, self.mirrored)
         base = FixedBatches(flat, images, self.batch_size, self.precision)
         if with_probe:
             numbers = torch.arange(self.batch_size, device=images.device)
@@ -307,15 +319,15 @@ class LocalVotes(VoteClassifier):
         return cell_scores(logits, self.scores, self.needed_lead)
 
     def describe(self) -> dict[str, Any]:
-        found = super().describe()
-        return found if self.bounded else {name: found[name] for name in found if name != "bounded"}
+        left_out = [name for name in ("bounded", "mirrored") if not getattr(self, name)]
+        return {name: value for name, value in super().describe().items() if name not in left_out}
 
     def images_per_block(self, device: torch.device) -> int | None:
         """Receptive fields are found once for each block, so that few large ones are best where passes are quick."""
         return 256 if device.type == "cpu" else 2048
 
     def passes(self, height: int, width: int) -> int | None:
-        return 1
+        return 2 if self.mirrored else 1
 
     def surrogate(self) -> nn.Module:
         """The mean local score, softened where it is 0 or 1."""
@@ -351,7 +363,7 @@ class LocalVotes(VoteClassifier):
         areas[0, height // 2, width // 2] = areas[1, : (height + 1) // 2, : (width + 1) // 2] = 1
         few = images[: min(_PROBED, self.batch_size)]
         before = base.logits(few)
-        for area, reached in zip(areas.to(few), reached_cells(network, areas), strict=True):
+        for area, reached in zip(areas.to(few), reached_cells(network, areas, self.mirrored), strict=True):
             moved = distances(before, base.logits(torch.where(area > 0, (few < 0.5).to(few), few)))
             moved = moved.unflatten(1, (-1, reached.numel()))[:, :, ~reached.flatten().to(few.device)]
             if bool((moved.flatten(1) > self.needed_lead / 4 * largest(before)[:, None]).any()):
@@ -366,11 +378,11 @@ _PROBED = 4
 
 @final
 class _FlatMaps(nn.Module):
-    """A model of maps with one row of numbers for each image."""
+    """A model of maps with one row of numbers for each image; where it is `mirrored`, means over both images."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, mirrored: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.mirrored = model, mirrored
         self.classes = 0
         self.training = model.training
 
@@ -385,6 +397,8 @@ class _FlatMaps(nn.Module):
                 hint="end the model with a 1x1 convolution to one channel for each class, without pooling",
             )
         self.classes = logits.shape[1]
+        if self.mirrored:
+            logits = (logits + self.model(images.flip(3)).flip(3)) / 2
         return logits.flatten(1)
 
 
@@ -394,13 +408,13 @@ class _SoftVotes(nn.Module):
 
     def __init__(self, votes: LocalVotes) -> None:
         super().__init__()
-        self.votes = votes
-        self.model = votes.model
+        self.votes, self.model = votes, _FlatMaps(votes.model, votes.mirrored)
         self.training = votes.model.training
 
     def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
         """The mean over cells; a masked sum's without the window that gives a class most."""
-        scores = soften(self.model(images).flatten(2), self.votes.scores)
+        logits = self.model(images).unflatten(1, (self.model.classes, -1))
+        scores = soften(logits, self.votes.scores)
         return self.votes.totals(scores, images) / scores.shape[2]
 
 

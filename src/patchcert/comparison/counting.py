@@ -373,6 +373,8 @@ _METHODS: Mapping[str, Callable[[Settings], str]] = {
     "MaskedDetection": lambda how: _masks("detection", how),
     "BandVotes": lambda how: _strided(f"bands of {how['width']} {_BANDS[how['orientation']]}", how),
     "BlockVotes": lambda how: _strided(f"blocks of {how['size']}x{how['size']}", how),
-    "LocalVotes": lambda how: f"local votes, {how['aggregation'].replace('-', ' ')}",
+    "LocalVotes": lambda how: (
+        f"local votes, {how['aggregation'].replace('-', ' ')}{', mirrored' * how.get('mirrored', False)}"
+    ),
     "RandomAblation": lambda how: f"random ablation, {how['retained']} pixels kept",
 }
