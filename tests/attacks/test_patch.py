@@ -280,7 +280,7 @@ def test_exhaustive_attack_goes_on_to_the_largest_margin():
 
 
 def test_progress_reaches_its_total():
-    reached: list[tuple[int, int]] = []
+    reached: list[tuple[float, int]] = []
     images, labels = torch.zeros(2, 1, 2, 2), torch.zeros(2, dtype=torch.long)
     PatchAttack(steps=1, restarts=5, batch_size=4).run(
         PixelModel(0, 0, 1.5),
@@ -289,7 +289,24 @@ def test_progress_reaches_its_total():
         Patch(1),
         progress=lambda done, total: reached.append((done, total)),
     )
-    assert reached == [(2, 5), (4, 5), (5, 5)]
+    assert [done for done, _ in reached] == sorted(done for done, _ in reached)
+    assert {(2, 5), (4, 5), (5, 5)} <= set(reached)
+
+
+@pytest.mark.parametrize("batch_size", [1, 16, 1024])
+def test_progress_of_a_sweep_and_its_restarts_is_one(batch_size):
+    reached: list[tuple[float, int]] = []
+    images, labels = torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.long)
+    attack = PatchAttack(4, 0.1, 6, search="sweep", sweep_steps=4, batch_size=batch_size, check_every=2)
+    attack.run(PixelModel(0, 0, 1.5), images, labels, Patch(1), progress=lambda *done: reached.append(done))
+    shares = [done / total for done, total in reached]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    # 16 placements of 5 points each, then 6 restarts of 5: half of the ascents of a batch are told of half-way.
+    assert any(share == pytest.approx(80 / 110) for share in shares)
+    assert shares[0] == pytest.approx(
+        max(1, min(batch_size // 2, 16)) * 5 / 110 / (4 if batch_size == 1 else 2)
+    )
 
 
 def test_no_images_give_an_empty_result():

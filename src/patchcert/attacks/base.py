@@ -256,10 +256,18 @@ class AttackJob:
 
     def in_round(self, number: int, rounds: int) -> "AttackJob":
         """The same with its progress reported as that of one of several rounds."""
+        return self.between(number / rounds, (number + 1) / rounds)
+
+    def between(self, start: float, stop: float) -> "AttackJob":
+        """The same with its progress reported as that from one share of the work to another."""
         report = self.progress
         if report is None:
             return self
-        return replace(self, progress=lambda done, total: report(number * total + done, rounds * total))
+
+        def part(done: float, total: int) -> None:
+            report(start * (total - done) + stop * done, total)
+
+        return replace(self, progress=part)
 
     def report(self, done: float, total: int) -> None:
         """Report progress to whoever asked for it."""

@@ -153,15 +153,26 @@ class GradientAttack(Attack):
             return (record.lead <= 0).nonzero().flatten()
         return torch.arange(len(record.lead), device=record.lead.device)
 
-    def ascend(self, climbers: Climbers, record: Record, segments: list[int]) -> Climbers:
-        """Run the ascents in segments of steps, after each of which those on broken images end; the rest."""
-        for steps in segments:
+    def ascend(
+        self,
+        climbers: Climbers,
+        record: Record,
+        segments: list[int],
+        note: Callable[[float], None] | None = None,
+    ) -> Climbers:
+        """Run the ascents in segments of steps, after each of which those on broken images end; the rest.
+
+        `note` is told after each segment what share of them is done.
+        """
+        for number, steps in enumerate(segments, start=1):
             record.steps.index_add_(0, climbers.owner, torch.full_like(climbers.owner, steps))
             climbers = record.update(self._advance(record.labels, climbers, steps))
             if self.early_stop:
                 climbers = climbers.keep((record.lead[climbers.owner] <= 0).nonzero().flatten())
             if not len(climbers):
                 return climbers
+            if note is not None:
+                note(number / len(segments))
         return record.update(self._finish(record.labels, climbers))
 
     def gradient(

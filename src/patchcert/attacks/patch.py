@@ -1,8 +1,8 @@
 """The iterated sign-gradient attack on patches, with restarts and a choice of where to put them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Annotated, Literal, final, get_args
 
 import torch
@@ -82,9 +82,16 @@ class PatchAttack(GradientAttack):
             )
         record = Record(target, images, job.labels)
         ascents = _PatchAscents(self, job, patch, patch_views(target.surrogate, images, patch), record)
-        order = self._order(target, ascents)
+        before, after = self._swept_points(ascents), self.restarts * (self.steps + 1)
+        share = before / (before + after)
+        order = self._order(target, replace(ascents, job=job.between(0.0, share)))
+        ascents = replace(ascents, job=job.between(share, 1.0))
         ascents.spend(order, lambda: noise(images, patch, job.generator), self.restarts, self.steps)
         return ascents.findings()
+
+    def _swept_points(self, ascents: "_PatchAscents") -> int:
+        """How many points of each image a sweep looks at before the restarts."""
+        return (self.sweep_vertices + self.sweep_steps + 1) * len(ascents.corners) * (self.search == "sweep")
 
     def _order(self, target: AttackedModel, ascents: "_PatchAscents") -> PerPlacement:
         """The placements of every image, in the order in which restarts take them."""
@@ -105,8 +112,10 @@ class PatchAttack(GradientAttack):
         every = torch.arange(placements, device=images.device).expand(len(images), -1)
         starts = [(vertex, 0) for vertex in vertices(images, patch, self.sweep_vertices, generator)]
         starts.append((noise(images, patch, generator), self.sweep_steps))
-        leads = images.new_full((len(images), placements), -torch.inf)
-        for start, steps in starts:
+        leads, job = images.new_full((len(images), placements), -torch.inf), ascents.job
+        for number, (start, steps) in enumerate(starts):
+            total = len(starts) + self.sweep_steps
+            ascents = replace(ascents, job=job.between(number / total, (number + 1 + steps) / total))
             leads = torch.maximum(leads, ascents.spend(every, lambda start=start: start, placements, steps))
         return leads
 
@@ -143,11 +152,18 @@ class _PatchAscents:
             columns = torch.arange(turns.start, turns.stop, device=still_open.device) % order.shape[1]
             owner = still_open.repeat(len(turns))
             placement = order[owner, columns.repeat_interleave(len(still_open))]
-            for part in zip(owner.split(size), placement.split(size), starts.split(size), strict=True):
-                rest = self._climbed(*part, steps)
+            parts = list(zip(owner.split(size), placement.split(size), starts.split(size), strict=True))
+            for number, part in enumerate(parts):
+                each = len(turns) / len(parts)
+                note = partial(self._note, restarts, turns.start + each * number, each)
+                rest = self._climbed(*part, steps, note)
                 place = (rest.owner, rest.placement)
                 leads[place] = torch.maximum(leads[place], rest.lead)
         return leads
+
+    def _note(self, restarts: int, before: float, each: float, share: float) -> None:
+        """Report that a share of a part is done, which is as much as `each` restarts."""
+        self.job.report(before + each * share, restarts)
 
     def findings(self) -> Findings:
         """The best image of every attacked image and where its patch lies."""
@@ -155,12 +171,20 @@ class _PatchAscents:
         corners = self.corners[self.record.placement.clamp(min=0)]
         return Findings(self.record.images, torch.where(found >= 0, corners, -1), self.record.steps)
 
-    def _climbed(self, owner: PerAscent, placement: PerAscent, starts: OnCells, steps: int) -> Climbers:
+    def _climbed(
+        self,
+        owner: PerAscent,
+        placement: PerAscent,
+        starts: OnCells,
+        steps: int,
+        note: Callable[[float], None],
+    ) -> Climbers:
         """One batch of ascents after their steps, without those on images that were broken."""
         view = self.views.at(owner, self.corners[placement])
         start = self.job.images.flatten(1)[owner[:, None], view.cells] + starts
         climbers = Climbers.at(owner, placement, view, start)
-        return self.attack.ascend(climbers, self.record, segments_of(steps, self.attack.check_every))
+        segments = segments_of(steps, self.attack.check_every)
+        return self.attack.ascend(climbers, self.record, segments, note)
 
 
 def noise(images: Images, patch: Patch, generator: Generator) -> Noise:
