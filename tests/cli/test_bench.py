@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from patchcert.bench import Case, MaskedCase
+from patchcert.bench import Case, MaskedCase, VotesCase
 from patchcert.bench.report import contradictions
 from patchcert.cli.app import run
 
@@ -17,6 +17,7 @@ def tiny_cases(monkeypatch):
     cases = (Case("mlp", "tiny", 2, 1, 8), Case("cnn2", "tiny", 3, 3, 8))
     monkeypatch.setattr("patchcert.bench.CASES", cases)
     monkeypatch.setattr("patchcert.bench.MASKED_CASES", (MaskedCase("resnet18", 8, 2, 3),))
+    monkeypatch.setattr("patchcert.bench.VOTES_CASES", (VotesCase("stripnet", 30, "sum", "softmax"),))
 
 
 def test_measurements_are_json_that_can_be_shown_again(tiny_cases, tmp_path, capsys, answered):
@@ -67,6 +68,21 @@ def test_a_file_without_measurements_is_refused(tmp_path, refused):
     other = tmp_path / "other.json"
     other.write_text("{}")
     assert "holds no measurements" in refused(run(["bench", "--from", str(other)]))
+
+
+def test_local_votes_are_measured_in_their_pass_and_in_their_sums(tiny_cases, tmp_path, capsys, answered):
+    options = ["--device", "cpu", "--batch", "2", "--spend", "0", "--json"]
+    facts = answered(run(["bench", "--only", "softmax", *options]))
+    (case,) = facts["votes"]
+    assert (case["case"], case["images"], case["placements"]) == ("stripnet 30x30, softmax, sum", 2, 9)
+    assert 0 < case["sum_seconds"] < case["certify_seconds"]
+    assert case["sums"] == case["sum_seconds"] * 10_000 / 2
+    assert not contradictions(facts)
+    assert contradictions({**facts, "votes": [{**case, "sums": 1e-9}]})
+    stored = tmp_path / "votes.json"
+    stored.write_text(json.dumps(facts))
+    assert run(["bench", "--from", str(stored), "--markdown"]) == 0
+    assert "| stripnet 30x30, softmax, sum | 8 | 2 | 9 |" in capsys.readouterr().out
 
 
 def test_masked_passes_are_measured_beside_those_of_the_bare_network(tiny_cases, tmp_path, capsys, answered):

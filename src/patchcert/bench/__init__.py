@@ -8,3 +8,8 @@ from patchcert.bench.measure import SIZES as SIZES
 from patchcert.bench.measure import Case as Case
 from patchcert.bench.measure import Machine as Machine
 from patchcert.bench.measure import run_case as run_case
+from patchcert.bench.votes import VOTES_CASES as VOTES_CASES
+from patchcert.bench.votes import VotesCase as VotesCase
+from patchcert.bench.votes import run_votes_case as run_votes_case
+
+AnyCase = Case | MaskedCase | VotesCase

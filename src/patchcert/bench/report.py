@@ -66,9 +66,26 @@ _MASKED = (
     ("passes per certificate", "{passes:,}"),
     ("hours for 10,000 certificates, none left early", "{hours:,.2f}"),
 )
+_VOTES_TITLE = (
+    "Local votes in float32: seconds of the pass, of the sums at all placements, and of whole certificates"
+)
+_VOTES = (
+    ("filters", "{filters}"),
+    ("images", "{images:,}"),
+    ("placements", "{placements:,}"),
+    ("pass", "{pass_seconds:,.3f}"),
+    ("sums", "{sum_seconds:,.3f}"),
+    ("certify", "{certify_seconds:,.3f}"),
+    ("sums for 10,000 images", "{sums:,.3f}"),
+)
 
 
-def summary(machine: Machine, cases: Sequence[Facts], masked: Sequence[Facts] = ()) -> dict[str, Any]:
+def summary(
+    machine: Machine,
+    cases: Sequence[Facts],
+    masked: Sequence[Facts] = (),
+    votes: Sequence[Facts] = (),
+) -> dict[str, Any]:
     """Device, ceilings and all figures in plain types."""
     ceilings, device = machine.ceilings, machine.device
     processor = f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
@@ -81,6 +98,7 @@ def summary(machine: Machine, cases: Sequence[Facts], masked: Sequence[Facts] = 
         "bandwidth_gigabytes": ceilings.bandwidth / 1e9,
         "cases": list(cases),
         **({"masked": list(masked)} if masked else {}),
+        **({"votes": list(votes)} if votes else {}),
     }
 
 
@@ -108,6 +126,8 @@ def contradictions(facts: Facts) -> tuple[str, ...]:
             found.append((case, "attack.ratio", attack["ratio"], attack["batched"] / attack["plain"]))
     for case in facts.get("masked", ()):
         found.append((case, "ratio", case["ratio"], case["masked"] / case["bare"]))
+    for case in facts.get("votes", ()):
+        found.append((case, "sums", case["sums"], case["sum_seconds"] * 10_000 / case["images"]))
     return tuple(
         f"{case['case']}: {name} is {stated}, but its parts give {expected}"
         for case, name, stated, expected in found
@@ -128,6 +148,7 @@ def _tables(facts: Facts) -> list[Table]:
     cases = [_with_words(case) for case in facts["cases"]]
     tables = [_table(title, columns, cases) for title, columns in _TABLES.items()]
     tables.append(_table(_MASKED_TITLE, _MASKED, facts.get("masked", ())))
+    tables.append(_table(_VOTES_TITLE, _VOTES, facts.get("votes", ())))
     return [table for table in tables if any(cell != "-" for row in table.rows for cell in row[1:])]
 
 

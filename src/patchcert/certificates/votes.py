@@ -165,19 +165,18 @@ def masked_margins(scores: Scores, labels: Labels, touched: Touched, windows: Wi
     Touched cells give the label nothing. Another class gets no more than what a window that holds all touched cells
     leaves over, however much they give it; where there is no such window, nothing is proven.
     """
-    distinct, place = touched.unique(dim=0, return_inverse=True)
     masks, own = windows.to(scores.lower), _of(labels, scores.lower)
     left_over = scores.upper.sum(dim=2, keepdim=True) - scores.upper @ masks.T  # n k windows
-    is_held = distinct.to(masks) @ (1 - masks).T == 0  # by each of the windows
+    is_held = touched.to(masks) @ (1 - masks).T == 0  # by each of the windows
     margins = []
-    for cells, holders in zip(distinct, is_held.cpu(), strict=True):
+    for cells, holders in zip(touched, is_held.cpu(), strict=True):
         outside = own * ~cells
         kept = outside.sum(dim=1) - (outside @ masks.T).amax(dim=1)
         reached = torch.full_like(left_over[:, :, 0], torch.inf)
         if bool(holders.any()):
             reached = left_over[:, :, holders.nonzero().flatten().to(labels.device)].amin(dim=2)
         margins.append(kept.unsqueeze(1) - reached)
-    return _zero_at(labels, torch.stack(margins, dim=1)[:, place])
+    return _zero_at(labels, torch.stack(margins, dim=1))
 
 
 def scores_between(
@@ -245,13 +244,17 @@ _MARGINS_AT_ONCE = 2**26
 def proven_placements(
     margins_of: MarginsOf, scores: Scores, labels: Labels, touched: Touched, ties: Ties
 ) -> Annotated[Tensor, "n p"]:
-    """At which placements the label wins whatever the patch holds, some images at a time."""
+    """At which placements the label wins whatever the patch holds, some images at a time.
+
+    Placements that touch the same cells are looked at once.
+    """
+    touched, place = touched.unique(dim=0, return_inverse=True)
     size = max(1, _MARGINS_AT_ONCE // (len(touched) * scores.values.shape[1]))
     found = []
     for start in range(0, len(labels), size):
         rows = slice(start, start + size)
         found.append(is_won(margins_of(scores.of(rows), labels[rows], touched), labels[rows], ties))
-    return torch.cat(found)
+    return torch.cat(found)[:, place]
 
 
 def proven_for_several(

@@ -14,7 +14,7 @@ from patchcert.errors import InvalidInput
 if TYPE_CHECKING:
     import torch
 
-    from patchcert.bench import Case, Machine, MaskedCase
+    from patchcert.bench import AnyCase, Machine
 
 
 def bench(
@@ -43,8 +43,8 @@ def bench(
     """Time per image for all placements of a patch: dense bounds, the engine, certification, a training step.
 
     Also the rate of the patch attack, with images and restarts in shared batches, against a plain loop over
-    restarts: 400 images and 80 restarts on a GPU, one batch and 8 on a CPU; and the rate of forward passes behind
-    masks, against the bare network.
+    restarts: 400 images and 80 restarts on a GPU, one batch and 8 on a CPU; the rate of forward passes behind masks,
+    against the bare network; and the time of local votes, in their pass and in sums over placements.
     """
     from patchcert.bench.report import markdown, show
 
@@ -73,10 +73,10 @@ def _read(source: Path) -> dict[str, Any]:
     return facts
 
 
-def _cases(only: str | None, patch: int | None, sizes: bool) -> "list[Case | MaskedCase]":
-    from patchcert.bench import CASES, MASKED_CASES, SIZES
+def _cases(only: str | None, patch: int | None, sizes: bool) -> "list[AnyCase]":
+    from patchcert.bench import CASES, MASKED_CASES, SIZES, VOTES_CASES
 
-    known = (*CASES, *(SIZES if sizes else ()), *MASKED_CASES)
+    known = (*CASES, *(SIZES if sizes else ()), *MASKED_CASES, *VOTES_CASES)
     cases = [replace(case, patch=patch or case.patch) for case in known]
     chosen = [case for case in cases if only is None or only in case.name]
     if not chosen:
@@ -105,15 +105,17 @@ def _machine(
     )
 
 
-def _measure(cases: "list[Case | MaskedCase]", machine: "Machine") -> dict[str, Any]:
-    from patchcert.bench import MaskedCase, run_case, run_masked_case
+def _measure(cases: "list[AnyCase]", machine: "Machine") -> dict[str, Any]:
+    from patchcert.bench import MaskedCase, VotesCase, run_case, run_masked_case, run_votes_case
     from patchcert.bench.report import summary
 
-    measurements, masked = [], []
+    measurements, masked, votes = [], [], []
     for case in cases:
         say(f"measuring {case.name} ...")
         if isinstance(case, MaskedCase):
             masked.append(run_masked_case(case, machine))
+        elif isinstance(case, VotesCase):
+            votes.append(run_votes_case(case, machine))
         else:
             measurements.append(run_case(case, machine))
-    return summary(machine, measurements, masked)
+    return summary(machine, measurements, masked, votes)
