@@ -112,7 +112,10 @@ Size = int | tuple[int, int]
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions, of 3x3 unless their odd `kernels` are given, beside a shortcut."""
+    """Two convolutions, of 3x3 unless their odd `kernels` are given, beside a shortcut.
+
+    The shortcut is a projection where channels or the stride change anything, or axes have strides of their own.
+    """
 
     def __init__(
         self, channels: int, width: int, stride: Size = 1, kernels: tuple[Size, Size] = (3, 3)
@@ -247,7 +250,8 @@ def stripnet(spec: ModelSpec) -> nn.Sequential:
 
     It is a `resnet18` whose kernels are one column wide and which halves no row: as many strips as an image has columns
     vote in one pass. A strip has `receptive_field` columns (5): 3 from the first convolution, and 2 more for each of
-    its first blocks with a 3x3 kernel. There are `filters` channels (64), doubled in each of the three later stages.
+    its first blocks with a 3x3 kernel. There are `filters` channels (64), doubled in each of the three later stages;
+    every shortcut is a projection.
     """
     _check_keys(spec, "filters", "receptive_field")
     return _named(**_strips(spec, spec.classes))

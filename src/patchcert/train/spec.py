@@ -16,7 +16,7 @@ from patchcert.models import ModelSpec
 from patchcert.threats import Patch, SparsePixels
 from patchcert.train.recipe import BoundSettings
 from patchcert.train.schedules import Schedule
-from patchcert.train.strategies import AnyStrategy, Natural
+from patchcert.train.strategies import AnyStrategy
 from patchcert.train.toml import (
     Place,
     decode,
@@ -221,9 +221,9 @@ class Spec:
 
     def __post_init__(self) -> None:
         strategy = self.strategy
-        if self.bounds != PLAIN_BOUNDS and (not strategy.has_bounds or isinstance(strategy, Natural)):
+        if self.bounds != PLAIN_BOUNDS and not (strategy.has_bounds and strategy.bounds_layers):
             raise SpecError(
-                f"[bounds] is set, but the strategy {strategy.kind!r} does not train on bounds",
+                f"[bounds] is set, but the strategy {strategy.kind!r} does not train on bounds of layers",
                 hint='leave [bounds] out, or set strategy.kind = "all"',
             )
         if not isinstance(self.threat, strategy.threats):

@@ -115,6 +115,8 @@ class Strategy(ABC):
     """The kinds of threat it can train against."""
     has_bounds: ClassVar[bool] = True
     """Whether interval bounds of the model mean anything, so that certified accuracy is measured during training."""
+    bounds_layers: ClassVar[bool] = True
+    """Whether what it trains on are bounds of one layer after the other, which the settings of `[bounds]` are about."""
     has_epsilon: ClassVar[bool] = True
     """Whether epsilon means anything, so that a schedule may have natural epochs and a ramp."""
     has_threat: ClassVar[bool] = True
@@ -138,6 +140,7 @@ class Natural(Strategy):
     """
 
     threats: ClassVar = (Patch, SparsePixels)
+    bounds_layers: ClassVar = False
     kind: Literal["natural"] = "natural"
 
     def bind(self, subject: Subject) -> Objective:

@@ -141,3 +141,8 @@ def test_a_run_is_trained_and_certified_by_intervals(tmp_path, capsys):
 def test_presets_are_specifications(size):
     spec = read_spec(f"clipped-cifar10-{size}")
     assert (str(spec.threat.height), spec.strategy.kind) == (size[0], "local-bounds")
+
+
+def test_settings_for_bounds_of_layers_are_refused():
+    with pytest.raises(PatchcertError, match="'local-bounds' does not train on bounds of layers"):
+        read_spec("clipped-cifar10-5x5", ["bounds.initialisation=interval"])

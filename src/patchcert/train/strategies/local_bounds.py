@@ -5,7 +5,7 @@ layer behind it then loses what its weights allow, feature by feature: a few sum
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, final
+from typing import Annotated, ClassVar, Literal, final
 
 import torch
 from torch import Generator, Tensor, nn
@@ -33,6 +33,7 @@ class LocalBounds(Strategy):
     smooth step. `bfloat16` and `compiled` are as for `masked`.
     """
 
+    bounds_layers: ClassVar = False
     kind: Literal["local-bounds"] = "local-bounds"
     bfloat16: bool = False
     compiled: bool = False
