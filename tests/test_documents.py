@@ -207,3 +207,11 @@ def test_the_table_of_methods_has_all_settings(method):
         "with_map",
     }
     assert settings <= set(re.findall(r"\w+", row))
+
+
+def test_the_guide_to_training_lists_the_presets_that_there_are():
+    text = (ROOT / "docs" / "guides" / "train.md").read_text()
+    listed = re.search(r"Presets are (.*?)\. A run folder", text, re.DOTALL)
+    presets = {file.stem for file in (ROOT / "src" / "patchcert" / "train" / "presets").glob("*.toml")}
+    assert listed is not None
+    assert set(re.findall(r"`([^`]+)`", listed[1])) == presets

@@ -44,8 +44,8 @@ def test_shares_of_a_batch_add_up_to_the_whole(kind):
         for rows in (slice(None), slice(0, 2), slice(2, 5))
     ]
     torch.testing.assert_close(torch.cat([part.margins for part in parts]), whole.margins)
-    if whole.helper_loss is not None:
-        torch.testing.assert_close(sum(part.helper_loss for part in parts), whole.helper_loss)
+    if whole.further_loss is not None:
+        torch.testing.assert_close(sum(part.further_loss for part in parts), whole.further_loss)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STRATEGIES if kind != "natural"])

@@ -392,6 +392,7 @@ class Attack(ABC):
         found = Findings.unchanged(images)
         if len(attacked):
             found = found.updated(attacked, self.propose(target, job.part(attacked)))
+        job.report(1, 1)
         return judged(target, job, found, clean, self.batch_size)
 
     @abstractmethod

@@ -163,7 +163,7 @@ class _PatchAscents:
 
     def _note(self, restarts: int, before: float, each: float, share: float) -> None:
         """Report that a share of a part is done, which is as much as `each` restarts."""
-        self.job.report(before + each * share, restarts)
+        self.job.report(min(before + each * share, restarts), restarts)
 
     def findings(self) -> Findings:
         """The best image of every attacked image and where its patch lies."""

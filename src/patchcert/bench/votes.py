@@ -51,7 +51,7 @@ _FILTERS = {"stripnet": 64, "bagnet_half": 256}
 
 def run_votes_case(case: VotesCase, machine: Machine) -> dict[str, Any]:
     """Seconds of the pass, of the sums at all placements, and of whole certificates, for as many images as the machine
-    certifies; on a CPU with an eighth of the channels (`filters`). `sums` is for 10,000 images."""
+    certifies, random ones always; on a CPU with an eighth of the channels (`filters`). `sums` is for 10,000 images."""
     filters = _FILTERS[case.network] // (1 if machine.device.type == "cuda" else 8)
     votes, patch, count = case.classifier(filters), Patch(case.patch), machine.certified_images
     votes.model.to(machine.device)

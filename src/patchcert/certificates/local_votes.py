@@ -315,8 +315,14 @@ class LocalVotes(VoteClassifier):
             rows.append(base.logits(images[start : start + self.batch_size]))
             if progress is not None:
                 progress(min(start + self.batch_size, len(images)), len(images))
-        logits = torch.cat(rows).unflatten(1, (flat.classes, -1))
-        return cell_scores(logits, self.scores, self.needed_lead)
+        return self._scores(flat.by_pass(torch.cat(rows)))
+
+    def _scores(self, logits: Annotated[Tensor, "n passes k cells"]) -> Scores:
+        """Those of the mean over passes, each of which rounds by a share of the largest logit of any."""
+        sizes = logits.abs().where(logits.isfinite(), 0.0).amax(dim=(1, 2, 3))
+        return cell_scores(
+            logits.double().mean(dim=1), self.scores, self.needed_lead, sizes=sizes[:, None, None]
+        )
 
     def describe(self) -> dict[str, Any]:
         left_out = [name for name in ("bounded", "mirrored") if not getattr(self, name)]
@@ -378,7 +384,8 @@ _PROBED = 4
 
 @final
 class _FlatMaps(nn.Module):
-    """A model of maps with one row of numbers for each image; where it is `mirrored`, means over both images."""
+    """A model of maps with one row of numbers for each image; where it is `mirrored`, those of the map of the mirror
+    image, mirrored again, come after them."""
 
     def __init__(self, model: nn.Module, mirrored: bool) -> None:
         super().__init__()
@@ -397,9 +404,14 @@ class _FlatMaps(nn.Module):
                 hint="end the model with a 1x1 convolution to one channel for each class, without pooling",
             )
         self.classes = logits.shape[1]
+        logits = logits.flatten(1)
         if self.mirrored:
-            logits = (logits + self.model(images.flip(3)).flip(3)) / 2
-        return logits.flatten(1)
+            logits = torch.cat([logits, self.model(images.flip(3)).flip(3).flatten(1)], dim=1)
+        return logits
+
+    def by_pass(self, rows: Annotated[Tensor, "n _"]) -> Annotated[Tensor, "n passes k cells"]:
+        """The numbers of each image, by pass, class and cell."""
+        return rows.unflatten(1, (2 if self.mirrored else 1, self.classes, -1))
 
 
 @final
@@ -413,7 +425,7 @@ class _SoftVotes(nn.Module):
 
     def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
         """The mean over cells; a masked sum's without the window that gives a class most."""
-        logits = self.model(images).unflatten(1, (self.model.classes, -1))
+        logits = self.model.by_pass(self.model(images)).mean(dim=1)
         scores = soften(logits, self.votes.scores)
         return self.votes.totals(scores, images) / scores.shape[2]
 

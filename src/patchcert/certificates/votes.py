@@ -67,12 +67,22 @@ class Scores:
         return Scores(self.values[rows], self.lower[rows], self.upper[rows], self.most)
 
 
-def cell_scores(logits: CellScores, kind: ScoreKind, slack: float, threshold: float | None = None) -> Scores:
-    """The scores of logits, and of all logits that differ by at most half the slack times the image's largest one."""
+def cell_scores(
+    logits: CellScores,
+    kind: ScoreKind,
+    slack: float,
+    threshold: float | None = None,
+    sizes: Annotated[Tensor, "n 1 1"] | None = None,
+) -> Scores:
+    """The scores of logits, and of all logits that differ by at most half the slack times the image's largest one.
+
+    That is the largest absolute value of these logits, or where they come from larger numbers, one of `sizes`.
+    """
     logits = logits.double()
     is_finite = logits.isfinite().all(dim=1, keepdim=True)
     logits = logits.where(is_finite, 0.0)
-    distance = slack / 2 * logits.abs().amax(dim=(1, 2), keepdim=True)
+    largest = logits.abs().amax(dim=(1, 2), keepdim=True)
+    distance = slack / 2 * (largest if sizes is None else torch.maximum(largest, sizes.double()))
     most = 1 if kind in ("one-hot", "threshold", "heaviside") else UNITS
     most = LARGEST * UNITS if kind == "positive" else most
     _check_exact(logits.shape[2], most)

@@ -374,7 +374,7 @@ _METHODS: Mapping[str, Callable[[Settings], str]] = {
     "BandVotes": lambda how: _strided(f"bands of {how['width']} {_BANDS[how['orientation']]}", how),
     "BlockVotes": lambda how: _strided(f"blocks of {how['size']}x{how['size']}", how),
     "LocalVotes": lambda how: (
-        f"local votes, {how['aggregation'].replace('-', ' ')}{', mirrored' * how.get('mirrored', False)}"
+        f"local votes, {how['aggregation'].replace('-', ' ')}{', mirrored' if how.get('mirrored') else ''}"
     ),
     "RandomAblation": lambda how: f"random ablation, {how['retained']} pixels kept",
 }

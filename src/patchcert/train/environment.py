@@ -85,6 +85,9 @@ def _commit() -> str:
     return commit_at(package) if any((parent / ".git").exists() for parent in package.parents[:2]) else ""
 
 
+_CHANGED = ("status", "--porcelain", "--untracked-files=all", "--ignored", "--", "*.py")
+
+
 def commit_at(folder: Path) -> str:
     """The commit that a folder's code is at; empty where there is none, or the code is another than committed."""
     try:
@@ -92,7 +95,7 @@ def commit_at(folder: Path) -> str:
             subprocess.run(
                 ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5, check=False
             )
-            for words in (("status", "--porcelain", "--", "*.py"), ("rev-parse", "HEAD"))
+            for words in (_CHANGED, ("rev-parse", "HEAD"))
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

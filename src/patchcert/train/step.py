@@ -192,7 +192,8 @@ class TrainingStep:
     def _loss(self, batch: Batch) -> tuple[Scalar, Annotated[Tensor, "3"]]:
         """This process's part of the batch's mean loss, and its sums of loss, robust images and images.
 
-        A helper learns from its own loss alone: the classifier's loss does not reach it, nor the reverse.
+        A helper learns from its own loss alone: the classifier's loss does not reach it, nor the reverse. Further losses
+        are learned from, and not summed.
         """
         labels = batch.own_labels
         added = self._observe(batch)
@@ -203,7 +204,7 @@ class TrainingStep:
         robust = is_robust(proven.detach(), labels).sum()
         images = torch.full_like(robust, len(labels))
         counts = torch.stack([loss.detach().double() * len(batch), robust.double(), images.double()])
-        for more in (added, worst.helper_loss):
+        for more in (added, worst.further_loss):
             loss = loss if more is None else loss + more
         return loss, counts
 

@@ -48,14 +48,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class WorstCase:
-    """Margins of this process's rows, 0 at the label, and the loss of a helper network where there is one.
+    """Margins of this process's rows, 0 at the label, and a further loss where there is one: that of a helper network,
+    or what else the model is to learn. It is added to the loss of margins, and not to what is reported of it.
 
-    A helper's loss is this process's part of the mean over the whole batch, so that parts add up. `bounded` are the
+    A further loss is this process's part of the mean over the whole batch, so that parts add up. `bounded` are the
     margins that are proven, where those to learn from are other ones.
     """
 
     margins: Margins
-    helper_loss: Scalar | None = None
+    further_loss: Scalar | None = None
     bounded: Margins | None = None
 
 
@@ -120,7 +121,7 @@ class Strategy(ABC):
     has_epsilon: ClassVar[bool] = True
     """Whether epsilon means anything, so that a schedule may have natural epochs and a ramp."""
     has_threat: ClassVar[bool] = True
-    """Whether training depends on the threat; else the same network is as much trained for any other."""
+    """Whether a network is trained for its threat; else as much for any other, and the threat is only a name."""
 
     @abstractmethod
     def bind(self, subject: Subject) -> Objective:

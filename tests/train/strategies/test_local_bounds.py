@@ -116,10 +116,13 @@ def test_clean_logits_are_those_of_the_network_and_features_at_a_limit_still_lea
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.Hardtanh(-1, 1), nn.Flatten(), nn.Linear(200, 3)),
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.Hardtanh(0, 1), nn.Flatten(), nn.ReLU()),
         nn.Conv2d(1, 3, 3),
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Hardtanh(0, 1), nn.Flatten(), nn.Linear(200, 3)),
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.Hardtanh(0, 1), nn.Flatten(), nn.Linear(200, 3, bias=False)),
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.Hardtanh(0, 1), nn.Flatten(2), nn.Linear(100, 3)),
     ],
 )
 def test_other_networks_are_refused(model):
-    with pytest.raises(PatchcertError, match="does not end with local features, clipped to"):
+    with pytest.raises(PatchcertError, match="does not end with a convolution to local features"):
         LocalBounds().bind(Subject(model, SPECS[0], Patch(3)))
 
 
@@ -141,6 +144,13 @@ def test_a_run_is_trained_and_certified_by_intervals(tmp_path, capsys):
 def test_presets_are_specifications(size):
     spec = read_spec(f"clipped-cifar10-{size}")
     assert (str(spec.threat.height), spec.strategy.kind) == (size[0], "local-bounds")
+
+
+def test_features_that_see_the_whole_image_are_refused_with_a_hint_that_helps():
+    spec = ModelSpec("bagnet_clipped", 1, 8, 8, 3, filters=4, depth=4, receptive_field=21)
+    with pytest.raises(PatchcertError, match="'bagnet_clipped' has no local scores") as error:
+        LocalBounds().bind(Subject(build(spec), spec, Patch(2)))
+    assert "fewer or smaller kernels" in error.value.hint
 
 
 def test_settings_for_bounds_of_layers_are_refused():

@@ -102,8 +102,8 @@ def test_a_unet_that_knows_the_margins_picks_the_weakest_placements(threat):
     worst = objective.worst_case(batch, torch.tensor(1.0), seeded())
     true = dense_margins(network, batch, threat, 1.0)
     torch.testing.assert_close(worst.margins, true.amin(dim=1))
-    assert worst.helper_loss is not None
-    assert worst.helper_loss < 1e-10
+    assert worst.further_loss is not None
+    assert worst.further_loss < 1e-10
     corners = threat.placements(8, 8).corners
     guesses = helper(batch.images)[:, :, corners[:, 0], corners[:, 1]]
     chosen = strategy.draw(guesses, seeded())
@@ -132,9 +132,9 @@ def test_the_helper_learns_from_its_own_error_alone():
         g is None
         for g in torch.autograd.grad(loss, list(helper.parameters()), retain_graph=True, allow_unused=True)
     )
-    assert worst.helper_loss is not None
+    assert worst.further_loss is not None
     slopes = torch.autograd.grad(
-        worst.helper_loss, list(model.parameters()), retain_graph=True, allow_unused=True
+        worst.further_loss, list(model.parameters()), retain_graph=True, allow_unused=True
     )
     assert all(g is None for g in slopes)
-    assert all(g.isfinite().all() for g in torch.autograd.grad(worst.helper_loss, list(helper.parameters())))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(worst.further_loss, list(helper.parameters())))

@@ -78,12 +78,12 @@ def test_draws_do_not_depend_on_how_many_processes_share_a_batch(monkeypatch):
         (
             LocalMargins(),
             ModelSpec("resnet18", 1, 8, 8, 3, filters=2),
-            "'resnet18' has no local votes: .*everything",
+            "'resnet18' has no local scores: .*everything",
         ),
         (
             LocalMargins(),
             ModelSpec("bagnet", 1, 8, 8, 3, filters=2, receptive_field=15),
-            "has no local votes: a local score sees all of the 8x8 image",
+            "has no local scores: a local score sees all of the 8x8 image",
         ),
     ],
 )
@@ -98,7 +98,8 @@ def test_models_and_parts_that_do_not_fit_are_refused(strategy, spec, message):
         (lambda: Bands(width=0), "width is 0; expected at least 1"),
         (lambda: Blocks(size=0), "size is 0"),
         (lambda: LocalMargins(scale=0.0), "scale is 0.0; expected above 0"),
-        (lambda: LocalMargins(alone=-0.5), "alone is -0.5; expected at least 0"),
+        (lambda: LocalMargins(alone=-0.5), "alone is -0.5; expected a weight of at least 0"),
+        (lambda: LocalMargins(alone=float("inf")), "alone is inf"),
         (lambda: LocalMargins(scores="positive"), "without upper limit"),
     ],
 )
@@ -251,7 +252,7 @@ def test_single_cells_learn_alone_while_epsilon_grows(epsilon):
     bound, batch = subject(LOCAL), make_batch(slice(0, 4))
     objective = LocalMargins(alone=2.0).bind(bound)
     bound.model.eval()
-    added = objective.worst_case(batch, epsilon, seeded()).helper_loss
+    added = objective.worst_case(batch, epsilon, seeded()).further_loss
     if epsilon == 1:
         assert added is None
         return
@@ -263,4 +264,4 @@ def test_single_cells_learn_alone_while_epsilon_grows(epsilon):
 
 def test_cells_that_do_not_learn_alone_add_nothing():
     objective = LocalMargins().bind(subject(LOCAL))
-    assert objective.worst_case(make_batch(), torch.tensor(0.5), seeded()).helper_loss is None
+    assert objective.worst_case(make_batch(), torch.tensor(0.5), seeded()).further_loss is None

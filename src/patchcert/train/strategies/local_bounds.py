@@ -79,9 +79,12 @@ def _parts(model: nn.Module) -> tuple[nn.Sequential, nn.Linear]:
     layers = list(model.children()) if isinstance(model, nn.Sequential) else []
     *local, clip, flatten, logits = layers if len(layers) > 3 else [model] * 4
     is_clip = isinstance(clip, nn.Hardtanh) and (clip.min_val, clip.max_val) == (0, 1)
-    if not (is_clip and isinstance(flatten, nn.Flatten) and isinstance(logits, nn.Linear)):
+    is_flat = isinstance(flatten, nn.Flatten) and (flatten.start_dim, flatten.end_dim) == (1, -1)
+    is_local = isinstance(local[-1], nn.Conv2d) and is_clip and is_flat
+    if not is_local or not isinstance(logits, nn.Linear) or logits.bias is None:
         raise SpecError(
-            "the model does not end with local features, clipped to [0, 1] by a Hardtanh, and one linear layer",
+            "the model does not end with a convolution to local features, clipped to [0, 1] by a Hardtanh, and one "
+            "linear layer with biases",
             hint='set model.name = "bagnet_clipped"',
         )
     return nn.Sequential(*local), logits

@@ -1,5 +1,6 @@
 """Training for votes: a base model on parts of images, or local scores at the placement that is weakest for them."""
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, final
@@ -145,7 +146,8 @@ class LocalMargins(Strategy):
     def __post_init__(self) -> None:
         if not self.scale > 0:
             raise SpecError(f"scale is {self.scale}; expected above 0")
-        at_least(0, "alone", self.alone)
+        if not 0 <= self.alone < math.inf:
+            raise SpecError(f"alone is {self.alone}; expected a weight of at least 0")
         if self.aggregation == "sum" and self.scores == "positive":
             raise SpecError(
                 "scores is 'positive', but a sum of scores without upper limit cannot be certified",
@@ -213,8 +215,7 @@ def touched_windows(subject: Subject, threat: Patch) -> Windows:
         seen = local_sight(trace_local(subject.model.eval(), spec.image_shape), spec.height, spec.width)
     except PatchcertError as error:
         raise SpecError(
-            f"the model {spec.name!r} has no local votes: {error.message}",
-            hint='set model.name = "bagnet"',
+            f"the model {spec.name!r} has no local scores: {error.message}", hint=error.hint
         ) from error
     return maximal(touched_cells(threat, seen, blank))
 
