@@ -192,8 +192,8 @@ class TrainingStep:
     def _loss(self, batch: Batch) -> tuple[Scalar, Annotated[Tensor, "3"]]:
         """This process's part of the batch's mean loss, and its sums of loss, robust images and images.
 
-        A helper learns from its own loss alone: the classifier's loss does not reach it, nor the reverse. Further losses
-        are learned from, and not summed.
+        A helper learns from its own loss alone: the classifier's loss does not reach it, nor the reverse. A further
+        loss is learned from, and not summed.
         """
         labels = batch.own_labels
         added = self._observe(batch)
