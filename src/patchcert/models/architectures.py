@@ -254,23 +254,41 @@ def stripnet(spec: ModelSpec) -> nn.Sequential:
     every shortcut is a projection.
     """
     _check_keys(spec, "filters", "receptive_field")
-    return _named(**_strips(spec, spec.classes))
+    filters, (wide, rest) = spec.filters or 64, divmod((spec.receptive_field or 5) - 3, 2)
+    if wide < 0 or rest or wide > 8:
+        raise ModelError(
+            f"the strips of a stripnet are {spec.receptive_field} columns wide; expected an odd number from 3 to 19",
+            hint="set model.receptive_field to another",
+        )
+    blocks, channels, height = list[nn.Module](), filters, spec.height
+    for index in range(8):
+        width, stride = filters << index // 2, (2 if index in (2, 4, 6) else 1, 1)
+        blocks.append(BasicBlock(channels, width, stride, ((3, 3 if index < wide else 1), (3, 1))))
+        channels, height = width, -(-height // stride[0])
+    return _named(
+        **_stem(spec.channels, filters),
+        blocks=nn.Sequential(*blocks),
+        pool=nn.AvgPool2d((height, 1)),
+        scores=nn.Conv2d(channels, spec.classes, 1),
+    )
 
 
 @architecture("bagnet_clipped")
 def bagnet_clipped(spec: ModelSpec) -> nn.Sequential:
     """A plain classifier in which a patch moves little: `hidden` local features (one for each class) in each cell of
-    the map of a `bagnet_half`, clipped to [0, 1], and one linear layer. Other keys are those of `bagnet_half`."""
+    the map of a `bagnet_half`, clipped to [0, 1], and one linear layer. Other keys are those of `bagnet_half`.
+
+    The linear layer first gives a class ten times the mean of the features of its own.
+    """
     _check_keys(spec, "filters", "depth", "receptive_field", "hidden")
-    cells = ((spec.height + 1) // 2) * ((spec.width + 1) // 2)
-    return _clipped(_half_size_map(spec, spec.hidden or spec.classes), spec, cells)
-
-
-@architecture("stripnet_clipped")
-def stripnet_clipped(spec: ModelSpec) -> nn.Sequential:
-    """As `bagnet_clipped`, with `hidden` features of each strip of a `stripnet`, whose other keys it has."""
-    _check_keys(spec, "filters", "receptive_field", "hidden")
-    return _clipped(_strips(spec, spec.hidden or spec.classes), spec, spec.width)
+    features, cells = spec.hidden or spec.classes, ((spec.height + 1) // 2) * ((spec.width + 1) // 2)
+    local, logits = _half_size_map(spec, features), nn.Linear(features * cells, spec.classes)
+    with torch.no_grad():
+        own = torch.arange(features)[None, :] % spec.classes == torch.arange(spec.classes)[:, None]
+        shares = 10 * own / (own.sum(dim=1, keepdim=True).clamp(min=1) * cells)
+        logits.weight.copy_(shares.repeat_interleave(cells, dim=1))
+        logits.bias.zero_()
+    return _named(**local, clip=nn.Hardtanh(0, 1), flatten=nn.Flatten(), logits=logits)
 
 
 def _half_size_map(spec: ModelSpec, outputs: int) -> dict[str, nn.Module]:
@@ -291,38 +309,6 @@ def _half_size_map(spec: ModelSpec, outputs: int) -> dict[str, nn.Module]:
         "blocks": _local_blocks(width, depth, wide),
         "scores": nn.Conv2d(width, outputs, 1),
     }
-
-
-def _strips(spec: ModelSpec, outputs: int) -> dict[str, nn.Module]:
-    filters, (wide, rest) = spec.filters or 64, divmod((spec.receptive_field or 5) - 3, 2)
-    if wide < 0 or rest or wide > 8:
-        raise ModelError(
-            f"the strips of a {spec.name} are {spec.receptive_field} columns wide; expected an odd number from 3 to 19",
-            hint="set model.receptive_field to another",
-        )
-    blocks, channels, height = list[nn.Module](), filters, spec.height
-    for index in range(8):
-        width, stride = filters << index // 2, (2 if index in (2, 4, 6) else 1, 1)
-        blocks.append(BasicBlock(channels, width, stride, ((3, 3 if index < wide else 1), (3, 1))))
-        channels, height = width, -(-height // stride[0])
-    return {
-        **_stem(spec.channels, filters),
-        "blocks": nn.Sequential(*blocks),
-        "pool": nn.AvgPool2d((height, 1)),
-        "scores": nn.Conv2d(channels, outputs, 1),
-    }
-
-
-def _clipped(local: dict[str, nn.Module], spec: ModelSpec, cells: int) -> nn.Sequential:
-    """Local features, clipped, and a linear layer that first gives a class ten times the mean of those of its own."""
-    features = spec.hidden or spec.classes
-    logits = nn.Linear(features * cells, spec.classes)
-    with torch.no_grad():
-        own = torch.arange(features)[None, :] % spec.classes == torch.arange(spec.classes)[:, None]
-        shares = 10 * own / (own.sum(dim=1, keepdim=True).clamp(min=1) * cells)
-        logits.weight.copy_(shares.repeat_interleave(cells, dim=1))
-        logits.bias.zero_()
-    return _named(**local, clip=nn.Hardtanh(0, 1), flatten=nn.Flatten(), logits=logits)
 
 
 def _local_blocks(width: int, depth: int, wide: int) -> nn.Sequential:

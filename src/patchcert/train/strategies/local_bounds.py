@@ -10,12 +10,20 @@ from typing import Annotated, ClassVar, Literal, final
 import torch
 from torch import Generator, Tensor, nn
 
-from patchcert.certificates.local_votes import soften
 from patchcert.certificates.votes import Windows
 from patchcert.errors import SpecError
 from patchcert.tensors import Images, Labels, Margins
-from patchcert.train.strategies.votes import touched_windows
-from patchcert.train.strategy import Batch, Forward, Objective, Strategy, Subject, WholeModel, WorstCase
+from patchcert.train.strategies.votes import touched_windows, trained_scores
+from patchcert.train.strategy import (
+    Batch,
+    Forward,
+    Objective,
+    Strategy,
+    Subject,
+    WholeModel,
+    WorstCase,
+    logit_margins,
+)
 
 Features = Annotated[Tensor, "n f cells"]
 """Numbers between 0 and 1, f of them in each cell of a map."""
@@ -46,9 +54,10 @@ class LocalBounds(Strategy):
         network = _ClippedFeatures(Forward.of(part, self.bfloat16, self.compiled), logits)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
-            features = network.features(batch.own_images)
-            margins = weakest_margins(features, network.weights, batch.own_labels, windows, epsilon)
-            return WorstCase(margins + _leads(logits.bias, batch.own_labels))
+            features, labels = network.features(batch.own_images), batch.own_labels
+            weights = logits.weight.unflatten(1, features.shape[1:])
+            biases = logit_margins(logits.bias.expand(len(labels), -1), labels)
+            return WorstCase(weakest_margins(features, weights, labels, windows, epsilon) + biases)
 
         return Objective(WholeModel((), network), worst_case)
 
@@ -70,21 +79,16 @@ def weakest_margins(
     return leads.sum(dim=2) - epsilon * lost.amax(dim=2)
 
 
-def _leads(bias: Annotated[Tensor, "k"], labels: Labels) -> Margins:
-    return bias[labels][:, None] - bias
-
-
 def _parts(model: nn.Module) -> tuple[nn.Sequential, nn.Linear]:
     """The layers that give the local features which a model clips, and its linear layer; refused where it has none."""
     layers = list(model.children()) if isinstance(model, nn.Sequential) else []
     *local, clip, flatten, logits = layers if len(layers) > 3 else [model] * 4
     is_clip = isinstance(clip, nn.Hardtanh) and (clip.min_val, clip.max_val) == (0, 1)
     is_flat = isinstance(flatten, nn.Flatten) and (flatten.start_dim, flatten.end_dim) == (1, -1)
-    is_local = isinstance(local[-1], nn.Conv2d) and is_clip and is_flat
-    if not is_local or not isinstance(logits, nn.Linear) or logits.bias is None:
+    if not (is_clip and is_flat and isinstance(logits, nn.Linear)) or logits.bias is None:
         raise SpecError(
-            "the model does not end with a convolution to local features, clipped to [0, 1] by a Hardtanh, and one "
-            "linear layer with biases",
+            "the model does not end with local features, clipped to [0, 1] by a Hardtanh, and one linear layer with "
+            "biases",
             hint='set model.name = "bagnet_clipped"',
         )
     return nn.Sequential(*local), logits
@@ -98,23 +102,9 @@ class _ClippedFeatures(nn.Module):
         super().__init__()
         self.local, self.logits = local, logits
 
-    @property
-    def weights(self) -> Weights:
-        """Those of the linear layer, by feature and cell."""
-        cells = self.logits.in_features // self._channels
-        return self.logits.weight.unflatten(1, (self._channels, cells))
-
-    @property
-    def _channels(self) -> int:
-        *_, last = self.local.network.model.children()
-        assert isinstance(last, nn.Conv2d)
-        return last.out_channels
-
     def features(self, images: Images) -> Features:
         """The features as they are, with the gradient of a smooth step."""
-        moved = self.local.logits(images).flatten(2)
-        soft = soften(moved, "clipped")
-        return soft + (moved.clamp(0, 1) - soft).detach()
+        return trained_scores(self.local.logits(images), "clipped")
 
     def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
         return self.logits(self.features(images).flatten(1))

@@ -161,7 +161,9 @@ class LocalMargins(Strategy):
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
             logits = forward.logits(batch.own_images)
-            margins = weakest_margins(self, self.local_scores(logits), batch.own_labels, windows, epsilon)
+            margins = weakest_margins(
+                self, trained_scores(logits, self.scores), batch.own_labels, windows, epsilon
+            )
             margins = margins * (self.scale / windows.shape[1])
             if self.alone == 0 or (isinstance(epsilon, float) and epsilon == 1):
                 return WorstCase(margins)
@@ -185,19 +187,20 @@ class LocalMargins(Strategy):
             subject, threat if self.aggregation == "sum" else Patch((threat.height, threat.width))
         )
 
-    def local_scores(self, logits: Annotated[Tensor, "n k _ _"]) -> Annotated[Tensor, "n k _"]:
-        """The scores as they are deployed, up to rounding to units, with a gradient."""
-        logits = logits.flatten(2)
-        soft = soften(logits, self.scores)
-        if self.scores == "softmax":
-            return soft
-        if self.scores == "one-hot":
-            hard = torch.zeros_like(soft).scatter(1, logits.argmax(dim=1, keepdim=True), 1.0)
-        elif self.scores == "heaviside":
-            hard = (logits > 0).to(soft)
-        else:
-            hard = logits.clamp(0, 1 if self.scores == "clipped" else LARGEST)
-        return soft + (hard - soft).detach()
+
+def trained_scores(logits: Annotated[Tensor, "n k _ _"], kind: LocalScores) -> Annotated[Tensor, "n k _"]:
+    """The scores as they are deployed, up to rounding to units, with a gradient."""
+    logits = logits.flatten(2)
+    soft = soften(logits, kind)
+    if kind == "softmax":
+        return soft
+    if kind == "one-hot":
+        hard = torch.zeros_like(soft).scatter(1, logits.argmax(dim=1, keepdim=True), 1.0)
+    elif kind == "heaviside":
+        hard = (logits > 0).to(soft)
+    else:
+        hard = logits.clamp(0, 1 if kind == "clipped" else LARGEST)
+    return soft + (hard - soft).detach()
 
 
 def cell_loss(logits: Annotated[Tensor, "n k _ _"], labels: Labels) -> Scalar:
@@ -254,7 +257,7 @@ class _Totals(nn.Module):
         self.model = forward.network.model
 
     def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
-        scores = self.strategy.local_scores(self.run.logits(images))
+        scores = trained_scores(self.run.logits(images), self.strategy.scores)
         is_sum = self.strategy.aggregation == "sum"
         totals = sum_totals(scores) if is_sum else masked_totals(scores, self.windows)
         return totals * (self.strategy.scale / scores.shape[2])
