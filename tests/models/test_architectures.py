@@ -210,8 +210,8 @@ def test_clipped_networks_begin_with_ten_times_the_mean_of_the_features_of_a_cla
         ("bagnet_half", {"receptive_field": 8}, "is 8; expected an odd number"),
         ("bagnet_clipped", {"receptive_field": 13, "depth": 1}, "is 13; expected an odd number from 5 to 11"),
         ("bagnet_half", {"filters": 3}, "blocks of 3 filters .* an even number of filters"),
-        ("stripnet", {"receptive_field": 4}, "strips of a stripnet are 4 columns wide; expected an odd"),
-        ("stripnet", {"receptive_field": 21}, "are 21 columns wide"),
+        ("stripnet", {"receptive_field": 4}, "strips of a stripnet are 4 pixels wide; expected an odd"),
+        ("stripnet", {"receptive_field": 21}, "are 21 pixels wide"),
     ],
 )
 def test_receptive_fields_that_local_networks_cannot_have_are_refused(name, keys, message):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from patchcert.bounds import Interval, Network, Rounding, trace
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places
-from patchcert.bounds.operations import Reshape
+from patchcert.bounds.operations import Concatenate, Operation, Permute, Reshape
 from patchcert.bounds.rounding import precise_arithmetic, subnormals_kept
 from patchcert.certificates.batches import FixedBatches, Precision, distances, largest
 from patchcert.certificates.checks import (
@@ -76,6 +76,9 @@ def reached_cells(
     values = [areas[:, None]]
     for step in network.steps:
         inputs = [values[index] for index in step.inputs]
+        if _moves_cells(step.operation):
+            values.append(step.operation.forward(*inputs))
+            continue
         area = FeatureMap.of(inputs[0].shape[1:])
         try:
             places = Places.LOST if isinstance(step.operation, Reshape) else step.operation.places(area)
@@ -97,6 +100,13 @@ def reached_cells(
         seen = reduce(torch.maximum, inputs)
         values.append(_through(places, seen) if isinstance(places, Geometry) else seen)
     return values[-1][:, 0].bool()
+
+
+def _moves_cells(operation: Operation) -> bool:
+    """Whether it lays the cells of maps out in another order, or those of several side by side, and keeps channels."""
+    if isinstance(operation, Permute):
+        return operation.reorder(torch.empty(1, 2, 3, 4)).shape[1] == 2
+    return isinstance(operation, Concatenate) and operation.dim in (2, 3, -1, -2)
 
 
 def _through(geometry: Geometry, seen: Annotated[Tensor, "_ 1 _ _"]) -> Annotated[Tensor, "_ 1 _ _"]:

@@ -254,13 +254,36 @@ def stripnet(spec: ModelSpec) -> nn.Sequential:
     every shortcut is a projection.
     """
     _check_keys(spec, "filters", "receptive_field")
+    return _strips(spec, spec.height)
+
+
+@architecture("crossnet")
+def crossnet(spec: ModelSpec) -> nn.Sequential:
+    """Two networks as `stripnet`, of which one sees strips of columns and the other strips of rows, as scores side by
+    side: those of all columns, then those of all rows."""
+    _check_keys(spec, "filters", "receptive_field")
+    return _named(strips=_Crossed(_strips(spec, spec.height), _strips(spec, spec.width)))
+
+
+class _Crossed(nn.Module):
+    def __init__(self, columns: nn.Module, rows: nn.Module) -> None:
+        super().__init__()
+        self.columns, self.rows = columns, rows
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The scores of columns and, from the image with its axes exchanged, of rows."""
+        return torch.cat([self.columns(images), self.rows(images.transpose(2, 3))], dim=3)
+
+
+def _strips(spec: ModelSpec, height: int) -> nn.Sequential:
+    """The network of a `stripnet` on images of this height."""
     filters, (wide, rest) = spec.filters or 64, divmod((spec.receptive_field or 5) - 3, 2)
     if wide < 0 or rest or wide > 8:
         raise ModelError(
-            f"the strips of a stripnet are {spec.receptive_field} columns wide; expected an odd number from 3 to 19",
+            f"the strips of a {spec.name} are {spec.receptive_field} pixels wide; expected an odd number from 3 to 19",
             hint="set model.receptive_field to another",
         )
-    blocks, channels, height = list[nn.Module](), filters, spec.height
+    blocks, channels = list[nn.Module](), filters
     for index in range(8):
         width, stride = filters << index // 2, (2 if index in (2, 4, 6) else 1, 1)
         blocks.append(BasicBlock(channels, width, stride, ((3, 3 if index < wide else 1), (3, 1))))
