@@ -83,7 +83,22 @@ def test_local_votes_conform_on_cuda(settings):
     check_certifier(partial(votes_of, **settings), logits_decide=False, device="cuda")
 
 
+class Crossed(nn.Module):
+    """Two maps, of the image and of the image with its axes exchanged, side by side or one above the other."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.columns, self.rows = nn.Conv2d(1, 2, (8, 3)), nn.Conv2d(1, 2, (9, 2))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        turned = self.rows(images.permute(0, 1, 3, 2))
+        return torch.cat([self.columns(images), turned], dim=self.dim)
+
+
 NETWORKS = {
+    "crossed": nn.Sequential(Crossed(3), nn.ReLU()),
+    "crossed, stacked": nn.Sequential(Crossed(-2)),
     "one convolution": nn.Sequential(nn.Conv2d(1, 2, 3)),
     "padded": nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 1)),
     "dilated": nn.Sequential(nn.Conv2d(1, 2, 3, dilation=2, padding=2)),
@@ -123,7 +138,7 @@ def test_receptive_fields_are_derived():
 
 
 @pytest.mark.parametrize("patch", [Patch(2), Patch(shapes.diamond(5)), Patch((1, 3), "corners")])
-@pytest.mark.parametrize("name", ["dilated", "strided", "residual"])
+@pytest.mark.parametrize("name", ["dilated", "strided", "residual", "crossed"])
 def test_touched_cells_are_those_that_some_member_may_change(patch, name):
     model = randomise(NETWORKS[name], seeded())
     images = torch.full((1, 1, 8, 9), 0.5)
@@ -255,6 +270,17 @@ def test_masked_sums_are_not_moved_by_one_large_score():
 )
 def test_global_operations_are_refused_by_name(model, message):
     with pytest.raises(UnsupportedLayer, match=message):
+        LocalVotes(model.eval()).certify(torch.zeros(1, 1, 8, 8), torch.tensor([0]), Patch(2))
+
+
+class ChannelsLast(nn.Module):
+    def forward(self, images):
+        return images.permute(0, 2, 3, 1)
+
+
+def test_channels_that_become_places_are_refused_by_name():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), ChannelsLast())
+    with pytest.raises(UnsupportedLayer, match="so that its receptive fields are unknown"):
         LocalVotes(model.eval()).certify(torch.zeros(1, 1, 8, 8), torch.tensor([0]), Patch(2))
 
 

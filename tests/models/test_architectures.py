@@ -192,6 +192,21 @@ def test_scores_of_a_stripnet_see_a_strip_from_top_to_bottom(field, height):
     assert model(torch.zeros(2, 1, height, 24)).shape == (2, 4, 1, 24)
 
 
+def test_scores_of_a_crossnet_see_strips_of_columns_and_then_of_rows():
+    model = build(ModelSpec("crossnet", 1, 17, 24, 4, filters=2, receptive_field=3))
+    assert model(torch.zeros(2, 1, 17, 24)).shape == (2, 4, 1, 24 + 17)
+    seen = sight(trace(model, (1, 17, 24)), 17, 24)[:, 0].reshape(17, 24, 41)
+    for column in range(24):
+        assert seen[:, :, column].any(dim=0).nonzero().flatten().tolist() == _around(column, 24)
+    for row in range(17):
+        assert seen[:, :, 24 + row].any(dim=1).nonzero().flatten().tolist() == _around(row, 17)
+    assert bool(seen[:, 12, 12].all()) and bool(seen[8, :, 24 + 8].all())
+
+
+def _around(place: int, size: int) -> list[int]:
+    return [each for each in (place - 1, place, place + 1) if 0 <= each < size]
+
+
 @pytest.mark.parametrize("hidden", [None, 5, 8])
 def test_clipped_networks_begin_with_ten_times_the_mean_of_the_features_of_a_class(hidden):
     model = build(ModelSpec("bagnet_clipped", 1, 12, 13, 4, filters=2, hidden=hidden))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, cast, final
 
 from patchcert.bench.report import markdown
@@ -319,7 +319,19 @@ def _run(sources: Sources, name: str, what: str, shape: str = "") -> float | Non
     if what in ("loss", "seconds"):
         return run.training_loss if what == "loss" else run.training_seconds
     threat = f"Patch({shape}, everywhere)" if shape else run.training.split(", ", 3)[3].rpartition("), ")[0]
+    if what in ("mean", "spread", "seeds"):
+        proofs = [_proof_lines(sources, each, threat) for each in _seeds_of(sources, run)]
+        shares = [_share(lines, "certified") for lines in proofs]
+        return {"mean": fmean(shares), "spread": stdev(shares), "seeds": len(shares)}[what]
     return _share(_proof_lines(sources, run, threat), what)
+
+
+def _seeds_of(sources: Sources, run: ListedRun) -> tuple[ListedRun, ...]:
+    """The run and those that differ from it in their seed alone."""
+    specs = {each.path.name: each.spec for each in sources.found.all()}
+    own = specs[run.run]
+    alike = {name for name, spec in specs.items() if replace(spec, seed=own.seed) == own}
+    return tuple(each for each in sources.manifest.runs if each.run in alike)
 
 
 def _proof_lines(sources: Sources, run: ListedRun, threat: str) -> tuple[int, int, int]:
@@ -348,7 +360,7 @@ def _threat_of(line: Superseded) -> str:
 def _share(counts: tuple[int, int, int], what: str) -> float:
     images, right, proven = counts
     if what not in ("clean", "certified"):
-        raise InvalidInput(f"a run has no {what!r}", hint="clean, certified, loss or seconds")
+        raise InvalidInput(f"a run has no {what!r}", hint="clean, certified, mean, spread, seeds, loss or seconds")
     return 100 * (right if what == "clean" else proven) / images
 
 
