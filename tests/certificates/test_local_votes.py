@@ -96,7 +96,19 @@ class Crossed(nn.Module):
         return torch.cat([self.columns(images), turned], dim=self.dim)
 
 
+class Placed(nn.Module):
+    """Adds a number of its own to each column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.arange(9.0))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images + self.offset
+
+
 NETWORKS = {
+    "placed": nn.Sequential(Placed(), nn.Conv2d(1, 2, 3)),
     "crossed": nn.Sequential(Crossed(3), nn.ReLU()),
     "crossed, stacked": nn.Sequential(Crossed(-2)),
     "one convolution": nn.Sequential(nn.Conv2d(1, 2, 3)),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from patchcert.bounds import Interval, Network, Rounding, trace
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places
-from patchcert.bounds.operations import Concatenate, Operation, Permute, Reshape
+from patchcert.bounds.operations import Concatenate, Operation, Permute, Rescale, Reshape
 from patchcert.bounds.rounding import precise_arithmetic, subnormals_kept
 from patchcert.certificates.batches import FixedBatches, Precision, distances, largest
 from patchcert.certificates.checks import (
@@ -81,7 +81,7 @@ def reached_cells(
             continue
         area = FeatureMap.of(inputs[0].shape[1:])
         try:
-            places = Places.LOST if isinstance(step.operation, Reshape) else step.operation.places(area)
+            places = _places(step.operation, area)
         except NotCovered as error:
             raise UnsupportedLayer(
                 f"layer '{step.name}': {error}, so that its receptive fields are unknown",
@@ -100,6 +100,13 @@ def reached_cells(
         seen = reduce(torch.maximum, inputs)
         values.append(_through(places, seen) if isinstance(places, Geometry) else seen)
     return values[-1][:, 0].bool()
+
+
+def _places(operation: Operation, area: FeatureMap) -> Geometry | Places:
+    """What it does to places, where all that matters is what a cell sees: constants show it nothing."""
+    if isinstance(operation, Reshape):
+        return Places.LOST
+    return Places.KEPT if isinstance(operation, Rescale) else operation.places(area)
 
 
 def _moves_cells(operation: Operation) -> bool:
