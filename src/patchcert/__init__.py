@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from patchcert import zoo
+    from patchcert import models, zoo
     from patchcert.attacks import PatchAttack, SparseAttack
     from patchcert.bounds import Interval
     from patchcert.certificates import (
@@ -55,6 +55,7 @@ __all__ = [
     "load",
     "load_dataset",
     "masks_covering",
+    "models",
     "placement_margins",
     "resized_patch",
     "shapes",
@@ -79,7 +80,7 @@ _HOMES = {
     "patchcert.certificates.masking": ("DoubleMasking", "MaskedDetection"),
     "patchcert.data": ("load_dataset",),
     "patchcert.errors": ("PatchcertError",),
-    "patchcert.models": ("ModelSpec", "Normalize"),
+    "patchcert.models": ("ModelSpec", "Normalize", "models"),
     "patchcert.threats": ("Patch", "Patches", "SparsePixels", "shapes"),
     "patchcert.threats.masks": ("MaskSet", "masks_covering"),
     "patchcert.threats.resizing": ("resized_patch",),
