@@ -10,6 +10,7 @@ from torch import nn
 from attacked_models import PixelModel, normal
 from patchcert.attacks import PatchAttack, reference_patch_attack
 from patchcert.attacks.patch import random_order, vertices
+from patchcert.certificates import placement_margins
 from patchcert.errors import InvalidInput
 from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, SparsePixels, shapes
@@ -307,6 +308,40 @@ def test_progress_of_a_sweep_and_its_restarts_is_one(batch_size):
     # 16 placements of 5 points each, then 6 restarts of 5; each look of the ascents of a batch is told of.
     assert any(share == pytest.approx(80 / 110) for share in shares)
     assert shares[0] == pytest.approx(min(batch_size, 32) / 2 / 110)
+
+
+@pytest.mark.parametrize("margins", [None, placement_margins])
+def test_bounds_of_placements_and_restarts_are_one_progress(margins):
+    model, images = small_network(), random_images(3)
+    attack = PatchAttack(2, 0.1, 2, search="certificate", placement_margins=margins, early_stop=False)
+    reached: list[tuple[float, int]] = []
+    attack.run(
+        model, images, own_labels(model, images), Patch(2), progress=lambda *done: reached.append(done)
+    )
+    shares = [done / total for done, total in reached]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    restarts = len({share for share, (_, total) in zip(shares, reached, strict=True) if total == 3})
+    assert restarts == 3  # three looks of all ascents; what comes before them are bounds
+    assert len(reached) - reached.count((1, 1)) > restarts
+
+
+def test_a_search_by_bounds_is_told_of_in_parts_of_images():
+    model, images = small_network(), random_images(3)
+    reached: list[tuple[float, int]] = []
+    placement_margins(
+        model,
+        images,
+        own_labels(model, images),
+        Patch(2),
+        memory_budget=2**12,
+        progress=lambda *done: reached.append(done),
+    )
+    assert [total for _, total in reached] == [3] * len(reached)
+    done = [done for done, _ in reached]
+    assert done == sorted(done)
+    assert done[-1] == 3
+    assert done[0] == 0 < done[1] < 1
 
 
 @pytest.mark.parametrize("search", ["random", "sweep", "certificate"])

@@ -143,6 +143,10 @@ class Effort:
         self.job, self.record = job, record
         self.ahead, self.each, self.spent, self.open = float(looks), 0.0, 0, len(job.images)
 
+    def follow(self, share: float) -> None:
+        """Other work came first, which was this share of all."""
+        self.job = self.job.between(share, 1.0)
+
     def begin(self, ahead: float, each: float) -> None:
         """Ascents begin: so many looks are ahead of each open image, and one by all of them is worth `each`."""
         self.ahead, self.each = ahead, each

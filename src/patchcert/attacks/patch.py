@@ -1,5 +1,6 @@
 """The iterated sign-gradient attack on patches, with restarts and a choice of where to put them."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ from patchcert.attacks.views import ImageViews, OnCells, PerAscent, WindowViews,
 from patchcert.bounds import precise_arithmetic
 from patchcert.certificates import placement_margins as interval_placement_margins
 from patchcert.errors import InvalidInput, at_least
+from patchcert.progress import Overture
 from patchcert.tensors import Corners, Images, Labels
 from patchcert.threats import Patch
 
@@ -98,12 +100,23 @@ class PatchAttack(GradientAttack):
         if self.search == "random":
             return random_order(len(job.images), placements, job.generator).to(job.images.device)
         if self.search == "certificate":
-            bounds = self.placement_margins or interval_placement_margins
-            margins = bounds(target.surrogate, job.images, job.labels, ascents.patch)
-            leads = certificate_leads(margins.detach(), job.labels, placements)
+            leads = certificate_leads(self._bounded(target, ascents), job.labels, placements)
         else:
             leads = self._swept_leads(ascents, placements)
         return leads.argsort(dim=1, descending=True, stable=True)
+
+    def _bounded(self, target: AttackedModel, ascents: "_PatchAscents") -> Annotated[Tensor, "n p k"]:
+        """The lower bounds at every placement; their time is reported as a share of the whole attack's."""
+        job, work = ascents.job, (target.surrogate, ascents.job.images, ascents.job.labels, ascents.patch)
+        overture = None if job.progress is None else Overture(job.progress, ascents.seconds)
+        if self.placement_margins is not None:
+            margins = self.placement_margins(*work)
+        else:
+            margins = interval_placement_margins(*work, progress=overture)
+        if overture is not None:
+            overture(1, 1)
+            ascents.effort.follow(overture.share)
+        return margins.detach()
 
     def _swept_leads(self, ascents: "_PatchAscents", placements: int) -> PerPlacement:
         """The largest lead met at every placement by vertices and by a few steps."""
@@ -150,6 +163,19 @@ class _PatchAscents:
         view = self.views.at(torch.zeros_like(self.job.labels[:1]), self.corners[:1])
         point = self.job.images.flatten(1)[:1, view.cells[0]]
         return ascents_at_once(view.logits, point, self.attack.batch_size)
+
+    def seconds(self) -> float:
+        """About how long all restarts take if none succeeds, by a step that is timed once the device has warmed up."""
+        images, labels = self.job.images, self.job.labels
+        count = min(self.at_once, len(images) * self.attack.restarts)
+        owner = torch.arange(count, device=images.device) % len(images)
+        view = self.views.at(owner, self.corners[torch.zeros_like(owner)])
+        point, began = images.flatten(1)[owner[:, None], view.cells], 0.0
+        for _ in range(2):
+            began = time.perf_counter()
+            _, gradient = self.attack.gradient(view.logits, point, labels[owner])
+            gradient.cpu()
+        return (time.perf_counter() - began) * len(images) * self.attack.looks(self.job) / count
 
     def spend(
         self, order: Annotated[Tensor, "n q"], draw: Callable[[], Noise], restarts: int, steps: int
