@@ -12,15 +12,17 @@ from patchcert.attacks import (
     AttackSeries,
     AttackWithin,
     PatchAttack,
+    PatchesInTurn,
     SparseAttack,
     TransferAttack,
     strongest_attack,
 )
+from patchcert.attacks.base import AttackJob
 from patchcert.certificates import certify, placement_margins
 from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
 from patchcert.testing.conformance import seeded
-from patchcert.threats import Patch, SparsePixels
+from patchcert.threats import Patch, Patches, SparsePixels
 
 
 class Bright(nn.Module):
@@ -29,6 +31,14 @@ class Bright(nn.Module):
     def forward(self, images):
         value = images[:, 0, 0, 0]
         return torch.stack([0.5 - value, value - 0.5], dim=1)
+
+
+class Never(nn.Module):
+    """Says 0 of every image."""
+
+    def forward(self, images):
+        value = images[:, 0, 0, 0]
+        return torch.stack([2 + value, value], dim=1)
 
 
 class Mirror(Defense):
@@ -158,6 +168,39 @@ def test_progress_runs_over_all_stages():
     assert 0.5 in shares  # half of it is transferred, half knows the defense
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+
+
+def test_attacks_of_a_series_count_by_the_points_they_look_at():
+    reached: list[tuple[float, int]] = []
+    series = AttackSeries((PatchAttack(steps=8, restarts=3), PatchAttack(steps=2, restarts=1)))
+    images, labels = torch.zeros(2, 1, 3, 3), torch.zeros(2, dtype=torch.long)
+    series.run(Never(), images, labels, Patch(1), progress=lambda *done: reached.append(done))
+    shares = [done / total for done, total in reached]
+    assert shares == sorted(shares)
+    assert shares[0] == pytest.approx(3 / 30)  # three restarts look side by side, 27 and 3 looks are all
+    assert any(share == pytest.approx(27 / 30) for share in shares)
+    assert shares[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("attack", "threat", "looks"),
+    [
+        (PatchAttack(steps=4, restarts=3), Patch(1), 15),
+        (
+            PatchAttack(steps=4, restarts=3, search="sweep", sweep_steps=1, sweep_vertices=9),
+            Patch(1),
+            15 + 4 * 9,
+        ),
+        (SparseAttack(steps=4, restarts=3, selections=2), SparsePixels(1), 3 * 8),
+        (AttackWithin(PatchAttack(steps=4, restarts=3), Patch(1)), SparsePixels(1), 15),
+        (TransferAttack(PatchAttack(steps=4, restarts=3)), Patch(1), 15),
+        (PatchesInTurn(PatchAttack(steps=4, restarts=3), rounds=2), Patches(Patch(1), 3), 90),
+        (AttackSeries((PatchAttack(steps=4, restarts=3), PatchAttack(steps=0, restarts=1))), Patch(1), 16),
+    ],
+)
+def test_looks_are_counted_before_any_is_taken(attack, threat, looks):
+    job = AttackJob(torch.zeros(1, 1, 3, 3), torch.zeros(1, dtype=torch.long), threat, seeded(0))
+    assert attack.looks(job) == looks
 
 
 @pytest.mark.parametrize(

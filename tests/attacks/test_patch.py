@@ -10,6 +10,7 @@ from torch import nn
 from attacked_models import PixelModel, normal
 from patchcert.attacks import PatchAttack, reference_patch_attack
 from patchcert.attacks.patch import random_order, vertices
+from patchcert.certificates import placement_margins
 from patchcert.errors import InvalidInput
 from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, SparsePixels, shapes
@@ -289,8 +290,10 @@ def test_progress_reaches_its_total():
         Patch(1),
         progress=lambda done, total: reached.append((done, total)),
     )
-    assert [done / total for done, total in reached] == sorted(done / total for done, total in reached)
-    assert {(2, 5), (4, 5), (5, 5)} <= set(reached)
+    shares = [done / total for done, total in reached]
+    assert shares == sorted(shares)
+    # Two restarts side by side look twice, then two more, then the last one; each look is told of.
+    assert sorted(set(shares)) == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.9, 1.0])
 
 
 @pytest.mark.parametrize("batch_size", [1, 16, 1024])
@@ -302,11 +305,73 @@ def test_progress_of_a_sweep_and_its_restarts_is_one(batch_size):
     shares = [done / total for done, total in reached]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    # 16 placements of 5 points each, then 6 restarts of 5: half of the ascents of a batch are told of half-way.
+    # 16 placements of 5 points each, then 6 restarts of 5; each look of the ascents of a batch is told of.
     assert any(share == pytest.approx(80 / 110) for share in shares)
-    assert shares[0] == pytest.approx(
-        max(1, min(batch_size // 2, 16)) * 5 / 110 / (4 if batch_size == 1 else 2)
+    assert shares[0] == pytest.approx(min(batch_size, 32) / 2 / 110)
+
+
+@pytest.mark.parametrize("margins", [None, placement_margins])
+def test_bounds_of_placements_and_restarts_are_one_progress(margins):
+    model, images = small_network(), random_images(3)
+    attack = PatchAttack(2, 0.1, 2, search="certificate", placement_margins=margins, early_stop=False)
+    reached: list[tuple[float, int]] = []
+    attack.run(
+        model, images, own_labels(model, images), Patch(2), progress=lambda *done: reached.append(done)
     )
+    shares = [done / total for done, total in reached]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    restarts = len({share for share, (_, total) in zip(shares, reached, strict=True) if total == 3})
+    assert restarts == 3  # three looks of all ascents; what comes before them are bounds
+    assert len(reached) - reached.count((1, 1)) > restarts
+
+
+def test_a_search_by_bounds_is_told_of_in_parts_of_images():
+    model, images = small_network(), random_images(3)
+    reached: list[tuple[float, int]] = []
+    placement_margins(
+        model,
+        images,
+        own_labels(model, images),
+        Patch(2),
+        memory_budget=2**12,
+        progress=lambda *done: reached.append(done),
+    )
+    assert [total for _, total in reached] == [3] * len(reached)
+    done = [done for done, _ in reached]
+    assert done == sorted(done)
+    assert done[-1] == 3
+    assert done[0] == 0 < done[1] < 1
+
+
+@pytest.mark.parametrize("search", ["random", "sweep", "certificate"])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_ascents_that_are_too_much_work_for_a_batch_find_the_same(search, early_stop, monkeypatch):
+    model, threat, images = small_network(), Patch(1), random_images(9)
+    labels = own_labels(model, images)
+    attack = PatchAttack(12, 0.1, 5, search=search, early_stop=early_stop, check_every=5)
+    whole, cut = seeded(3), seeded(3)
+    expected = attack.run(model, images, labels, threat, whole)
+    monkeypatch.setattr("patchcert.attacks.climbing.WORK_AT_ONCE", 1)
+    found = attack.run(model, images, labels, threat, cut)
+    assert torch.equal(whole.get_state(), cut.get_state())
+    assert torch.equal(found.succeeded, expected.succeeded)
+    assert 0 < int(found.succeeded.sum()) < 9
+    same = ~found.succeeded if early_stop else torch.ones(9, dtype=torch.bool)
+    torch.testing.assert_close(found.adversarial[same], expected.adversarial[same])
+    assert torch.equal(found.steps[same], expected.steps[same])
+
+
+def test_images_that_an_earlier_part_broke_cost_later_parts_nothing(monkeypatch):
+    monkeypatch.setattr("patchcert.attacks.climbing.WORK_AT_ONCE", 1)
+    images, labels = torch.zeros(4, 1, 2, 2), torch.zeros(4, dtype=torch.long)
+    model = nn.Sequential(PixelModel(0, 0, 0.4), nn.Linear(2, 2))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.eye(2))
+        model[1].bias.zero_()
+    result = PatchAttack(10, 0.5, 50, check_every=10).run(model, images, labels, Patch(2))
+    assert result.succeeded.all()
+    assert (result.steps == 10).all()
 
 
 def test_no_images_give_an_empty_result():

@@ -399,6 +399,13 @@ class Attack(ABC):
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest member found for every image, whether or not the model gets it wrong."""
 
+    def looks(self, job: AttackJob) -> int:
+        """How many points of each image it looks at if it breaks none: by these, stages of work are weighed.
+
+        1 where they are not counted.
+        """
+        return 1
+
     @property
     def needs_all_images(self) -> bool:
         """Whether what is found for one image serves all, so that they cannot be attacked block by block."""

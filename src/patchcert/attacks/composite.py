@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import ClassVar, Self, final
 
 import torch
@@ -26,6 +27,10 @@ class WrappedAttack(Attack):
     def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """That of the inner attack."""
         return self.attack.batch_size
+
+    def looks(self, job: AttackJob) -> int:
+        """Those of the inner attack, as far as they are known without the target."""
+        return self.attack.looks(job)
 
     @property
     def needs_all_images(self) -> bool:
@@ -69,8 +74,9 @@ class AdaptiveAttack(WrappedAttack):
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest image for the defended model out of all attempts."""
         attempts = surrogate_attempts(self.attack, target)
-        transferred = TransferAttack(self.attack).propose(target, job.in_round(0, len(attempts) + 1))
-        return strongest(target, attempts, job, transferred, self.batch_size)
+        first = 1 / (len(attempts) + 1)
+        transferred = TransferAttack(self.attack).propose(target, job.between(0.0, first))
+        return strongest(target, attempts, job.between(first, 1.0), transferred, self.batch_size)
 
 
 @final
@@ -89,10 +95,12 @@ class AdaptiveAfterTransfer(WrappedAttack):
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest image for the defended model; those wrong by themselves are unchanged."""
         attempts = surrogate_attempts(self.attack, target)
-        transferred = TransferAttack(self.first).propose(target, job.in_round(0, len(attempts) + 1))
+        first = 1 / (len(attempts) + 1)
+        transferred = TransferAttack(self.first).propose(target, job.between(0.0, first))
         clean = target.evaluate(job.images, job.labels, self.batch_size).predictions
         right = (clean == job.labels).nonzero().flatten()
-        found = strongest(target, attempts, job.part(right), transferred.part(right), self.batch_size)
+        rest = job.part(right).between(first, 1.0)
+        found = strongest(target, attempts, rest, transferred.part(right), self.batch_size)
         return Findings.unchanged(job.images).updated(right, found)
 
 
@@ -116,6 +124,10 @@ class AttackSeries(Attack):
     def needs_all_images(self) -> bool:
         """Whether any of the attacks does."""
         return any(attack.needs_all_images for attack in self.attacks)
+
+    def looks(self, job: AttackJob) -> int:
+        """Those of all attacks."""
+        return sum(attack.looks(job) for attack in self.attacks)
 
     def exhaustive(self) -> Self:
         """The same attacks, each of which continues after a success, to the largest margin."""
@@ -143,6 +155,10 @@ class AttackWithin(WrappedAttack):
         found = self.attack.propose(target, replace(job, threat=self.threat))
         return replace(found, placement=torch.full_like(found.placement, -1))
 
+    def looks(self, job: AttackJob) -> int:
+        """Those of the inner attack within its own threat."""
+        return self.attack.looks(replace(job, threat=self.threat))
+
 
 @final
 @dataclass(frozen=True)
@@ -161,12 +177,7 @@ class PatchesInTurn(WrappedAttack):
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest image met with no more patches than the threat has; it has no one placement."""
-        threat = job.threat
-        if not isinstance(threat, Patches):
-            raise InvalidInput(
-                f"PatchesInTurn attacks with Patches, got {threat}",
-                hint="give the attack that it turns to itself",
-            )
+        threat = _patches_of(job)
         shown, best = _Shown(threat.patch, job.images, threat.count), Findings.unchanged(job.images)
         margins = target.evaluate(job.images, job.labels, self.batch_size).margins
         turns = self.rounds * threat.count
@@ -182,6 +193,21 @@ class PatchesInTurn(WrappedAttack):
             best = best.updated(left, better(best.part(left), found, reached > margins[left]))
             margins = margins.index_copy(0, left, torch.maximum(margins[left], reached))
         return replace(best, placement=torch.full_like(best.placement, -1))
+
+    def looks(self, job: AttackJob) -> int:
+        """Those of the inner attack in each turn of each patch."""
+        threat = _patches_of(job)
+        return self.rounds * threat.count * self.attack.looks(replace(job, threat=threat.patch))
+
+
+def _patches_of(job: AttackJob) -> Patches:
+    """The threat, which must be several patches."""
+    if not isinstance(job.threat, Patches):
+        raise InvalidInput(
+            f"PatchesInTurn attacks with Patches, got {job.threat}",
+            hint="give the attack that it turns to itself",
+        )
+    return job.threat
 
 
 @final
@@ -222,11 +248,12 @@ def strongest(
     """The best of `start` and all attempts by the margin on `target`; broken images are spared later attempts."""
     best = start
     margins = target.evaluate(start.images, job.labels, batch_size).margins
-    for number, attempt in enumerate(attempts):
+    looks = list(accumulate((attempt.attack.looks(job) for attempt in attempts), initial=0))
+    for attempt, (before, after) in zip(attempts, pairwise(looks), strict=True):
         left = (margins <= 0).nonzero().flatten()
         if not len(left):
             break
-        part = job.part(left).in_round(number + 1, len(attempts) + 1)
+        part = job.part(left).between(before / looks[-1], after / looks[-1])
         found = attempt.attack.propose(attempt.target, part)
         reached = target.evaluate(found.images, part.labels, batch_size).margins
         best = best.updated(left, better(best.part(left), found, reached > margins[left]))

@@ -1,8 +1,9 @@
 """The iterated sign-gradient attack on patches, with restarts and a choice of where to put them."""
 
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal, final, get_args
 
 import torch
@@ -12,9 +13,11 @@ from patchcert.attacks.base import AttackedModel, AttackJob, AttackResult, Findi
 from patchcert.attacks.climbing import (
     LOSSES,
     Climbers,
+    Effort,
     GradientAttack,
     Loss,
     Record,
+    ascents_at_once,
     check_choice,
     segments_of,
 )
@@ -22,6 +25,7 @@ from patchcert.attacks.views import ImageViews, OnCells, PerAscent, WindowViews,
 from patchcert.bounds import precise_arithmetic
 from patchcert.certificates import placement_margins as interval_placement_margins
 from patchcert.errors import InvalidInput, at_least
+from patchcert.progress import Overture
 from patchcert.tensors import Corners, Images, Labels
 from patchcert.threats import Patch
 
@@ -49,8 +53,9 @@ class PatchAttack(GradientAttack):
     there are no more, otherwise random ones. They need no gradient, which helps against a model whose
     gradient says little: a defense that decides by a threshold is blind to it between two steps.
 
-    Images and restarts share batches of `batch_size`; broken images leave them every `check_every` steps. The
-    cross entropy of a very sure model has no gradient in floating point; the margin always has one.
+    Images and restarts share batches of `batch_size`; broken images leave them every `check_every` steps. On a CPU the
+    batch of a large network runs in parts (`ascents_at_once`), from the same random starts. The cross entropy of a very
+    sure model has no gradient in floating point; the margin always has one.
     """
 
     steps: int = 150
@@ -74,24 +79,20 @@ class PatchAttack(GradientAttack):
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest patched image met, at any placement and restart."""
-        patch, images = job.threat, job.images
-        if not isinstance(patch, Patch):
-            raise InvalidInput(
-                f"PatchAttack attacks with a Patch, got {patch}",
-                hint="use SparseAttack for SparsePixels, PatchesInTurn(PatchAttack()) for Patches",
-            )
-        record = Record(target, images, job.labels)
-        ascents = _PatchAscents(self, job, patch, patch_views(target.surrogate, images, patch), record)
-        before, after = self._swept_points(ascents), self.restarts * (self.steps + 1)
-        share = before / (before + after)
-        order = self._order(target, replace(ascents, job=job.between(0.0, share)))
-        ascents = replace(ascents, job=job.between(share, 1.0))
+        patch, images = _patch_of(job), job.images
+        effort = Effort(job, Record(target, images, job.labels), self.looks(job))
+        ascents = _PatchAscents(self, job, patch, patch_views(target.surrogate, images, patch), effort)
+        order = self._order(target, ascents)
         ascents.spend(order, lambda: noise(images, patch, job.generator), self.restarts, self.steps)
         return ascents.findings()
 
-    def _swept_points(self, ascents: "_PatchAscents") -> int:
-        """How many points of each image a sweep looks at before the restarts."""
-        return (self.sweep_vertices + self.sweep_steps + 1) * len(ascents.corners) * (self.search == "sweep")
+    def looks(self, job: AttackJob) -> int:
+        """At every placement in a sweep, and from every restart; what a certificate takes to bound is not counted."""
+        patch, points = _patch_of(job), self.restarts * (self.steps + 1)
+        if self.search != "sweep":
+            return points
+        vertices = min(self.sweep_vertices, 2 ** (job.images.shape[1] * patch.pixels))
+        return points + (vertices + self.sweep_steps + 1) * len(patch.placements(*job.images.shape[2:]))
 
     def _order(self, target: AttackedModel, ascents: "_PatchAscents") -> PerPlacement:
         """The placements of every image, in the order in which restarts take them."""
@@ -99,12 +100,23 @@ class PatchAttack(GradientAttack):
         if self.search == "random":
             return random_order(len(job.images), placements, job.generator).to(job.images.device)
         if self.search == "certificate":
-            bounds = self.placement_margins or interval_placement_margins
-            margins = bounds(target.surrogate, job.images, job.labels, ascents.patch)
-            leads = certificate_leads(margins.detach(), job.labels, placements)
+            leads = certificate_leads(self._bounded(target, ascents), job.labels, placements)
         else:
             leads = self._swept_leads(ascents, placements)
         return leads.argsort(dim=1, descending=True, stable=True)
+
+    def _bounded(self, target: AttackedModel, ascents: "_PatchAscents") -> Annotated[Tensor, "n p k"]:
+        """The lower bounds at every placement; their time is reported as a share of the whole attack's."""
+        job, work = ascents.job, (target.surrogate, ascents.job.images, ascents.job.labels, ascents.patch)
+        overture = None if job.progress is None else Overture(job.progress, ascents.seconds)
+        if self.placement_margins is not None:
+            margins = self.placement_margins(*work)
+        else:
+            margins = interval_placement_margins(*work, progress=overture)
+        if overture is not None:
+            overture(1, 1)
+            ascents.effort.follow(overture.share)
+        return margins.detach()
 
     def _swept_leads(self, ascents: "_PatchAscents", placements: int) -> PerPlacement:
         """The largest lead met at every placement by vertices and by a few steps."""
@@ -112,30 +124,58 @@ class PatchAttack(GradientAttack):
         every = torch.arange(placements, device=images.device).expand(len(images), -1)
         starts = [(vertex, 0) for vertex in vertices(images, patch, self.sweep_vertices, generator)]
         starts.append((noise(images, patch, generator), self.sweep_steps))
-        leads, job = images.new_full((len(images), placements), -torch.inf), ascents.job
-        for number, (start, steps) in enumerate(starts):
-            total = len(starts) + self.sweep_steps
-            ascents = replace(ascents, job=job.between(number / total, (number + 1 + steps) / total))
+        leads = images.new_full((len(images), placements), -torch.inf)
+        for start, steps in starts:
             leads = torch.maximum(leads, ascents.spend(every, lambda start=start: start, placements, steps))
         return leads
+
+
+def _patch_of(job: AttackJob) -> Patch:
+    """The threat, which must be one patch."""
+    if not isinstance(job.threat, Patch):
+        raise InvalidInput(
+            f"PatchAttack attacks with a Patch, got {job.threat}",
+            hint="use SparseAttack for SparsePixels, PatchesInTurn(PatchAttack()) for Patches",
+        )
+    return job.threat
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class _PatchAscents:
-    """The ascents of an attack with one patch; what they find is gathered in `record`."""
+    """The ascents of an attack with one patch; what they find is gathered in the record of their effort."""
 
     attack: PatchAttack
     job: AttackJob
     patch: Patch
     views: ImageViews | WindowViews
-    record: Record
+    effort: Effort
 
     @cached_property
     def corners(self) -> Corners:
         """All allowed corners."""
         height, width = self.job.images.shape[2:]
         return self.patch.placements(height, width).corners.to(self.job.images.device)
+
+    @cached_property
+    def at_once(self) -> int:
+        """How many of them run side by side."""
+        view = self.views.at(torch.zeros_like(self.job.labels[:1]), self.corners[:1])
+        point = self.job.images.flatten(1)[:1, view.cells[0]]
+        return ascents_at_once(view.logits, point, self.attack.batch_size)
+
+    def seconds(self) -> float:
+        """About how long all restarts take if none succeeds, by a step that is timed once the device has warmed up."""
+        images, labels = self.job.images, self.job.labels
+        count = min(self.at_once, len(images) * self.attack.restarts)
+        owner = torch.arange(count, device=images.device) % len(images)
+        view = self.views.at(owner, self.corners[torch.zeros_like(owner)])
+        point, began = images.flatten(1)[owner[:, None], view.cells], 0.0
+        for _ in range(2):
+            began = time.perf_counter()
+            _, gradient = self.attack.gradient(view.logits, point, labels[owner])
+            gradient.cpu()
+        return (time.perf_counter() - began) * len(images) * self.attack.looks(self.job) / count
 
     def spend(
         self, order: Annotated[Tensor, "n q"], draw: Callable[[], Noise], restarts: int, steps: int
@@ -145,46 +185,30 @@ class _PatchAscents:
         `draw` is called once per restart for noise for all images, including broken ones, so that a restart does
         not depend on how batches were cut. Returns the largest lead met at every placement.
         """
-        size = self.attack.batch_size
         leads = self.job.images.new_full((len(self.job.images), len(self.corners)), -torch.inf)
-        for still_open, turns in self.attack.turns(self.record, self.job, restarts):
+        for still_open, turns in self.attack.turns(self.effort.record, restarts):
             starts = torch.cat([draw()[still_open] for _ in turns])
             columns = torch.arange(turns.start, turns.stop, device=still_open.device) % order.shape[1]
             owner = still_open.repeat(len(turns))
             placement = order[owner, columns.repeat_interleave(len(still_open))]
-            parts = list(zip(owner.split(size), placement.split(size), starts.split(size), strict=True))
-            for number, part in enumerate(parts):
-                each = len(turns) / len(parts)
-                note = partial(self._note, restarts, turns.start + each * number, each)
-                rest = self._climbed(*part, steps, note)
+            for rows in self.attack.parts(self.effort, owner, self.at_once, steps + 1):
+                rest = self._climbed(owner[rows], placement[rows], starts[rows], steps)
                 place = (rest.owner, rest.placement)
                 leads[place] = torch.maximum(leads[place], rest.lead)
         return leads
 
-    def _note(self, restarts: int, before: float, each: float, share: float) -> None:
-        """Report that a share of a part is done, which is as much as `each` restarts."""
-        self.job.report(min(before + each * share, restarts), restarts)
-
     def findings(self) -> Findings:
         """The best image of every attacked image and where its patch lies."""
-        found = self.record.placement[:, None]
-        corners = self.corners[self.record.placement.clamp(min=0)]
-        return Findings(self.record.images, torch.where(found >= 0, corners, -1), self.record.steps)
+        record = self.effort.record
+        corners = self.corners[record.placement.clamp(min=0)]
+        return Findings(record.images, torch.where(record.placement[:, None] >= 0, corners, -1), record.steps)
 
-    def _climbed(
-        self,
-        owner: PerAscent,
-        placement: PerAscent,
-        starts: OnCells,
-        steps: int,
-        note: Callable[[float], None],
-    ) -> Climbers:
-        """One batch of ascents after their steps, without those on images that were broken."""
+    def _climbed(self, owner: PerAscent, placement: PerAscent, starts: OnCells, steps: int) -> Climbers:
+        """One part of the ascents after their steps, without those on images that were broken."""
         view = self.views.at(owner, self.corners[placement])
         start = self.job.images.flatten(1)[owner[:, None], view.cells] + starts
         climbers = Climbers.at(owner, placement, view, start)
-        segments = segments_of(steps, self.attack.check_every)
-        return self.attack.ascend(climbers, self.record, segments, note)
+        return self.attack.ascend(climbers, self.effort, segments_of(steps, self.attack.check_every))
 
 
 def noise(images: Images, patch: Patch, generator: Generator) -> Noise:

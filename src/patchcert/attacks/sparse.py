@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.attacks.base import AttackedModel, AttackJob, Findings
-from patchcert.attacks.climbing import Climbers, GradientAttack, Loss, Record
+from patchcert.attacks.climbing import Climbers, Effort, GradientAttack, Loss, Record, ascents_at_once
 from patchcert.attacks.views import AscentImages, ImageView, PerAscent, put
 from patchcert.errors import InvalidInput, at_least
 from patchcert.tensors import Images, Labels
@@ -44,23 +44,36 @@ class SparseAttack(GradientAttack):
             raise InvalidInput(
                 f"SparseAttack attacks with SparsePixels, got {threat}", hint="use PatchAttack for a Patch"
             )
-        record = Record(target, images, job.labels)
-        for still_open, turns in self.turns(record, job, self.restarts):
-            starts = [
-                (threat.sample(images, job.generator) if turn else images)[still_open] for turn in turns
-            ]
-            owners = still_open.repeat(len(turns)).split(self.batch_size)
-            for owner, start in zip(owners, torch.cat(starts).split(self.batch_size), strict=True):
-                self._climb(record, threat, owner, start)
+        effort = Effort(job, Record(target, images, job.labels), self.looks(job))
+        at_once = ascents_at_once(target.surrogate, images[:1], self.batch_size)
+        for still_open, turns in self.turns(effort.record, self.restarts):
+            starts = torch.cat(
+                [(threat.sample(images, job.generator) if turn else images)[still_open] for turn in turns]
+            )
+            owner = still_open.repeat(len(turns))
+            for rows in self.parts(effort, owner, at_once, self._looks_of_ascent):
+                self._climb(effort, threat, owner[rows], starts[rows])
+        record = effort.record
         return Findings(record.images, Findings.unchanged(images).placement, record.steps)
 
-    def _climb(self, record: Record, threat: SparsePixels, owner: PerAscent, current: AscentImages) -> None:
+    def looks(self, job: AttackJob) -> int:
+        """From every restart."""
+        return self.restarts * self._looks_of_ascent
+
+    @property
+    def _looks_of_ascent(self) -> int:
+        """Its steps, and before and after each selection one more."""
+        return self.steps + 2 * self.selections
+
+    def _climb(self, effort: Effort, threat: SparsePixels, owner: PerAscent, current: AscentImages) -> None:
         """One ascent per owner: choose pixels, climb, choose again from where the climb ended."""
+        record = effort.record
         model = record.target.surrogate
         for steps in self._shares():
             _, gradient = self.gradient(model, current, record.labels[owner])
+            effort.look(len(owner))
             climbers = freed(model, owner, record.clean[owner], current, gradient, threat)
-            climbers = self.ascend(climbers, record, [steps] if steps else [])
+            climbers = self.ascend(climbers, effort, [steps] if steps else [])
             if not len(climbers):
                 return
             owner = climbers.owner

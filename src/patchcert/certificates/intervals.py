@@ -223,10 +223,15 @@ class _Proof:
         )
 
     def chunks(self) -> Iterator[slice]:
-        """Slices of images that fit the budget, whose logits are checked; progress is reported after each."""
+        """Slices of images that fit the budget, whose logits are checked; progress is reported before and after each.
+
+        Intervals report within a slice too, placement by placement.
+        """
         count, size = len(self.images), 1
         if count:
             size = images_within(self.network, self.images, self.threat, self.classes, self.image_budget)
+        if self.progress is not None:
+            self.progress(0, count)
         for start in range(0, count, size):
             stop = min(start + size, count)
             rows = slice(start, stop)
@@ -316,10 +321,21 @@ class _Proof:
     def margins(self, chunk: slice) -> PlacementMargins:
         """The margins of some of the images at every placement, by intervals."""
         if self.sweep is not None:
-            return self.sweep.margins(self._clean_pass(chunk), self.labels[chunk], rounding=self.rounding)
+            clean, labels, note = self._clean_pass(chunk), self.labels[chunk], self._within(chunk)
+            return self.sweep.margins(clean, labels, rounding=self.rounding, progress=note)
         assert isinstance(self.threat, Patch)
         corners = self.threat.placements(*self.images.shape[-2:]).corners
         return torch.cat(list(self._dense(chunk, corners)), dim=1)
+
+    def _within(self, chunk: slice) -> Progress | None:
+        """What placements of some of the images are reported to.
+
+        Nothing where they are only the first of the work, or a device is not yet as far as what it was told.
+        """
+        report, count = self.progress, len(self.images)
+        if report is None or self.refinement is not None or self.images.device.type != "cpu":
+            return None
+        return lambda done, total: report(chunk.start + (chunk.stop - chunk.start) * done / total, count)
 
     def _dense(self, chunk: slice, corners: Annotated[Tensor, "p ... 2"]) -> Iterator[PlacementMargins]:
         """The margins of some of the images at all corners, or sets of corners, as many at a time as fit."""
@@ -328,8 +344,12 @@ class _Proof:
         images, labels, threat = self.images[chunk], self.labels[chunk], self.threat
         assert isinstance(threat, Patch | Patches)
         size = rows_within(self.network, images, self.budget, unfolded=True)
+        done, note = 0, self._within(chunk)
         for some in corners.to(images.device).split(size):
             yield dense_margins(self.network, images, labels, threat, some, rounding=self.rounding)
+            done += len(some)
+            if note is not None:
+                note(done, len(corners))
 
     def _clean_pass(self, chunk: slice) -> Clean:
         images = self.images[chunk]

@@ -109,7 +109,7 @@ def attack(
     save_images: Annotated[
         bool, typer.Option("--save-images", help="Keep the broken images in the evidence.")
     ] = False,
-    batch_size: Annotated[int | None, options.number_option("Images and restarts at once.")] = None,
+    batch_size: Annotated[int | None, options.number_option("Images and restarts at once, at most.")] = None,
     device: options.Device = "auto",
     threads: options.Threads = None,
     out: options.EvidenceFile = None,

@@ -10,7 +10,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from patchcert.certificates import AnyThreat, method_named
 from patchcert.comparison.leaderboard import EVERYWHERE, NO_OUTSIDE_DATA, Cost, Counted, Row, Seeds, Source
@@ -28,6 +27,7 @@ from patchcert.evidence.results import (
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build
 from patchcert.models.imagenet import IMAGENET_WEIGHTS, build_imagenet
+from patchcert.models.work import multiply_adds
 from patchcert.report.summary import read_test_evidence
 from patchcert.threats import Patch, shapes
 from patchcert.train.run_folder import EVIDENCE, Run
@@ -302,11 +302,7 @@ def imagenet_size(name: str) -> tuple[int, int]:
 
 
 def _counted(model: nn.Module, blank: torch.Tensor) -> tuple[int, int]:
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
-        model(blank)
-    parameters = sum(each.numel() for each in model.parameters())
-    return parameters, counter.get_total_flops() // 2  # a product and a sum are two of what is counted
+    return sum(each.numel() for each in model.parameters()), multiply_adds(model, blank)
 
 
 def _blank(model: nn.Module, spec: ModelSpec) -> torch.Tensor:

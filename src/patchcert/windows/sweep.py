@@ -20,6 +20,7 @@ from patchcert.bounds.operations import (
     is_relu,
 )
 from patchcert.bounds.rounding import summed_roundings
+from patchcert.progress import Progress
 from patchcert.tensors import Epsilon, Images, Labels, Margins, PlacementMargins
 from patchcert.threats import Patch, Patches, SparsePixels
 from patchcert.windows.layout import Layout
@@ -266,17 +267,23 @@ class PlacementSweep:
         epsilon: Epsilon = 1.0,
         rounding: Rounding = NEAREST,
         dtype: torch.dtype | None = None,
+        progress: Progress | None = None,
     ) -> PlacementMargins:
         """Margins at every placement, as many of them at a time as the memory budget allows.
 
         `dtype` is that of the windows, by default the images'. Half precision, for margins that need not be
         sound, has the digits of TF32 at half the memory; `takes_half_precision` says where it can be used.
+        `progress` is told of placements.
         """
         shared = SharedByPasses(self.layout, clean, rounding)
         head = MergedHead.of(self.layout.network, clean, labels)
-        changes = [
-            change for group in self.groups for change in self._changes(shared, head, group, epsilon, dtype)
-        ]
+        changes, done = list[MarginChanges](), 0
+        for group in self.groups:
+            for change in self._changes(shared, head, group, epsilon, dtype):
+                changes.append(change)
+                done += change.shift.shape[1]
+                if progress is not None:
+                    progress(done, len(self.order))
         margins = head.margins(MarginChanges.joined(changes), rounding)
         if len(self.groups) > 1:
             margins = margins.index_select(1, self.order)

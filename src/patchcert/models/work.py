@@ -1,0 +1,58 @@
+"""How much work a model is."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+@torch.no_grad()
+def multiply_adds(function: Callable[[Tensor], object], inputs: Tensor) -> int:
+    """The multiplications with an addition that one call takes in convolutions and products of matrices.
+
+    They are counted as they are computed, whatever the function is made of; what is compiled, as it was written. No
+    module gets a hook, which bounds would refuse.
+    """
+    counter = _Counter()
+    with counter, _uncompiled():
+        function(inputs)
+    return counter.operations // 2  # a product and a sum are two of what is counted
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """No function runs compiled in this context. Where the compiler is not loaded, none is."""
+    is_loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+
+
+@final
+class _Counter(TorchDispatchMode):
+    """Counts the operations for which PyTorch has a formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: the first count would load the compiler of PyTorch, which takes a second, only to be left out of it."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an operator of PyTorch, which has no public type
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operator returns
+        named = kwargs or {}
+        result = func(*args, **named)
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.operations += formula(*args, **named, out_val=result)
+        return result
