@@ -148,18 +148,18 @@ class Effort:
         self.job = self.job.between(share, 1.0)
 
     def begin(self, ahead: float, each: float) -> None:
-        """Ascents begin: so many looks are ahead of each open image, and one by all of them is worth `each`."""
+        """Ascents begin with `ahead` looks left for each open image; one look by all of them is worth `each` of these."""
         self.ahead, self.each = ahead, each
 
     def look(self, ascents: int) -> None:
-        """So many ascents have looked once more, or will have: only a CPU is as far as what it was told."""
+        """These ascents have looked once more, or will have: only a CPU is as far as what it was told."""
         self.spent += ascents
         self.ahead -= self.each
         if self.job.images.device.type == "cpu":
             self._report()
 
     def settle(self, still_open: int) -> None:
-        """All looks are over, and so many images are still open."""
+        """All looks are over, and `still_open` images are not broken."""
         self.open = still_open
         self._report()
 
@@ -213,7 +213,7 @@ class GradientAttack(Attack):
     def parts(self, effort: Effort, owner: PerAscent, at_once: int, looks: int) -> Iterator[Rows]:
         """The ascents of each owner in parts of at most `at_once`, without those on images that an earlier part broke.
 
-        Every open image owns equally many of them, and each has so many looks.
+        Every open image owns equally many of them, and each looks `looks` times.
         """
         rows = torch.arange(len(owner), device=owner.device).split(at_once)
         each = len(owner) / max(effort.open, 1) / len(rows)
