@@ -232,3 +232,34 @@ def test_what_cannot_be_attacked_so_is_refused():
         TransformedAttack(samples=0)
     with pytest.raises(InvalidInput, match="steps is -1"):
         TransformedAttack(steps=-1)
+
+
+@pytest.mark.parametrize("kind", ["universal", "transformed"])
+def test_steps_in_parts_find_what_whole_steps_find_and_report_every_part(kind, monkeypatch):
+    model = randomise(nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2)), seeded(3))
+    images = torch.rand(20, 1, 6, 6, generator=seeded(4))
+    labels, transform = model(images).argmax(dim=1), Transform(rotation=15, shift=1)
+    attack = (
+        UniversalAttack(images[:11], labels[:11], transform, steps=3)
+        if kind == "universal"
+        else TransformedAttack(transform, steps=3, restarts=2, samples=2)
+    )
+
+    def found(work):
+        monkeypatch.setattr("patchcert.attacks.climbing.WORK_AT_ONCE", work)
+        reports = list[float]()
+        result = attack.run(
+            model,
+            images,
+            labels,
+            pc.Patch(3),
+            seeded(5),
+            progress=lambda done, total: reports.append(done / total),
+        )
+        return result, reports
+
+    (whole, few), (cut, many) = found(2**34), found(0)
+    assert torch.equal(whole.succeeded, cut.succeeded)
+    assert torch.allclose(whole.adversarial, cut.adversarial, atol=1e-5)
+    assert many == sorted(many) and len(many) > 2 * len(few)
+    assert many[-1] == few[-1] == 1

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.attacks.base import AttackedModel, AttackJob, Findings
-from patchcert.attacks.climbing import GradientAttack, Loss
+from patchcert.attacks.climbing import GradientAttack, Loss, ascents_at_once
 from patchcert.attacks.composite import better
 from patchcert.attacks.views import put, stamp_cells, stamp_offsets
 from patchcert.certificates.checks import check_inputs
@@ -135,6 +135,23 @@ class Printer:
         return drawn.to(images.device)
 
 
+@final
+class Climb:
+    """The steps of printed patches on one model: what shows them, how many images run at once, and what is done.
+
+    `looks` are all images that all steps show.
+    """
+
+    def __init__(self, model: nn.Module, printer: Printer, job: AttackJob, size: int, looks: int) -> None:
+        self.model, self.printer, self.job, self.looks, self.done = model, printer, job, looks, 0
+        self.at_once = ascents_at_once(model, job.images[:1], size)
+
+    def looked(self, images: int) -> None:
+        """Report that the model has looked at more images."""
+        self.done += images
+        self.job.report(len(self.job.images) * self.done / self.looks, len(self.job.images))
+
+
 class PrintedAttack(GradientAttack):
     """What attacks with printed patches share; `trials` fresh draws are shown of each image, the strongest counts."""
 
@@ -158,18 +175,20 @@ class PrintedAttack(GradientAttack):
         return Printer(threat, self.transform, generator)
 
     def climbed(
-        self,
-        model: nn.Module,
-        printer: Printer,
-        contents: Shared,
-        images: Images,
-        labels: Labels,
-        corners: CornersOf,
+        self, climb: "Climb", contents: Shared, images: Images, labels: Labels, corners: CornersOf
     ) -> Shared:
-        """The contents after one sign-gradient step on the loss of the images that show them."""
-        _, gradient = self.gradient(
-            lambda point: model(printer.show(images, corners, point)), contents, labels
-        )
+        """The contents after one sign-gradient step on the loss of the images that show them.
+
+        The loss is a sum over images, so that its gradient is gathered from as many of them at a time as a step allows.
+        """
+        with torch.enable_grad():
+            point = contents.detach().requires_grad_()
+            shown = climb.printer.show(images, corners, point)
+        parts, size = list[Tensor](), climb.at_once
+        for some, own in zip(shown.detach().split(size), labels.split(size), strict=True):
+            parts.append(self.gradient(climb.model, some, own)[1])
+            climb.looked(len(own))
+        (gradient,) = torch.autograd.grad(shown, point, torch.cat(parts))
         return torch.add(contents, gradient.sign(), alpha=self.step_size).clamp(0, 1)
 
     @torch.no_grad()
@@ -242,13 +261,14 @@ class UniversalAttack(PrintedAttack):
         """Of all restarts the patch that misleads most of the images it is learned on."""
         images, labels = self.images.to(job.images), self.labels.to(job.labels)
         best, most = printer.noise(images[:1]), -1
-        for restart in range(self.restarts):
+        looks = self.restarts * self.steps * min(self.batch_size, len(images))
+        climb = Climb(model, printer, job, self.batch_size, looks)
+        for _ in range(self.restarts):
             content = printer.noise(images[:1])
-            for step in range(self.steps):
+            for _ in range(self.steps):
                 rows = self._batch(job.generator).to(images.device)
                 corners = printer.corners(images[rows])
-                content = self.climbed(model, printer, content, images[rows], labels[rows], corners)
-                job.report(restart * self.steps + step + 1, self.restarts * self.steps)
+                content = self.climbed(climb, content, images[rows], labels[rows], corners)
             misled = self._misled(model, printer, content, images, labels)
             best, most = (content, misled) if misled > most else (best, most)
         return best
@@ -306,11 +326,12 @@ class TransformedAttack(PrintedAttack):
         printer = self.printer(job.threat, job.generator)
         best, place = printer.noise(job.images), printer.corners(job.images)
         most = job.images.new_full((len(job.images),), -torch.inf)
-        for restart in range(self.restarts):
+        looks = self.restarts * self.steps * self.samples * len(job.images)
+        climb = Climb(target.surrogate, printer, job, self.batch_size, looks)
+        for _ in range(self.restarts):
             corners, contents = printer.corners(job.images), printer.noise(job.images)
-            for step in range(self.steps):
-                contents = self._climbed(target.surrogate, printer, job, corners, contents)
-                job.report(restart * self.steps + step + 1, self.restarts * self.steps)
+            for _ in range(self.steps):
+                contents = self._climbed(climb, job, corners, contents)
             lead = self._mean_lead(target, printer, job, corners, contents)
             is_better = lead > most
             best = torch.where(is_better[:, None, None, None], contents, best)
@@ -318,17 +339,15 @@ class TransformedAttack(PrintedAttack):
             most = torch.maximum(most, lead)
         return self.strongest(target, printer, job, best, lambda: printer.moved(job.images, place))
 
-    def _climbed(
-        self, model: nn.Module, printer: Printer, job: AttackJob, corners: CornersOf, contents: Contents
-    ) -> Contents:
+    def _climbed(self, climb: Climb, job: AttackJob, corners: CornersOf, contents: Contents) -> Contents:
         """One step for all images, as many at once as a batch holds with all their samples."""
         size, parts = max(1, self.batch_size // self.samples), []
         for start in range(0, len(contents), size):
             rows = slice(start, start + size)
             images = job.images[rows].repeat(self.samples, 1, 1, 1)
             labels = job.labels[rows].repeat(self.samples)
-            places = printer.moved(images, corners[rows].repeat(self.samples, 1))
-            parts.append(self.climbed(model, printer, contents[rows], images, labels, places))
+            places = climb.printer.moved(images, corners[rows].repeat(self.samples, 1))
+            parts.append(self.climbed(climb, contents[rows], images, labels, places))
         return torch.cat(parts)
 
     @torch.no_grad()
