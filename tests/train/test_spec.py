@@ -106,6 +106,13 @@ FIRST = ""
         (FIRST, "select = 'best-validation'", "no training images are held out", "data.validation"),
         (FIRST, "[optimiser]\nnesterov = true", "there is no momentum", "momentum = 0.9"),
         (FIRST, "[optimiser]\nlabel_smoothing = 1.0", "label_smoothing is 1.0; expected", ""),
+        (FIRST, "[optimiser]\nfocus = 1.5", "focus is 1.5; expected a number from 0 to 1", ""),
+        (
+            FIRST,
+            "[optimiser]\nfocus = 0.5\nlabel_smoothing = 0.1",
+            "focus is 0.5 and label_smoothing 0.1",
+            "leave one of them out",
+        ),
         (FIRST, "[optimiser]\naverage_decay = 1.0", "average_decay is 1.0; expected", ""),
         (FIRST, "[optimiser]\nweight_decay = -0.1", "weight_decay is -0.1; expected at least 0", ""),
         (FIRST, "[optimiser]\nclip_norm = 0.0", "clip_norm is 0.0; expected a number above 0", ""),

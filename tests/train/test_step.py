@@ -300,6 +300,15 @@ def test_smoothed_labels_are_those_of_pytorch():
     assert trainee.sums[0].item() / 21 == pytest.approx(wanted.item(), rel=1e-5)
 
 
+def test_a_focus_changes_the_loss_that_is_learned_from_and_summed():
+    trainee, plan = prepare("natural", data=DataSettings(), focus=0.5)
+    probability = trainee.model(plan.data.floats()[:21]).softmax(dim=1)
+    own = probability.gather(1, plan.data.labels[:21, None])
+    wanted = ((1 - own.sqrt()) / 0.5).mean()
+    TrainingStep(trainee, plan)(torch.arange(21))
+    assert trainee.sums[0].item() / 21 == pytest.approx(wanted.item(), rel=1e-5)
+
+
 def test_shorter_batches_are_carried_out_plainly():
     seen = []
     captured = CapturedStep(seen.append, 4, Generator(), may_fall_back=True)

@@ -65,3 +65,23 @@ def test_seeds_for_different_purposes_differ():
 def test_nan_margins_are_not_robust():
     margins = torch.tensor([[0.0, 1.0], [0.0, float("nan")], [0.0, 0.0]])
     assert is_robust(margins, torch.zeros(3, dtype=torch.long)).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("focus", [0.3, 1.0])
+def test_a_focused_loss_is_between_cross_entropy_and_the_share_that_is_lost(focus):
+    margins = torch.tensor([[0.0, 4.0, 3.0], [-60.0, 0.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0, 1])
+    probability = (-margins).softmax(dim=1).gather(1, labels[:, None])
+    loss = margin_loss(margins, labels, 2, focus=focus)
+    assert torch.isclose(loss, ((1 - probability**focus) / focus).mean())
+    assert (1 - probability).mean() <= loss <= margin_loss(margins, labels, 2)
+    (gradient,) = torch.autograd.grad(loss, margins)
+    assert gradient.isfinite().all()
+    assert gradient[1].abs().max() < gradient[0].abs().max()
+
+
+def test_a_small_focus_is_cross_entropy():
+    margins, labels = torch.randn(6, 4, generator=seeded(2), dtype=torch.float64), torch.arange(6) % 4
+    assert torch.isclose(
+        margin_loss(margins, labels, 6, focus=1e-7), margin_loss(margins, labels, 6), rtol=1e-5
+    )

@@ -198,7 +198,8 @@ class TrainingStep:
         labels = batch.own_labels
         added = self._observe(batch)
         worst = self.objective.worst_case(batch, self.epsilon, self.trainee.generator)
-        loss = margin_loss(worst.margins, labels, len(batch), self.plan.spec.optimiser.label_smoothing)
+        settings = self.plan.spec.optimiser
+        loss = margin_loss(worst.margins, labels, len(batch), settings.label_smoothing, settings.focus)
         loss = self._with_natural_part(loss, batch)
         proven = worst.margins if worst.bounded is None else worst.bounded
         robust = is_robust(proven.detach(), labels).sum()

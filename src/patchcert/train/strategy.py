@@ -231,11 +231,17 @@ def logit_margins(logits: Annotated[Tensor, "n k"], labels: Labels) -> Margins:
     return logits.gather(1, labels.unsqueeze(1)) - logits
 
 
-def margin_loss(margins: Margins, labels: Labels, count: int, smoothing: float = 0.0) -> Scalar:
+def margin_loss(
+    margins: Margins, labels: Labels, count: int, smoothing: float = 0.0, focus: float = 0.0
+) -> Scalar:
     """Cross entropy of the negated margins, summed over these images and divided by the whole batch's count.
 
-    Margins of a clean image give the ordinary cross entropy of its logits, from which they differ by a constant.
+    Margins of a clean image give the ordinary cross entropy of its logits, from which they differ by a constant. With
+    a focus q it is generalised (Zhang and Sabuncu 2018): (1 - p^q) / q of the label's softmax p, whose limit at 0 it is.
     """
+    if focus:
+        own = F.log_softmax(-margins, dim=1).gather(1, labels[:, None])
+        return -torch.expm1(focus * own).sum() / (focus * count)
     return F.cross_entropy(-margins, labels, reduction="sum", label_smoothing=smoothing) / count
 
 
