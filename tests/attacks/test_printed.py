@@ -261,5 +261,6 @@ def test_steps_in_parts_find_what_whole_steps_find_and_report_every_part(kind, m
     (whole, few), (cut, many) = found(2**34), found(0)
     assert torch.equal(whole.succeeded, cut.succeeded)
     assert torch.allclose(whole.adversarial, cut.adversarial, atol=1e-5)
-    assert many == sorted(many) and len(many) > 2 * len(few)
+    assert many == sorted(many)
+    assert len(many) > 2 * len(few)
     assert many[-1] == few[-1] == 1

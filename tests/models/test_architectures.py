@@ -200,7 +200,8 @@ def test_scores_of_a_crossnet_see_strips_of_columns_and_then_of_rows():
         assert seen[:, :, column].any(dim=0).nonzero().flatten().tolist() == _around(column, 24)
     for row in range(17):
         assert seen[:, :, 24 + row].any(dim=1).nonzero().flatten().tolist() == _around(row, 17)
-    assert bool(seen[:, 12, 12].all()) and bool(seen[8, :, 24 + 8].all())
+    assert bool(seen[:, 12, 12].all())
+    assert bool(seen[8, :, 24 + 8].all())
 
 
 def _around(place: int, size: int) -> list[int]:

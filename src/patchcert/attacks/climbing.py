@@ -148,7 +148,7 @@ class Effort:
         self.job = self.job.between(share, 1.0)
 
     def begin(self, ahead: float, each: float) -> None:
-        """Ascents begin with `ahead` looks left for each open image; one look by all of them is worth `each` of these."""
+        """Ascents begin with `ahead` looks left for each open image; one by all of them is worth `each` of these."""
         self.ahead, self.each = ahead, each
 
     def look(self, ascents: int) -> None:

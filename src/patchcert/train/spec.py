@@ -147,10 +147,11 @@ class OptimiserSettings:
     """Adam, or gradient descent where a momentum is given, its batches, and what is added to the loss.
 
     Without `decay_biases` weight decay leaves biases and batch norms alone. `label_smoothing` is the share of the
-    target that all classes have in common. With `focus` q the loss of worst-case margins is (1 - p^q) / q, where p is the
-    label's softmax: between cross entropy (0) and the share that is lost (1), so that images that are far from proven
-    count less. With `average_decay` the run ends with the mean of the weights after every
+    target that all classes have in common. With `average_decay` the run ends with the mean of the weights after every
     step, in which those of s steps ago count `average_decay` to the power of s.
+
+    With `focus` q the loss of worst-case margins is (1 - p^q) / q, where p is the label's softmax: between cross entropy
+    (0) and the share that is lost (1), so that images that are far from proven count less.
 
     For speed, `tf32` lets a GPU round the products of training steps to fewer digits, and `windows` is the precision
     on a GPU of what a patch changes in the layers of a network; certificates use neither.
@@ -183,7 +184,7 @@ class OptimiserSettings:
             raise SpecError(f"focus is {self.focus}; expected a number from 0 to 1")
         if self.focus and self.label_smoothing:
             raise SpecError(
-                f"focus is {self.focus} and label_smoothing {self.label_smoothing}: only cross entropy has a smooth target",
+                f"focus is {self.focus} and label_smoothing {self.label_smoothing}: only cross entropy is smoothed",
                 hint="leave one of them out",
             )
         if not 0 <= self.natural_weight <= 1:

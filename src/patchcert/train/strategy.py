@@ -237,7 +237,7 @@ def margin_loss(
     """Cross entropy of the negated margins, summed over these images and divided by the whole batch's count.
 
     Margins of a clean image give the ordinary cross entropy of its logits, from which they differ by a constant. With
-    a focus q it is generalised (Zhang and Sabuncu 2018): (1 - p^q) / q of the label's softmax p, whose limit at 0 it is.
+    a focus q it is generalised (Zhang and Sabuncu 2018): (1 - p^q) / q of the label's softmax p, whose limit is -log p.
     """
     if focus:
         own = F.log_softmax(-margins, dim=1).gather(1, labels[:, None])

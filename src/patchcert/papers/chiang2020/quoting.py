@@ -360,7 +360,9 @@ def _threat_of(line: Superseded) -> str:
 def _share(counts: tuple[int, int, int], what: str) -> float:
     images, right, proven = counts
     if what not in ("clean", "certified"):
-        raise InvalidInput(f"a run has no {what!r}", hint="clean, certified, mean, spread, seeds, loss or seconds")
+        raise InvalidInput(
+            f"a run has no {what!r}", hint="clean, certified, mean, spread, seeds, loss or seconds"
+        )
     return 100 * (right if what == "clean" else proven) / images
 
 
