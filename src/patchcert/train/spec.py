@@ -150,8 +150,8 @@ class OptimiserSettings:
     target that all classes have in common. With `average_decay` the run ends with the mean of the weights after every
     step, in which those of s steps ago count `average_decay` to the power of s.
 
-    With `focus` q the loss of worst-case margins is (1 - p^q) / q, where p is the label's softmax: between cross entropy
-    (0) and the share that is lost (1), so that images that are far from proven count less.
+    With `focus` q the loss of worst-case margins is (1 - p^q) / q, where p is the label's softmax: between cross
+    entropy (0) and the share that is lost (1), so that images that are far from proven count less.
 
     For speed, `tf32` lets a GPU round the products of training steps to fewer digits, and `windows` is the precision
     on a GPU of what a patch changes in the layers of a network; certificates use neither.
