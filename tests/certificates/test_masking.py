@@ -12,7 +12,7 @@ from torch import nn
 
 import patchcert as pc
 from patchcert.certificates import ABSTAINED
-from patchcert.certificates.masking import DoubleMasking, MaskedDetection
+from patchcert.certificates.masking import DoubleMasking, MaskedCopies, MaskedDetection
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError
 from strategies import seeds
 
@@ -451,3 +451,12 @@ def test_progress_tells_of_parts_of_images_and_never_goes_back():
     # 16 and 120 copies of each image in batches of 16: after one of them that share of an image is done.
     assert amounts[0] == pytest.approx(16 / 136)
     assert len([done for done in amounts if done < 1]) > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size", "copies"), [("resnet18", None, 16), ("resnet18", 5, 5), ("cnn2", None, 128)]
+)
+def test_batches_of_large_networks_on_a_cpu_are_small_unless_their_size_is_given(name, batch_size, copies):
+    model, images = pc.models.build(pc.ModelSpec(name, 3, 32, 32)).eval(), torch.zeros(2, 3, 32, 32)
+    masking = DoubleMasking(model, pc.Patch(5), masks=3, batch_size=batch_size)
+    assert MaskedCopies(masking, images).size == copies

@@ -20,8 +20,8 @@ from patchcert.attacks.base import (
 )
 from patchcert.attacks.views import AscentLogits, OnCells, PerAscent, View, put
 from patchcert.errors import InvalidInput, at_least
-from patchcert.models.work import multiply_adds
 from patchcert.tensors import Images, Labels, Logits, PerImage
+from patchcert.work import multiply_adds
 
 Loss = Literal["cross-entropy", "margin"]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, final
 import torch
 from torch import Tensor, nn
 
-from patchcert.certificates.batches import FixedBatches, MeanVote, Precision, check_counts
+from patchcert.certificates.batches import FixedBatches, MeanVote, Precision, check_counts, copies_at_once
 from patchcert.certificates.checks import check_inputs, check_labels, check_some, weight_dtype
 from patchcert.certificates.classifier import AnyThreat
 from patchcert.certificates.votes import (
@@ -138,7 +138,7 @@ class PartVotes(VoteClassifier):
         views = self.views(*images.shape[2:]).to(images.device)
         base, each, found = self._base(images, views, with_probe), len(views), list[Tensor]()
         # All views of the first image, then those of the next, in batches of one shape.
-        for rows in torch.arange(len(images) * each, device=images.device).split(self.batch_size):
+        for rows in torch.arange(len(images) * each, device=images.device).split(base.size):
             found.append(base.logits(encode_visible(images[rows // each], views[rows % each])))
             if progress is not None:
                 progress((int(rows[-1]) + 1) / each, len(images))
@@ -164,10 +164,12 @@ class PartVotes(VoteClassifier):
         return MeanVote(self.model, copies)
 
     def _base(self, images: Images, views: Views, with_probe: bool) -> FixedBatches:
-        numbers = torch.arange(self.batch_size, device=images.device)
+        shown = encode_visible(images[:1], views[:1])
+        size = copies_at_once(self.model, shown, self.batch_size, self.precision)
+        numbers = torch.arange(size, device=images.device)
         owner = numbers // len(views) % len(images)
         sample = encode_visible(images[owner], views[numbers % len(views)])
-        base = FixedBatches(self.model, sample, self.batch_size, self.precision)
+        base = FixedBatches(self.model, sample, size, self.precision)
         if with_probe:
             base.check_company(sample, self.needed_lead / 4, owner)
         return base

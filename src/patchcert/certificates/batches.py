@@ -13,11 +13,16 @@ from patchcert.certificates.checks import check_independence, check_logits, chec
 from patchcert.certificates.classifier import Classifier
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.tensors import Images, Logits
+from patchcert.work import multiply_adds
 
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 SLACK: dict[Precision, float] = {"float32": 2**-14, "tf32": 2**-8, "float16": 2**-8, "bfloat16": 2**-6}
 """By how much a class must lead to count, as a share of the largest logit of its copy."""
 _HALF: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# A copy of a ResNet-18 takes 2^29 multiply-adds, and a CPU takes 1.4 times as long for it among 128 as among 8 to 32.
+# 2^33 are 16 such copies, which one thread sees in a fifth of a second.
+_WORK_AT_ONCE = 2**33
+_FEWEST_AT_ONCE = 16
 
 
 def check_precision(precision: str) -> None:
@@ -188,6 +193,18 @@ class FixedBatches:
             torch.cuda.synchronize()
             return
         self._graph = graph
+
+
+@torch.no_grad()
+def copies_at_once(model: nn.Module, example: Images, most: int, precision: Precision) -> int:
+    """How many copies make a batch: `most`, on a CPU fewer where the model takes much work for each.
+
+    The work is counted, so that a model has the same batches in every prediction and proof.
+    """
+    if example.device.type != "cpu" or most <= _FEWEST_AT_ONCE or not len(example):
+        return most
+    work = multiply_adds(FixedBatches(model, example, 1, precision).logits, example[:1])
+    return min(most, max(_FEWEST_AT_ONCE, _WORK_AT_ONCE // max(work, 1)))
 
 
 def largest(logits: Logits) -> Annotated[Tensor, "n"]:

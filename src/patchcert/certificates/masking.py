@@ -21,6 +21,7 @@ from patchcert.certificates.batches import (
     MeanVote,
     Precision,
     check_counts,
+    copies_at_once,
 )
 from patchcert.certificates.checks import check_images, check_inputs, check_labels, weight_dtype
 from patchcert.certificates.classifier import (
@@ -369,11 +370,12 @@ class MaskedCopies:
         )
         self.images = images.to(weight_dtype(settings.model, images.dtype))
         self.fill = _fill(settings.fill, channels).to(self.images)
-        pixels = _PIXELS_AT_ONCE.get(device.type, _PIXELS_AT_ONCE["cpu"])
-        self.size = settings.batch_size or max(1, min(pixels // (height * width), 4096))
         with torch.no_grad():
             compiled = settings.compiled_model if settings.compiled and images.is_cuda else None
             shown, precision = settings.shown_model(), settings.precision
+            pixels = _PIXELS_AT_ONCE.get(device.type, _PIXELS_AT_ONCE["cpu"])
+            most = max(1, min(pixels // (height * width), 4096))
+            self.size = settings.batch_size or copies_at_once(shown, self.images, most, precision)
             self.base = FixedBatches(shown, self.images, self.size, precision, compiled)
             self._check(settings.needed_lead)
 

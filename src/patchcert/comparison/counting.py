@@ -27,11 +27,11 @@ from patchcert.evidence.results import (
 from patchcert.files import sha256
 from patchcert.models import ModelSpec, build
 from patchcert.models.imagenet import IMAGENET_WEIGHTS, build_imagenet
-from patchcert.models.work import multiply_adds
 from patchcert.report.summary import read_test_evidence
 from patchcert.threats import Patch, shapes
 from patchcert.train.run_folder import EVIDENCE, Run
 from patchcert.train.spec import Spec
+from patchcert.work import multiply_adds
 from patchcert.zoo import Card, Zoo
 
 Settings = Mapping[str, Any]

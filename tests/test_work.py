@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from patchcert.bounds import trace
 from patchcert.models import ModelSpec, build
-from patchcert.models.work import multiply_adds
+from patchcert.work import multiply_adds
 
 ARCHITECTURES = ["mlp", "cnn2", "cnn5_bn", "resnet8", "bagnet_clipped"]
 
@@ -54,7 +54,7 @@ def test_compiled_models_are_counted_as_they_were_written():
 def test_a_count_does_not_load_the_compiler_which_takes_longer_than_a_small_attack():
     lines = (
         "import sys, torch",
-        "from patchcert.models.work import multiply_adds",
+        "from patchcert.work import multiply_adds",
         "multiply_adds(torch.nn.Linear(3, 2), torch.zeros(1, 3))",
         "sys.exit('torch._dynamo' in sys.modules)",
     )
