@@ -328,3 +328,15 @@ def test_attacks_follow_softened_votes_and_break_nothing_certified():
     found = PatchAttack(steps=5, restarts=3).run(votes, images.detach(), labels, Patch(2))
     assert found.succeeded.any()
     assert not (found.succeeded & certified).any()
+
+
+def test_votes_in_batches_that_are_smaller_by_their_work_are_the_same(monkeypatch):
+    model = BrightParts()
+    votes, images = BandVotes(model, width=2, batch_size=64), torch.rand(5, 1, 8, 9)
+    whole = votes.local_scores(images, with_probe=True)
+    assert {shape[0] for shape in model.shapes} == {1, 64}
+    model.shapes.clear()
+    monkeypatch.setattr("patchcert.certificates.batches._WORK_AT_ONCE", 0)
+    cut = votes.local_scores(images, with_probe=True)
+    assert {shape[0] for shape in model.shapes} == {1, 16}
+    assert torch.equal(whole.values, cut.values)
