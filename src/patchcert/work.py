@@ -24,6 +24,19 @@ def multiply_adds(function: Callable[[Tensor], object], inputs: Tensor) -> int:
     return counter.operations // 2  # a product and a sum are two of what is counted
 
 
+def count_at_once(
+    function: Callable[[Tensor], object], one: Tensor, most: int, work: int, fewest: int
+) -> int:
+    """How many inputs a function is given at once: `most`, on a CPU so few that they take `work` multiply-adds, but not
+    fewer than `fewest`.
+
+    The number follows from a count and not from a clock, so that the same work is cut the same way whenever it runs.
+    """
+    if one.device.type != "cpu" or most <= fewest:
+        return most
+    return min(most, max(fewest, work // max(multiply_adds(function, one), 1)))
+
+
 def _uncompiled() -> AbstractContextManager[object]:
     """No function runs compiled in this context. Where the compiler is not loaded, none is."""
     is_loaded = "torch._dynamo" in sys.modules

@@ -21,7 +21,7 @@ from patchcert.attacks.base import (
 from patchcert.attacks.views import AscentLogits, OnCells, PerAscent, View, put
 from patchcert.errors import InvalidInput, at_least
 from patchcert.tensors import Images, Labels, Logits, PerImage
-from patchcert.work import multiply_adds
+from patchcert.work import count_at_once
 
 Loss = Literal["cross-entropy", "margin"]
 
@@ -42,12 +42,9 @@ FEWEST_AT_ONCE = 4
 def ascents_at_once(look: Callable[[Tensor], Logits], point: Tensor, batch_size: int) -> int:
     """How many ascents run side by side, at most a batch: on a CPU so few that a step of theirs takes about a second.
 
-    `point` is where one ascent looks from. The number follows from the multiply-adds of that look and not from a clock,
-    so that an attack is cut the same way whenever it runs.
+    `point` is where one ascent looks from.
     """
-    if point.device.type != "cpu" or batch_size <= FEWEST_AT_ONCE:
-        return batch_size
-    return min(batch_size, max(FEWEST_AT_ONCE, WORK_AT_ONCE // max(multiply_adds(look, point), 1)))
+    return count_at_once(look, point, batch_size, WORK_AT_ONCE, FEWEST_AT_ONCE)
 
 
 @final

@@ -13,7 +13,7 @@ from patchcert.certificates.checks import check_independence, check_logits, chec
 from patchcert.certificates.classifier import Classifier
 from patchcert.errors import InvalidInput, ModelError
 from patchcert.tensors import Images, Logits
-from patchcert.work import multiply_adds
+from patchcert.work import count_at_once
 
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 SLACK: dict[Precision, float] = {"float32": 2**-14, "tf32": 2**-8, "float16": 2**-8, "bfloat16": 2**-6}
@@ -197,14 +197,12 @@ class FixedBatches:
 
 @torch.no_grad()
 def copies_at_once(model: nn.Module, example: Images, most: int, precision: Precision) -> int:
-    """How many copies make a batch: `most`, on a CPU fewer where the model takes much work for each.
-
-    The work is counted, so that a model has the same batches in every prediction and proof.
-    """
+    """How many copies make a batch, the same in every prediction and proof of a model: `most`, on a CPU fewer where the
+    model takes much work for each."""
     if example.device.type != "cpu" or most <= _FEWEST_AT_ONCE or not len(example):
         return most
-    work = multiply_adds(FixedBatches(model, example, 1, precision).logits, example[:1])
-    return min(most, max(_FEWEST_AT_ONCE, _WORK_AT_ONCE // max(work, 1)))
+    alone = FixedBatches(model, example, 1, precision)
+    return count_at_once(alone.logits, example[:1], most, _WORK_AT_ONCE, _FEWEST_AT_ONCE)
 
 
 def largest(logits: Logits) -> Annotated[Tensor, "n"]:

@@ -322,7 +322,9 @@ def _run(sources: Sources, name: str, what: str, shape: str = "") -> float | Non
     if what in ("mean", "spread", "seeds"):
         proofs = [_proof_lines(sources, each, threat) for each in _seeds_of(sources, run)]
         shares = [_share(lines, "certified") for lines in proofs]
-        return {"mean": fmean(shares), "spread": stdev(shares), "seeds": len(shares)}[what]
+        if what == "spread":
+            return stdev(shares) if len(shares) > 1 else None
+        return fmean(shares) if what == "mean" else len(shares)
     return _share(_proof_lines(sources, run, threat), what)
 
 
