@@ -143,14 +143,59 @@ def test_enough_candidates_find_the_placement_that_is_weakest_by_linear_bounds(p
 
 
 def test_a_search_by_linear_bounds_finds_the_weakest_placement():
-    model, batch = make_model("mlp"), make_batch(6)
-    found = training(Weakest(search="linear", slopes="adaptive"), model)
-    few = training(Weakest(candidates=1000, slopes="adaptive"), model)
+    model, batch = make_model("mlp").double(), make_batch(6, dtype=torch.float64)
+    found = training(Weakest(search="linear", slopes="parallel"), model)
+    few = training(Weakest(candidates=1000, slopes="parallel"), model)
     torch.testing.assert_close(
         found.worst_case(batch, 0.7, Generator()).margins, few.worst_case(batch, 0.7, Generator()).margins
     )
     with pytest.raises(UnsupportedLayer, match="exist for networks of one hidden layer"):
         Weakest(search="linear").bind(Subject(make_model("cnn"), ModelSpec("m", 1, 8, 8, CLASSES), PATCH))
+
+
+@pytest.mark.parametrize("placements", ["class", "image"])
+def test_parallel_lines_of_one_hidden_layer_give_the_margins_of_whole_images(placements):
+    model, batch = make_model("mlp").double(), make_batch(6, dtype=torch.float64)
+    at_work = training(Weakest(slopes="parallel", placements=placements), model)
+    others = other_classes(batch.labels, CLASSES)
+    chosen = torch.randint(42, (6, 3 if placements == "class" else 1), generator=Generator().manual_seed(0))
+    targets = others.unsqueeze(2 if placements == "class" else 1)
+    given = (batch.images, batch.labels, chosen, targets, 0.8)
+    found, wanted = at_work.linear(*given), at_work.linear_on_images(*given)
+    torch.testing.assert_close(found, wanted)
+    ours, theirs = (torch.autograd.grad(each.sum(), model[1].weight)[0] for each in (found, wanted))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_as_many_placements_are_searched_as_asked_for_and_all_have_their_turn():
+    model, batch = make_model("mlp"), make_batch(6)
+    some = training(Weakest(search="linear", searched=5), model)
+    generator, seen = Generator().manual_seed(0), set()
+    for _ in range(200):
+        numbers = some.searched(batch.images, generator)
+        assert len(set(numbers.tolist())) == 5
+        assert set(numbers.diff().tolist()) <= {8, 9}
+        seen |= set(numbers.tolist())
+    assert seen == set(range(42))
+    assert training(Weakest(search="linear", searched=42), model).searched(batch.images, generator) is None
+
+
+@pytest.mark.parametrize("placements", ["class", "image"])
+@pytest.mark.parametrize("candidates", [1, 2])
+def test_the_weakest_of_the_searched_placements_is_trained_on(placements, candidates):
+    model, batch = make_model("mlp").double(), make_batch(6, dtype=torch.float64)
+    settings = Weakest(
+        search="linear", slopes="parallel", searched=7, placements=placements, candidates=candidates
+    )
+    at_work = training(settings, model)
+    numbers = at_work.searched(batch.images, Generator().manual_seed(5))
+    everything = at_work.ranked(batch.images, batch.labels, 0.9)
+    ranked = at_work.ranked(batch.images, batch.labels, 0.9, numbers=numbers)
+    torch.testing.assert_close(ranked, everything[:, numbers])
+    chosen = at_work.choose(batch.images, batch.labels, ranked, 0.9, numbers)
+    assert set(chosen.flatten().tolist()) <= set(numbers.tolist())
+    found = at_work.worst_case(batch, 0.9, Generator().manual_seed(5)).margins
+    torch.testing.assert_close(found, at_work.bounded(batch.images, batch.labels, chosen, 0.9))
 
 
 def test_an_attack_lies_in_the_box_and_is_worse_than_where_it_began():
@@ -222,6 +267,8 @@ def test_intervals_of_all_placements_are_trained_on_until_linear_bounds_start():
         (["attack_steps=0"], "attack_steps"),
         (["bound=interval", "candidates=4"], "intervals are trained on"),
         (["bound=interval", "search=linear"], "intervals are trained on"),
+        (["searched=0", "search=linear"], "searched"),
+        (["searched=64"], "searched is 64, but intervals look at all placements"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes, message):

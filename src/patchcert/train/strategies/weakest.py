@@ -32,7 +32,7 @@ from patchcert.train.strategies.placements import (
     other_classes,
 )
 from patchcert.train.strategy import Batch, Objective, Strategy, Subject, WorstCase, logit_margins
-from patchcert.windows.linear_sweep import LinearSweep, hidden_layer
+from patchcert.windows.linear_sweep import LinearSweep, Numbers, has_one_layer, hidden_layer
 from patchcert.windows.passes import Clean
 from patchcert.windows.training import WeakestPlacements, search_budget
 
@@ -54,9 +54,10 @@ class Weakest(Strategy):
 
     The weakest placement is one for each class, or with `placements = "image"` one for all, where the cross entropy is
     largest. Intervals of all placements say which it is or, with `candidates` above 1, which few the linear bound
-    chooses from. With `search = "linear"` linear bounds of all placements say so; they are quick for networks of one
-    hidden layer, and others are refused. A linear bound is the best over `slopes` of lower lines, and never below the
-    interval's.
+    chooses from. With `search = "linear"` linear bounds with parallel lines say so, of all placements or, in each step,
+    of as many as `searched` says, evenly spaced from a random one; they are quick for networks of one hidden layer, and
+    others are refused. A linear bound is the best over `slopes` of lower lines, and never below the interval's; of one
+    hidden layer it is quickest with parallel ones.
 
     Margins to learn from are `mixture` times the bound's and, for the rest, those of an attack: `attack_steps` steps by
     the sign of the gradient, from a random patch at the weakest placement. A network that is trained on less of the
@@ -70,12 +71,14 @@ class Weakest(Strategy):
     slopes: Literal["best", "adaptive", "flat", "parallel"] = "best"
     placements: Literal["class", "image"] = "class"
     search: Literal["interval", "linear"] = "interval"
+    searched: int | None = None
     candidates: int = 1
     mixture: float = 1.0
     attack_steps: int = 8
     starts_at: float = 0.0
 
     def __post_init__(self) -> None:
+        at_least(1, "searched", self.searched)
         at_least(1, "candidates", self.candidates)
         at_least(1, "attack_steps", self.attack_steps)
         if not 0 <= self.mixture <= 1:
@@ -87,6 +90,11 @@ class Weakest(Strategy):
                 f"candidates is {self.candidates} and search {self.search!r}, but intervals are trained on, which "
                 "have looked at all placements",
                 hint='leave both out, or set strategy.bound = "linear"',
+            )
+        if self.searched is not None and self.search == "interval":
+            raise SpecError(
+                f"searched is {self.searched}, but intervals look at all placements",
+                hint='leave it out, or set strategy.search = "linear"',
             )
 
     def bind(self, subject: Subject) -> Objective:
@@ -106,33 +114,47 @@ class WeakestTraining:
     def __init__(self, strategy: Weakest, patch: PlacedPatch, classes: int) -> None:
         self.strategy, self.patch, self.classes = strategy, patch, classes
         self.search = WeakestPlacements(patch.threat)
+        self.has_one_layer = has_one_layer(patch.network)
         self._sweeps: dict[tuple[object, ...], LinearSweep] = {}
 
     def worst_case(self, batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
         """The mixture of bounds and attack."""
         images, labels, mixture = batch.own_images, batch.own_labels, self.strategy.mixture
         clean = self.patch.clean(images, labels)
-        ranked = self.ranked(images, labels, epsilon, clean)
-        chosen = self.choose(images, labels, ranked, epsilon)
+        numbers = self.searched(images, generator)
+        ranked = self.ranked(images, labels, epsilon, clean, numbers)
+        chosen = self.choose(images, labels, ranked, epsilon, numbers)
         bounded = self.bounded(images, labels, chosen, epsilon, clean)
         if mixture == 1:
             return WorstCase(bounded)
         noise = torch.rand(batch.images.shape, generator=generator, device=generator.device)[batch.rows]
-        placement = chosen if chosen.shape[1] == 1 else hardest(ranked, 1)
+        placement = chosen if chosen.shape[1] == 1 else _placed(hardest(ranked, 1), numbers)
         box = self.patch.boxes(images, placement, epsilon)
         attacked = attacked_margins(self.patch.network, box, noise, labels, self.strategy.attack_steps)
         return WorstCase(torch.lerp(attacked, bounded, mixture), bounded=bounded)
 
+    def searched(self, images: Images, generator: Generator) -> Numbers | None:
+        """The placements that are ranked in this step, where they are not all: evenly spaced from a random one."""
+        count, placements = self.strategy.searched, len(self.patch.corners(images))
+        if count is None or count >= placements:
+            return None
+        start = torch.rand((), generator=generator, device=generator.device, dtype=torch.float64)
+        steps = torch.arange(count, device=images.device, dtype=torch.float64)
+        # A rounded quotient just below the count would be one too many.
+        return ((steps + start) * (placements / count)).long().clamp(max=placements - 1)
+
     def ranked(
-        self, images: Images, labels: Labels, epsilon: float | Tensor, clean: Clean | None = None
+        self,
+        images: Images,
+        labels: Labels,
+        epsilon: float | Tensor,
+        clean: Clean | None = None,
+        numbers: Numbers | None = None,
     ) -> PlacementMargins:
-        """Margins at all placements, by intervals or by the better of intervals and linear bounds; no gradient."""
-        network = self.patch.network
-        found = self.search.margins(network, images, labels, epsilon, clean)
+        """Margins by intervals at all placements, or by linear bounds at those of the numbers; no gradient."""
         if self.strategy.search == "interval":
-            return found
-        slope, *_ = _CHOICES[self.strategy.slopes]
-        return torch.maximum(found, self._sweep(images).margins(images, labels, epsilon, slope))
+            return self.search.margins(self.patch.network, images, labels, epsilon, clean)
+        return self._sweep(images).margins(images, labels, epsilon, numbers)
 
     def _sweep(self, images: Images) -> LinearSweep:
         key = (images.device, images.dtype, *images.shape[1:])
@@ -143,12 +165,17 @@ class WeakestTraining:
 
     @torch.no_grad()
     def choose(
-        self, images: Images, labels: Labels, ranked: PlacementMargins, epsilon: float | Tensor
+        self,
+        images: Images,
+        labels: Labels,
+        ranked: PlacementMargins,
+        epsilon: float | Tensor,
+        numbers: Numbers | None = None,
     ) -> Chosen:
         """The weakest placement against each other class, in the order of `other_classes`, or the one for all."""
         others, count = other_classes(labels, self.classes), min(self.strategy.candidates, ranked.shape[1])
         if self.strategy.placements == "image":
-            found = hardest(ranked, count)
+            found = _placed(hardest(ranked, count), numbers)
             if count == 1:
                 return found
             targets = others.unsqueeze(1).expand(-1, count, -1)
@@ -156,8 +183,8 @@ class WeakestTraining:
             return found.gather(1, _cross_entropy(margins).argmax(dim=1, keepdim=True))
         by_class = ranked.gather(2, others.unsqueeze(1).expand(-1, ranked.shape[1], -1))
         if count == 1:
-            return by_class.argmin(dim=1)
-        found = by_class.topk(count, dim=1, largest=False).indices.transpose(1, 2)
+            return _placed(by_class.argmin(dim=1), numbers)
+        found = _placed(by_class.topk(count, dim=1, largest=False).indices.transpose(1, 2), numbers)
         targets = others.unsqueeze(2).expand_as(found).flatten(1).unsqueeze(2)
         margins = self.linear(images, labels, found.flatten(1), targets, epsilon).reshape(found.shape)
         return found.gather(2, margins.argmin(dim=2, keepdim=True)).squeeze(2)
@@ -184,12 +211,25 @@ class WeakestTraining:
         self, images: Images, labels: Labels, chosen: Chosen, targets: Targets, epsilon: float | Tensor
     ) -> Targets:
         """Margins against the targets at each placement: linear bounds, or the interval's where that is better."""
+        if self.has_one_layer and self.strategy.slopes == "parallel":
+            return self._sweep(images).margins_at(images, labels, chosen, epsilon).gather(2, targets)
+        return self.linear_on_images(images, labels, chosen, targets, epsilon)
+
+    def linear_on_images(
+        self, images: Images, labels: Labels, chosen: Chosen, targets: Targets, epsilon: float | Tensor
+    ) -> Targets:
+        """The same with a whole image for each placement, whatever the network and its slopes."""
         network, repeated = self.patch.network, labels.unsqueeze(1).expand_as(chosen).flatten()
         intervals = network.intervals(self.patch.boxes(images, chosen, epsilon))
         forms = margin_forms(repeated, targets.flatten(0, 1), self.classes, images.dtype)
         found = best_bound(network, intervals, forms, slopes=_CHOICES[self.strategy.slopes])
         found = torch.maximum(found, interval_bound(network, intervals, forms))
         return found.unflatten(0, tuple(chosen.shape))
+
+
+def _placed(positions: Tensor, numbers: Numbers | None) -> Tensor:
+    """The numbers of placements, from positions among those that were ranked."""
+    return positions if numbers is None else numbers[positions]
 
 
 def hardest(ranked: PlacementMargins, count: int) -> Chosen:
