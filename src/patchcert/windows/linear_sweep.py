@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from patchcert.bounds import Interval, Network
@@ -90,7 +89,7 @@ class LinearSweep:
             hidden, weight, readout = self._hidden(images), self._weight(images), self._readout(short)
             found = [
                 _shared_margins(images.flatten(1)[:, some], labels, hidden, weight[some], readout, epsilon)
-                for some in self._slices(pixels, hidden)
+                for some in self._slices(pixels, hidden, readout)
             ]
             return torch.cat(found)[: len(pixels)].transpose(0, 1)
 
@@ -104,9 +103,7 @@ class LinearSweep:
         patch, weight = _patch(clean, epsilon), self._weight(images)[pixels]  # nm q units
         hidden = self._hidden(images).repeat_interleave(count, dim=0)
         centre = hidden + ((patch.centre - clean).unsqueeze(1) @ weight).squeeze(1)
-        # |W|, whose gradient is twice as quick this way as that of abs.
-        sizes = F.leaky_relu(weight, -1.0)
-        box = Interval.around(centre, (patch.radius.unsqueeze(1) @ sizes).squeeze(1))
+        box = Interval.around(centre, (patch.radius.unsqueeze(1) @ weight.abs()).squeeze(1))
         units = _Units.within(box)
         readout = self._readout(images.dtype)
         by_class = (readout.weight * units.slope.unsqueeze(1)) @ weight.transpose(1, 2)  # nm k q
@@ -133,10 +130,14 @@ class LinearSweep:
         assert head is not None
         return _Readout.of(head.weight(), None if head.bias is None else head.bias(), dtype)
 
-    def _slices(self, pixels: Pixels, hidden: Annotated[Tensor, "n units"]) -> Iterator[Pixels]:
+    def _slices(
+        self, pixels: Pixels, hidden: Annotated[Tensor, "n units"], readout: "_Readout"
+    ) -> Iterator[Pixels]:
         """As many placements at a time as keep what is made of them within the budget; the last is repeated to a full
         slice, so that a GPU sees products of one shape."""
-        at_once = max(1, self.memory_budget // (_LIVE_COPIES * hidden.numel() * hidden.element_size()))
+        of_images = _LIVE_COPIES * hidden.numel() * hidden.element_size()
+        of_pixels = pixels.shape[1] * readout.weight.numel() * readout.weight.element_size()
+        at_once = max(1, self.memory_budget // (of_images + of_pixels))
         slices = -(-len(pixels) // at_once)
         size = -(-len(pixels) // slices)
         repeated = pixels[-1:].expand(slices * size - len(pixels), -1)
