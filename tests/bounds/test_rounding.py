@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from patchcert.bounds import NEAREST, Rounding, precise_arithmetic, subnormals_kept
 from patchcert.bounds import rounding as rounding_module
-from patchcert.bounds.rounding import blocked_product, fast_arithmetic, summed_roundings
+from patchcert.bounds.rounding import blocked_product, fast_arithmetic, place_by_place, summed_roundings
 from patchcert.errors import InvalidInput
 
 LENGTHS = (1, 127, 128, 129, 300, 512, 513, 1000, 1152, 1153, 3072)
@@ -224,3 +224,34 @@ def test_threads_that_overlap_keep_each_other_precise_and_leave_the_users_settin
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
         torch.set_float32_matmul_precision(legacy)
+
+
+def test_kernels_are_place_by_place_until_the_last_thread_has_left():
+    def switches():
+        was_on = torch.backends.nnpack.set_flags(False)[0]
+        torch.backends.nnpack.set_flags(was_on)
+        return was_on, torch.backends.cudnn.benchmark
+
+    before, entered, may_leave = switches(), threading.Event(), threading.Event()
+
+    def stay():
+        with place_by_place():
+            entered.set()
+            may_leave.wait(10)
+
+    torch.backends.cudnn.benchmark = True
+    try:
+        with place_by_place():
+            assert switches() == (False, False)
+            with place_by_place():
+                pass
+            assert switches() == (False, False)
+            other = threading.Thread(target=stay)
+            other.start()
+            entered.wait(10)
+        assert switches() == (False, False)
+        may_leave.set()
+        other.join()
+        assert switches() == (before[0], True)
+    finally:
+        torch.backends.cudnn.benchmark = before[1]

@@ -1,3 +1,5 @@
+import warnings
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +13,7 @@ from patchcert.bounds import layer_rule, trace
 from patchcert.bounds.geometry import Geometry
 from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.bounds.operations import Monotone, Operation
+from patchcert.certificates import batches
 from patchcert.certificates.local_votes import LocalVotes, local_sight, receptive_field, sight, soften
 from patchcert.certificates.votes import slow_margins
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError, UnsupportedLayer
@@ -573,3 +576,56 @@ def test_layers_left_in_training_mode_are_refused_and_stay_so():
     with pytest.raises(ModelError, match="drops values at random"):
         LocalVotes(model).predict(torch.rand(1, 1, 4, 4))
     assert model[1].training
+
+
+class Magenta(nn.Module):
+    """Reads its class off one channel; a second is 0, and huge where a pixel is magenta."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 2, 1), nn.Conv2d(2, 2, 3)
+        with torch.no_grad():
+            self.first.weight[:] = torch.tensor([[1.0, 0, 0], [1e9, -1e9, 1e9]])[:, :, None, None]
+            self.first.bias[:] = torch.tensor([0.0, -1.5e9])
+            self.last.weight.zero_()
+            self.last.weight[:, 0, 1, 1] = torch.tensor([1.0, -1.0])
+            self.last.weight[:, 1] = torch.rand(2, 3, 3, generator=seeded()) - 0.5
+            self.last.bias[:] = torch.tensor([-0.5, 0.5])
+
+    def forward(self, images):
+        return self.last(torch.relu(self.first(images)))
+
+
+@contextmanager
+def without_onednn():
+    """Convolutions of many images on a CPU are then NNPACK's, if it is there: by transforms, several places at once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about Intel's GPUs
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
+NNPACK = pytest.mark.skipif(not torch.backends.nnpack.is_available(), reason="no NNPACK")
+
+
+def test_cells_that_do_not_see_a_huge_hidden_map_keep_their_scores():
+    votes, grey = LocalVotes(Magenta().eval()), torch.full((1, 3, 12, 12), 0.6)
+    pixels = torch.arange(144)
+    changed = grey.repeat(144, 1, 1, 1)
+    changed[pixels, :, pixels // 12, pixels % 12] = torch.tensor([1.0, 0.0, 1.0])
+    with without_onednn():
+        touched = votes.touched(Patch(1), grey)
+        before, after = (votes.local_scores(images).values for images in (grey, changed))
+        assert votes.certify(grey, torch.zeros(1, dtype=torch.long), Patch(1)).certified
+    assert touched.sum(dim=1).max() == 9
+    moved = (after != before).any(dim=1)
+    assert moved.any()
+    assert not (moved & ~touched).any()
+
+
+@NNPACK
+def test_kernels_that_compute_several_places_at_once_are_refused(monkeypatch):
+    monkeypatch.setattr(batches, "place_by_place", nullcontext)
+    grey, label = torch.full((1, 3, 12, 12), 0.6), torch.zeros(1, dtype=torch.long)
+    with without_onednn(), pytest.raises(ModelError, match="are computed several places at once here"):
+        LocalVotes(Magenta().eval()).certify(grey, label, Patch(1))

@@ -12,6 +12,7 @@ from torch import nn
 
 import patchcert as pc
 from patchcert.certificates import ABSTAINED
+from patchcert.certificates.batches import copies_at_once
 from patchcert.certificates.masking import DoubleMasking, MaskedCopies, MaskedDetection
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError
 from strategies import seeds
@@ -460,3 +461,20 @@ def test_batches_of_large_networks_on_a_cpu_are_small_unless_their_size_is_given
     model, images = pc.models.build(pc.ModelSpec(name, 3, 32, 32)).eval(), torch.zeros(2, 3, 32, 32)
     masking = DoubleMasking(model, pc.Patch(5), masks=3, batch_size=batch_size)
     assert MaskedCopies(masking, images).size == copies
+
+
+def test_no_image_chooses_the_size_of_its_batch():
+    class Experts(nn.Module):
+        """Takes far more work for images that are bright."""
+
+        def __init__(self):
+            super().__init__()
+            self.quick, self.slow = nn.Linear(16, 2), nn.Linear(16, 2**20)
+
+        def forward(self, images):
+            values = images.flatten(1)
+            return self.slow(values)[:, :2] if bool((images > 0.9).any()) else self.quick(values)
+
+    model, black = Experts().eval(), torch.zeros(1, 1, 4, 4)
+    sizes = [copies_at_once(model, black + shade, 4096, "float32") for shade in (0.0, 1.0)]
+    assert sizes == [4096, 4096]

@@ -183,6 +183,41 @@ def fast_arithmetic() -> Iterator[None]:
         yield
 
 
+class _PlaceByPlace:
+    """Kernels of convolutions for which what is given at a place hangs on nothing that this place does not see.
+
+    The switches belong to the process: while one thread is inside, all threads compute like this, and when the last one
+    has left they are as they were before the first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = (False, False)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, NNPACK is off, whose transforms compute several places together, and cuDNN does not choose by trial,
+        so that equal shapes always meet equal kernels."""
+        with self._lock:
+            if not self._inside:
+                (nnpack,), benchmark = torch.backends.nnpack.set_flags(False), torch.backends.cudnn.benchmark
+                self._before = (nnpack, benchmark)
+                torch.backends.cudnn.benchmark = False
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    nnpack, torch.backends.cudnn.benchmark = self._before
+                    torch.backends.nnpack.set_flags(nnpack)
+
+
+place_by_place = _PlaceByPlace()
+
+
 class _Wishes:
     """What the threads of this process ask of the switches, which all of them share: the most precise wish counts.
 

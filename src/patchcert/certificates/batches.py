@@ -1,14 +1,14 @@
 """A model as it is deployed on many copies of images: in one arithmetic, and always in batches of one shape."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 
-from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
+from patchcert.bounds.rounding import fast_arithmetic, place_by_place, precise_arithmetic
 from patchcert.certificates.checks import check_independence, check_logits, check_module, float_weights
 from patchcert.certificates.classifier import Classifier
 from patchcert.errors import InvalidInput, ModelError
@@ -82,7 +82,8 @@ class FixedBatches:
     Libraries choose by the shape of a batch in which order they sum. With one shape and one arithmetic, what is said of
     a copy does not hang on how many other copies there are; `check_company` tries whether it hangs on which ones. On a
     GPU the forward pass is captured once and replayed, if the model allows it: the same kernels on the same numbers.
-    Where the same model is given as torch.compile makes it, that is what runs.
+    Where the same model is given as torch.compile makes it, that is what runs. Kernels are `by_place` for maps of which
+    each place must hang on what it sees alone.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class FixedBatches:
         size: int,
         precision: Precision,
         compiled: nn.Module | None = None,
+        by_place: bool = False,
     ) -> None:
         if model.training:
             raise InvalidInput(
@@ -101,6 +103,7 @@ class FixedBatches:
         check_independence(model)
         self.model, self.size = model if compiled is None else compiled, size
         self.precision: Precision = precision
+        self._kernels = place_by_place if by_place else nullcontext
         self._input = example.new_zeros(size, *example.shape[1:])
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output = self._first_answer()
@@ -154,7 +157,7 @@ class FixedBatches:
 
     @torch.no_grad()
     def _forward(self) -> Annotated[Tensor, "b ..."]:
-        with _arithmetic(self.precision, self._input.device):
+        with _arithmetic(self.precision, self._input.device), self._kernels():
             return self.model(self._input)
 
     def _first_answer(self) -> Annotated[Tensor, "b ..."]:
@@ -202,7 +205,8 @@ def copies_at_once(model: nn.Module, example: Images, most: int, precision: Prec
     if example.device.type != "cpu" or most <= _FEWEST_AT_ONCE or not len(example):
         return most
     alone = FixedBatches(model, example, 1, precision)
-    return count_at_once(alone.logits, example[:1], most, _WORK_AT_ONCE, _FEWEST_AT_ONCE)
+    # Of a blank: a model that takes more work for some images would let these choose the shape of their batch.
+    return count_at_once(alone.logits, torch.zeros_like(example[:1]), most, _WORK_AT_ONCE, _FEWEST_AT_ONCE)
 
 
 def largest(logits: Logits) -> Annotated[Tensor, "n"]:

@@ -120,7 +120,8 @@ def _through(geometry: Geometry, seen: Annotated[Tensor, "_ 1 _ _"]) -> Annotate
     if geometry == Geometry((1, 1)):
         return seen
     taps = seen.new_ones(1, 1, *geometry.kernel)
-    return (F.conv2d(geometry.pad(seen), taps, None, geometry.stride, 0, geometry.dilation) > 0).to(seen)
+    # A count of taps, off by less than 1/2 whatever the kernel that sums them.
+    return (F.conv2d(geometry.pad(seen), taps, None, geometry.stride, 0, geometry.dilation) > 0.5).to(seen)
 
 
 def receptive_field(seen: Sight, height: int, width: int) -> tuple[int, int]:
@@ -320,13 +321,14 @@ class LocalVotes(VoteClassifier):
         """The scores of every cell, row by row; with a probe of whether they depend on the batch."""
         check_some(images)
         images, flat = images.to(weight_dtype(self.model, images.dtype)), _FlatMaps(self.model, self.mirrored)
-        base = FixedBatches(flat, images, self.batch_size, self.precision)
+        base = FixedBatches(flat, images, self.batch_size, self.precision, by_place=True)
         if with_probe:
             numbers = torch.arange(self.batch_size, device=images.device)
             base.check_company(images[numbers % len(images)], self.needed_lead / 4)
             network = trace_local(self.model, images.shape[1:])
             self._check_trace(network, images)
             self._check_sight(network, base, images)
+            self._check_kernels(network, base, images)
         rows = []
         for start in range(0, len(images), self.batch_size):
             rows.append(base.logits(images[start : start + self.batch_size]))
@@ -395,8 +397,32 @@ class LocalVotes(VoteClassifier):
                     hint="mend the rule that was registered for a layer: its outputs see more than `places` says",
                 )
 
+    def _check_kernels(self, network: Network, base: FixedBatches, images: Images) -> None:
+        """NaN at a pixel reaches only cells that see it.
+
+        Kernels that compute several places together, by transforms, spread it to all of them. They would also spread
+        what a patch makes of a hidden map, by a share of its size, which no slack that follows from the image pays for.
+        """
+        height, width = images.shape[2:]
+        numbers = torch.arange(min(_NEIGHBOURS**2, self.batch_size))
+        rows = (height // 2 + numbers // _NEIGHBOURS).clamp(max=height - 1)
+        columns = (width // 2 + numbers % _NEIGHBOURS).clamp(max=width - 1)
+        areas = torch.zeros(len(numbers), height, width)
+        areas[numbers, rows, columns] = 1
+        hidden = images[:1].masked_fill(areas[:, None].to(images.device) > 0, torch.nan)
+        reached = reached_cells(network, areas, self.mirrored).flatten(1).to(images.device)
+        spread = base.logits(hidden).isnan().unflatten(1, (-1, reached.shape[1])).any(dim=1)
+        if bool((spread & ~reached).any()):
+            raise ModelError(
+                f"convolutions of the model {type(self.model).__name__} are computed several places at once here, by "
+                "kernels that let a patch move local scores that do not see it",
+                hint="on a GPU torch.backends.cudnn.enabled = False takes other kernels",
+            )
+
 
 _PROBED = 4
+_NEIGHBOURS = 8
+"""Pixels next to each other, in rows and columns, that are probed: tiles of transforms are no larger."""
 
 
 @final

@@ -157,7 +157,7 @@ class _Units:
     @staticmethod
     def within(box: Interval) -> "_Units":
         """For units in these intervals, with a gradient that is finite where an interval is one point."""
-        slope = torch.where(box.lower >= 0, 1.0, 0.0)
+        slope = (box.lower >= 0).to(box.lower.dtype)
         is_bent = (box.lower < 0) & (box.upper > 0)
         slope = torch.where(is_bent, box.upper / (box.upper - box.lower).where(is_bent, 1), slope)
         return _Units(slope, slope * box.centre, slope * (-box.lower).clamp(min=0))
@@ -177,7 +177,7 @@ class _Readout:
     """The last layer, and the coefficients of each pair of a label and a class with their signs kept apart."""
 
     weight: Annotated[Tensor, "k units"]
-    bias: Annotated[Tensor, "k"] | float
+    bias: Annotated[Tensor, "k"] | None
     rising: Annotated[Tensor, "units pairs"]
     falling: Annotated[Tensor, "units pairs"]
 
@@ -188,19 +188,19 @@ class _Readout:
         """Its products with units are of the given type."""
         pairs = (weight.unsqueeze(1) - weight).flatten(0, 1).T
         rising, falling = (part.to(dtype) for part in (pairs.clamp(min=0), pairs.clamp(max=0)))
-        return _Readout(weight.to(dtype), 0.0 if bias is None else bias, rising, falling)
+        return _Readout(weight.to(dtype), bias, rising, falling)
 
     def linear(self, units: _Units, labels: Labels) -> Annotated[Tensor, "... n k"]:
         """The margins' forms in the centre of the patch: lower lines for rising coefficients, upper for falling."""
-        logits = self._times(units.middle, self.weight.T) + self.bias
+        logits = self._times(units.middle, self.weight.T)
+        logits = logits if self.bias is None else logits + self.bias
         return _own(logits, labels) - logits + self._by_label(units.lifted, self.falling, labels)
 
     def interval(self, box: Interval, labels: Labels) -> Annotated[Tensor, "n k"]:
         """Margins by intervals of the units."""
         found = self._by_label(box.lower.relu(), self.rising, labels)
         found = found + self._by_label(box.upper.relu(), self.falling, labels)
-        bias = torch.as_tensor(self.bias, dtype=found.dtype, device=found.device).expand(len(self.weight))
-        return found + (bias[labels].unsqueeze(1) - bias)
+        return found if self.bias is None else found + (self.bias[labels].unsqueeze(1) - self.bias)
 
     def _times(self, values: Annotated[Tensor, "... units"], others: Annotated[Tensor, "units _"]) -> Tensor:
         return (values.to(others.dtype) @ others).to(values.dtype)
