@@ -402,7 +402,10 @@ class LocalVotes(VoteClassifier):
 
         Kernels that compute several places together, by transforms, spread it to all of them. They would also spread
         what a patch makes of a hidden map, by a share of its size, which no slack that follows from the image pays for.
+        Layers with rules from elsewhere are left to `_check_sight`: they may take NaN for another value.
         """
+        if any(step.is_foreign for step in network.steps):
+            return
         height, width = images.shape[2:]
         numbers = torch.arange(min(_NEIGHBOURS**2, self.batch_size))
         rows = (height // 2 + numbers // _NEIGHBOURS).clamp(max=height - 1)
