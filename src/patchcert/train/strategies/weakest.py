@@ -120,7 +120,8 @@ class WeakestTraining:
     def worst_case(self, batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
         """The mixture of bounds and attack."""
         images, labels, mixture = batch.own_images, batch.own_labels, self.strategy.mixture
-        clean = self.patch.clean(images, labels)
+        by_interval = "interval" in (self.strategy.search, self.strategy.bound)
+        clean = self.patch.clean(images, labels) if by_interval else None
         numbers = self.searched(images, generator)
         ranked = self.ranked(images, labels, epsilon, clean, numbers)
         chosen = self.choose(images, labels, ranked, epsilon, numbers)
