@@ -1,7 +1,7 @@
 """What trials on held-out training images have found, as a table: each setting beside what it proves."""
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -10,7 +10,8 @@ from typing import Any, final
 from patchcert.errors import InvalidInput
 from patchcert.evidence import Evidence, EvidenceFolder
 from patchcert.report.tables import Column, Table
-from patchcert.train.run_folder import EVIDENCE
+from patchcert.train.run_folder import EVIDENCE, SPEC
+from patchcert.train.spec import read_spec
 
 _COLUMNS = (
     Column("trial", numeric=False),
@@ -50,16 +51,32 @@ def trials_table(folder: Path, name: str) -> Table:
     found = sorted(_results(trials, results), key=lambda each: -each.certified)
     if not found:
         raise InvalidInput(f"{results} has no evidence of the trials in {trials}")
+    if len({(each.proofs[0].selection, each.proofs[0].threat) for each in found}) > 1:
+        raise InvalidInput(f"the trials in {results} are not all of the same images and threat")
     return Table("", _COLUMNS, tuple(each.cells() for each in found))
 
 
 def _results(trials: Path, folder: Path) -> Iterator[TrialResult]:
-    for trial in tomllib.loads(trials.read_text(encoding="utf-8"))["trials"]:
+    asked = tomllib.loads(trials.read_text(encoding="utf-8"))
+    for trial in asked["trials"]:
         runs = sorted(path.parent for path in (folder / trial["name"]).rglob(EVIDENCE))
         proofs = tuple(proof for run in runs for proof in EvidenceFolder(run / EVIDENCE).all())
         if proofs:
             _check(proofs)
+            _check_trained(asked, trial, runs)
             yield TrialResult(trial["name"], tuple(trial.get("set", ())), proofs)
+
+
+def _check_trained(asked: Mapping[str, Any], trial: Mapping[str, Any], runs: Sequence[Path]) -> None:
+    """Raises unless the specifications beside the proofs have the settings and all the seeds of the trial."""
+    changes = (*asked.get("set", ()), *trial.get("set", ()), f"data.validation={asked.get('held_out', 5000)}")
+    specs = [read_spec(run / SPEC) for run in runs]
+    for run, spec in zip(runs, specs, strict=True):
+        if read_spec(run / SPEC, changes) != spec:
+            raise InvalidInput(f"{run} was not trained with the settings of the trial {trial['name']}")
+    seeds = sorted(spec.seed for spec in specs)
+    if seeds != sorted(asked.get("seeds", seeds)):
+        raise InvalidInput(f"the trial {trial['name']} has the seeds {seeds}; expected {asked['seeds']}")
 
 
 def _check(proofs: Sequence[Evidence]) -> None:
