@@ -157,6 +157,7 @@ def test_queries(sources, query, value):
         ("superseded 0000000000000000 certified", "no superseded run"),
         ("compare luck above", "rows are not compared by 'luck'"),
         ("json docs/performance/h200.json cases.99.placements", "there is nothing at '99'"),
+        ("card mnist-5x5-mlp proof.certified / 68.99", "divides by 68.99, which is no unit"),
         ("authors cifar certified", "lines of authors.json have the words"),
     ],
 )
@@ -203,6 +204,10 @@ def test_figures_keep_their_decimals(value, like, text):
         "68&nbsp;%",
         "1 in 3 images",
         "99 of them",
+        "99\n% of them",
+        "99 &#37; are right",
+        "99 \\% are right",
+        "it certifies\n6,892 images",
     ],
 )
 def test_typed_results_are_found(text):

@@ -7,6 +7,7 @@ A figure is followed by its query in a comment, which readers do not see:
 A table lies between `<!-- table: QUERY -->` and `<!-- end of table -->`. docs/concepts/evidence.md has all queries.
 """
 
+import html
 import json
 import re
 import shlex
@@ -59,6 +60,9 @@ ENTRIES = Path("src/patchcert/zoo/entries")
 PAGE = Path("docs/results.md")
 PLOT = Path("docs/pictures/comparison.svg")
 OUTSIDE_RESULTS = "docs/measurements/*.npz"
+UNITS = ("60", "3600", "100", "1000", "1e6", "0.5e6", "0.25e6")
+"""What figures are divided by: seconds to minutes and hours, images to per cent of 10,000, and weights of one, two and
+four bytes to megabytes. By any other number a query could give whatever is wanted."""
 
 _FIGURE = re.compile(r"(?P<text>[-+]?\d[\d,]*(?:\.\d+)?)<!--= (?P<query>.*?) -->", re.DOTALL)
 _TABLE = re.compile(r"<!-- table: (?P<query>[^\n]*?) -->\n(?P<text>.*?)<!-- end of table -->", re.DOTALL)
@@ -86,7 +90,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "docs/concepts/votes.md": ("8 of 32", "64 times"),
     "docs/decisions/0005-one-setting-per-table-row.md": ("2 points", "16 points"),
     "docs/decisions/0006-which-seed-counts.md": ("1 of 3", "2.30"),
-    "docs/decisions/0012-rows-that-stay-below-the-paper.md": ("2.30",),
+    "docs/decisions/0012-rows-that-stay-below-the-paper.md": ("2.30", "4 of them"),
     "docs/guides/command-line.md": ("95 %", "0 %"),
     "docs/guides/reproduce.md": ("1 of 3", "95 %", "1.2 times", "0.05", "0.9", "0.01", "0.001", "5 %"),
     "docs/guides/zero-percent.md": ("0 %",),
@@ -148,6 +152,10 @@ class Sources:
     def figure(self, query: str) -> float:
         words = shlex.split(query)
         if len(words) > 2 and words[-2] == "/":
+            if words[-1] not in UNITS:
+                raise InvalidInput(
+                    f"{query!r} divides by {words[-1]}, which is no unit", hint=", ".join(UNITS)
+                )
             return self.figure(shlex.join(words[:-2])) / float(words[-1])
         kind, arguments = words[0] if words else "", words[1:]
         if kind not in _FIGURES:
@@ -274,12 +282,14 @@ def _wrong(text: str, sources: Sources) -> Iterator[str]:
 
 
 def typed_figures(text: str, allowed: Sequence[str] = ()) -> Iterator[tuple[int, str]]:
-    """What looks like a result outside code, tables and markers, with its line, but for what is allowed."""
+    """What looks like a result outside code, tables and markers, with its line, but for what is allowed. The lines of a
+    paragraph are read as one."""
     for pattern in _HIDDEN:
         text = pattern.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
-    text = re.sub(r"&nbsp;", " ", re.sub(r"(?<!\w)[*_]+|[*_]+(?!\w)", "", text))
-    for number, line in enumerate(text.splitlines(), 1):
-        yield from ((number, found[0]) for found in _RESULT.finditer(line) if found[0] not in allowed)
+    text = html.unescape(re.sub(r"(?<!\w)[*_]+|[*_]+(?!\w)", "", text)).replace("\\%", "%")
+    for found in _RESULT.finditer(re.sub(r"(?<!\n)\n(?!\n)|\u00a0", " ", text)):
+        if found[0] not in allowed:
+            yield text.count("\n", 0, found.start()) + 1, found[0]
 
 
 def _row(sources: Sources, table: str, words: str, what: str) -> float | None:
