@@ -59,6 +59,36 @@ def test_a_card_must_be_complete(card):
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seconds", 1.0),
+        ("device", "another"),
+        ("runs_at_once", 77),
+        ("versions", {"torch": "9"}),
+        ("commit", "f"),
+    ],
+)
+def test_a_card_says_of_its_training_what_the_results_say(card, key, value):
+    (found,) = forge(card, lambda plain: plain["training"].update({key: value}))
+    assert f"it states {key.replace('_', ' ')} of its training otherwise than the results" in found
+
+
+def test_a_card_has_the_specification_of_its_run_and_no_words_of_its_own(card):
+    def boast(plain):
+        plain["training"]["spec"] = plain["training"]["spec"].replace("seed = ", "seed = 1")
+        plain["note"] = "It certifies everything."
+
+    spec, note = forge(card, boast)
+    assert "it states spec" in spec
+    assert "it states note" in note
+
+
+def test_a_card_counts_the_weights_that_are_there(card):
+    (found,) = forge(card, lambda plain: plain.update(parameters=7))
+    assert "it states 7 parameters; its weights are " in found
+
+
 def test_a_card_that_contradicts_itself_is_named(card):
     (found,) = forge(card, lambda plain: plain["proof"].update({"certified": 9999}))
     assert "the card counts 9999 images" in found

@@ -7,9 +7,10 @@ from pathlib import Path
 from patchcert.errors import PatchcertError, RunError
 from patchcert.evidence import Evidence, EvidenceFolder
 from patchcert.evidence.audit import Finding
-from patchcert.evidence.results import TRIMMED
+from patchcert.evidence.results import TRIMMED, Result
 from patchcert.files import sha256
-from patchcert.zoo.adding import count_attack, count_proof
+from patchcert.train.run_folder import SPEC
+from patchcert.zoo.adding import NOTE, count_attack, count_proof
 from patchcert.zoo.card import AttackCount, Card
 from patchcert.zoo.recheck import differences, why_not_comparable
 from patchcert.zoo.shelf import Zoo
@@ -21,8 +22,12 @@ def audit_zoo(zoo: Zoo, results: Path) -> tuple[Finding, ...]:
     for name in zoo.names():
         file = zoo.folder / f"{name}.json"
         try:
-            zoo.load(name)
-            findings += [Finding(file, what) for what in _audit_card(zoo.card(name), results)]
+            size, card = sum(each.numel() for each in zoo.load(name).parameters()), zoo.card(name)
+            findings += [Finding(file, what) for what in _audit_card(card, results)]
+            if size != card.parameters:
+                findings.append(
+                    Finding(file, f"it states {card.parameters} parameters; its weights are {size}")
+                )
         except PatchcertError as error:
             findings.append(Finding(file, error.message))
     return tuple(findings)
@@ -92,6 +97,24 @@ def _audit_card(card: Card, results: Path) -> Iterator[str]:
         if attack not in counted:
             yield f"no evidence among the results gives its attack: {_words(attack)}"
     yield from (f"it does not say {what}" for what in _missing(card))
+    yield from _otherwise_trained(card, Result.open(results / card.training.run))
+
+
+def _otherwise_trained(card: Card, result: Result) -> Iterator[str]:
+    """What a card says of its training, and the summary and specification among the results do not."""
+    summary, training = result.summary, card.training
+    stated = {
+        "spec": (training.spec, (result.path / SPEC).read_text(encoding="utf-8")),
+        "seconds": (round(training.seconds, 1), summary["training_seconds"]),
+        "device": (training.device, summary["device"]),
+        "runs at once": (training.runs_at_once, summary.get("jobs", 1)),
+        "versions": (dict(training.versions), summary["versions"]),
+        "commit": (training.commit, summary["commit"]),
+        "note": (card.note, NOTE.format(weights_of=training.weights_of)),
+    }
+    for name, (there, expected) in stated.items():
+        if there and there != expected:  # what a card lacks is named already
+            yield f"it states {name} of its training otherwise than the results"
 
 
 def _words(attack: AttackCount) -> str:
