@@ -1,5 +1,6 @@
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -309,11 +310,37 @@ def test_the_description_names_what_decides():
     assert pc.BlockVotes(nn.Identity(), size=8).describe()["size"] == 8
 
 
-def test_stored_rows_whose_predictions_do_not_follow_from_votes_are_found():
-    columns = {"votes": torch.tensor([[3, 1], [2, 2]]).numpy(), "prediction": torch.tensor([0, 1]).numpy()}
-    meta = {"classifier": {"ties": "lowest"}}
-    assert BandVotes.contradiction(columns, meta) == "the prediction of row 1 does not follow from its votes"
-    columns["prediction"] = torch.tensor([0, 0]).numpy()
+def test_stored_rows_that_do_not_follow_from_votes_are_found():
+    votes = BandVotes(BrightParts(), width=1)
+    meta = {"classifier": votes.describe(), "threat": Patch(2).to_dict(), "data": {"image": (1, 4, 8)}}
+    columns = {
+        "votes": np.array([[6, 1], [4, 4]]),
+        "label": np.array([0, 0]),
+        "prediction": np.array([0, 0]),
+        "certified": np.array([True, False]),
+    }
+    assert BandVotes.contradiction(columns, meta) == ""
+    for changes, found in (
+        ({"prediction": np.array([0, 1])}, "the prediction of row 1 does not follow from its votes"),
+        ({"certified": np.array([True, True])}, "row 1 has 8 votes of 8 parts and a lead of 0"),
+        ({"votes": np.array([[8, 1], [4, 4]])}, "row 0 has 9 votes of 8 parts and a lead of 7"),
+    ):
+        assert BandVotes.contradiction({**columns, **changes}, meta) == found
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("wrap", [False, True])
+def test_every_certified_image_leads_by_what_it_must(wrap, stride):
+    votes = BandVotes(BrightParts(), width=2, wrap=wrap, stride=stride)
+    meta = {"classifier": votes.describe(), "threat": Patch(2).to_dict(), "data": {"image": (1, 4, 8)}}
+    images = torch.rand(200, 1, 4, 8, generator=torch.Generator().manual_seed(5))
+    proven = votes.certify(images, votes.predict(images), Patch(2))
+    columns = {
+        "votes": proven.ballots.estimation.numpy(),
+        "label": proven.labels.numpy(),
+        "prediction": proven.predictions.numpy(),
+        "certified": proven.certified.numpy(),
+    }
     assert BandVotes.contradiction(columns, meta) == ""
 
 

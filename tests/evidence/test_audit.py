@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from patchcert.cli.audit import Checkout
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence, EvidenceFolder
 from patchcert.evidence.audit import audit_evidence, audit_results
-from patchcert.evidence.manifest import MANIFEST, ListedRun, Manifest
+from patchcert.evidence.manifest import MANIFEST, ListedFile, ListedRun, Manifest
 from patchcert.evidence.results import collect
 from patchcert.files import sha256
 from patchcert.threats import Patch
@@ -40,9 +41,15 @@ class Folder:
             Manifest().now(self.path).write(self.path)
             return
         there = [entry for entry in before.files if (self.path / entry.path).is_file()]
-        files = tuple(replace(entry, sha256=sha256(self.path / entry.path)) for entry in there)
+        files = tuple(self._relisted(entry) for entry in there)
         runs = tuple(ListedRun.of(self.path / run.run) for run in before.runs)
         replace(before, files=files, runs=runs).write(self.path)
+
+    def _relisted(self, entry: ListedFile) -> ListedFile:
+        file = self.path / entry.path
+        with suppress(RunError):
+            return ListedFile.of(file, self.path)
+        return replace(entry, sha256=sha256(file))
 
     def file(self, run: str, words: str) -> Path:
         """The only file of a run with these words in its name."""
@@ -177,6 +184,44 @@ def git(*words):
     return subprocess.run(["git", "-C", str(RESULTS.parent), *words], capture_output=True, check=False).stdout
 
 
+@pytest.mark.parametrize("facts", [{"counted": 10_000}, {"right": 10_000}, {"evidence_of": "certify all"}])
+def test_a_line_of_the_manifest_that_counts_otherwise_than_its_file_is_noticed(copied, facts):
+    folder = copied(PROVEN)
+    file, before = folder.file(PROVEN, "certify"), Manifest.read(folder.path)
+    name = file.relative_to(folder.path).as_posix()
+    files = tuple(replace(each, **facts) if each.path == name else each for each in before.files)
+    replace(before, files=files).write(folder.path)
+    assert folder.found == {name: "counts otherwise than its line in the manifest"}
+
+
+def test_a_line_of_the_manifest_that_says_otherwise_of_its_run_is_noticed(copied):
+    folder = copied(PROVEN)
+    (line,) = (before := Manifest.read(folder.path)).runs
+    replace(before, runs=(replace(line, training_seconds=1.0, training_loss=None),)).write(folder.path)
+    assert folder.found[f"{PROVEN}/summary.json"].startswith("training_loss is ")
+    assert len(audit_results(folder.path).findings) == 2
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_every_run_has_one_line_in_the_manifest(copied, times):
+    """The mean over seeds is taken over these lines."""
+    folder = copied(PROVEN, CHANCE)
+    before = Manifest.read(folder.path)
+    first, second = before.runs
+    replace(before, runs=(first, *(second,) * times)).write(folder.path)
+    assert folder.found == {second.run: f"has {times} lines among the runs of the manifest"}
+
+
+def test_nothing_that_a_manifest_in_the_history_lists_is_forgotten():
+    now = Manifest.read(RESULTS)
+    kept = {line.sha256 for line in (*now.files, *now.beside, *now.superseded)}
+    for commit in git("log", "--format=%H", "--", "results/manifest.json").decode().split():
+        plain = json.loads(git("show", f"{commit}:results/manifest.json"))
+        lines = [line for part in ("files", "beside", "superseded") for line in plain[part]]
+        gone = [line for line in lines if line["images"] is not None and line["sha256"] not in kept]
+        assert not gone, f"{commit} lists {gone[0]}"
+
+
 def test_an_edited_training_loss_is_noticed(copied):
     folder = copied(CHANCE)
     folder.edit(CHANCE, training_loss=0.1)
@@ -191,6 +236,23 @@ def test_an_edited_training_loss_is_noticed_by_the_curve_where_there_is_one(copi
     folder.edit(run, training_loss=0.1)
     folder.relist()
     assert "the curve ends at" in folder.found[f"{run}/summary.json"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "noticed"),
+    [
+        ({"clean_accuracy": 0.999}, "states clean_accuracy as 0.999; what lies beside it gives 0."),
+        ({"device": "a slow one"}, "states device as a slow one; what lies beside it gives NVIDIA"),
+        ({"versions": {}}, "states versions as {}; what lies beside it gives"),
+        ({"training_seconds": 1.0}, "than the epochs of its curve took together"),
+    ],
+)
+def test_a_summary_has_the_circumstances_that_lie_beside_it(copied, facts, noticed):
+    run = "065510321976aa3c"
+    folder = copied(run)
+    folder.edit(run, **facts)
+    folder.relist()
+    assert noticed in folder.found[f"{run}/summary.json"]
 
 
 def test_a_deleted_seed_is_noticed_and_stays_in_the_manifest(copied):
@@ -211,6 +273,7 @@ def test_erased_successes_of_an_adaptive_attack_are_noticed(copied):
         columns["succeeded"][:] = columns["prediction"] != columns["label"]
         columns["prediction_after"] = columns["prediction"].copy()
         columns["margin"] = np.where(columns["succeeded"], 1.0, -1.0).astype(np.float32)
+        columns["steps"].fill(columns["steps"].max())
 
     assert (Evidence.read(plain).withstood, Evidence.read(adaptive).withstood) == (210, 65)
     forge(adaptive, erase)
@@ -246,6 +309,44 @@ def test_an_image_that_is_wrong_by_itself_cannot_withstand_an_attack(copied):
     forge(file, mend)
     folder.relist()
     assert "but is wrong without one" in folder.found_in(file)
+
+
+def test_erased_successes_of_a_plain_attack_are_noticed_by_their_steps(copied):
+    """Margins and classes are forged too: the image was given up after fewer steps than those that withstood."""
+    run = "2525661c0a94d1e5"
+    folder = copied(run)
+    file = next(folder.path.glob(f"{run}/attack-patch-2x2-square-everywhere-0*.npz"))
+
+    def erase(columns):
+        rows = np.flatnonzero(columns["succeeded"] & (columns["prediction"] == columns["label"]))[:5]
+        columns["succeeded"][rows] = False
+        columns["prediction_after"][rows] = columns["label"][rows]
+        columns["margin"][rows] = -1.0
+
+    forge(file, erase)
+    folder.relist()
+    assert folder.found_in(file).startswith("5 images withstood fewer steps than others were tried with")
+
+
+def test_an_attack_on_certified_images_leaves_none_out(copied):
+    run = "23b3b04c36f0fa7e"
+    folder = copied(run)
+    file = next(folder.path.glob(f"{run}/attack-*certified-only*.npz"))
+    forge(file, lambda columns: columns.update({name: column[3:] for name, column in columns.items()}))
+    folder.relist()
+    assert folder.found_in(file) == "leaves out 3 images that are certified, and were asked for"
+
+
+@pytest.mark.parametrize(
+    ("words", "name"), [("certify-patch-5x5", "worst_top"), ("attack-patch-2x2", "left")]
+)
+def test_patches_are_where_the_threat_can_be(copied, words, name):
+    folder = copied(ATTACKED)
+    file = next(folder.path.glob(f"{ATTACKED}/{words}*.npz"))
+    file = file if name in Evidence.read(file).columns else folder.file(ATTACKED, "certify-patch-2x2")
+    forge(file, lambda columns: columns[name].fill(99))
+    folder.relist()
+    assert "rows have no place of Patch" in folder.found_in(file)
 
 
 def test_a_certified_image_that_is_marked_as_broken_is_named(copied):
@@ -375,6 +476,7 @@ MASKED, DETECTED, REFINED = (
     for name in ("imagenet-resnet50-masking-6", "imagenet-resnet50-detection-6", "refined-mnist-2x2-cnn2")
 )
 TRIAL = next((RESULTS.parent / "trials" / "results" / "masked-cifar10-5x5" / "base").rglob("*.npz"))
+VOTED = next((RESULTS / "5d80627705ab1ae2").glob("certify-patch-5x5*.npz"))
 ABLATED = next((RESULTS / "ffbe393382a6b744").glob("certify-sparse*.npz"))
 
 
@@ -392,6 +494,12 @@ ABLATED = next((RESULTS / "ffbe393382a6b744").glob("certify-sparse*.npz"))
         (MASKED, lambda columns, _: columns["first_mask"].fill(36), "row 0 names a mask that is none of 36"),
         (DETECTED, lambda columns, _: columns["certified"].fill(False), "do not follow from their lead"),
         (ABLATED, lambda columns, _: columns.pop("votes"), "are not those of RandomAblation: 'votes'"),
+        (VOTED, lambda columns, _: flip(columns), "of 32 parts and a lead of 1"),
+        (
+            VOTED,
+            lambda columns, _: columns.update(votes=9 * columns["votes"].astype(int)),
+            "has 288 votes of 32 parts",
+        ),
         (REFINED, forget_margins, "it has no margins"),
         (REFINED, forget_counterexamples, "it does not say which images are broken"),
         (REFINED, lambda columns, _: columns.pop("adversarial"), "images are not kept of exactly the rows"),
@@ -432,10 +540,69 @@ def test_a_refined_proof_is_held_to_attacks_and_proofs_of_the_same_weights(tmp_p
     assert any("is certified in" in what and "and broken in" in what for what in found)
 
 
+def prove_what_is_right(columns):
+    """As far as no attack among the results contradicts it: of every other image."""
+    more = (columns["prediction"] == columns["label"]) & ~columns["certified"] & (columns["index"] % 2 == 0)
+    columns["certified"][more] = True
+    for name in columns.keys() & {"margin", "lead"}:
+        columns[name][more] = 1.0
+
+
+@pytest.mark.parametrize(
+    ("hard", "easy"),
+    [
+        ("results/3ffe99335c1f8851/certify-patch-5x5*", "results/3ffe99335c1f8851/certify-patch-2x2*"),
+        (
+            "docs/measurements/imagenet-resnet50-masking-6*",
+            "docs/measurements/imagenet-resnet50-detection-6*",
+        ),
+        ("results/dbac2be16ce840df/certify-*", "docs/measurements/refined-mnist-2x2-cnn2*"),
+    ],
+)
+def test_what_is_harder_to_prove_is_not_proven_of_more_images(tmp_path, hard, easy):
+    (tmp_path / "results").mkdir()
+    copies = []
+    for number, pattern in enumerate((hard, easy)):
+        (source,) = RESULTS.parent.glob(pattern)
+        copies.append(Path(shutil.copy(source, tmp_path / f"{number}-{source.name}")))
+    forged, _ = copies
+    assert not any("easier" in each.what for each in audit_results(tmp_path / "results", copies).findings)
+    forge(forged, prove_what_is_right)
+    found = [
+        each.what for each in audit_results(tmp_path / "results", copies).findings if each.path == forged
+    ]
+    assert any("does not, which is easier" in what for what in found)
+
+
+def test_rows_of_one_seed_are_not_those_of_another(copied):
+    folder = copied(PROVEN, CHANCE)
+    source, file = folder.file(PROVEN, "certify"), folder.file(CHANCE, "certify")
+    columns = Evidence.read(source).columns
+    forge(file, lambda rows: rows.update(columns))
+    folder.relist()
+    found = [each.what for each in audit_results(folder.path).findings]
+    assert any("has every margin of" in what for what in found)
+
+
+def test_detection_is_not_restated_as_masking(tmp_path):
+    (tmp_path / "results").mkdir()
+    masked, detected = (Path(shutil.copy(source, tmp_path)) for source in (MASKED, DETECTED))
+    rows = Evidence.read(detected).columns
+
+    def restated(columns):
+        columns.update({name: rows[name] for name in ("lead", "first_mask", "second_mask", "certified")})
+        columns["prediction"] = np.where(rows["certified"], columns["label"], columns["prediction"])
+
+    forge(masked, restated)
+    assert audit_evidence(masked) == ()
+    found = [each.what for each in audit_results(tmp_path / "results", [detected, masked]).findings]
+    assert any("has every lead of" in what for what in found)
+
+
 def test_a_file_that_is_named_after_another_question_is_noticed(copied):
     folder = copied(PROVEN)
     file = folder.file(PROVEN, "certify")
-    restate(file, lambda _, meta: meta["threat"].update(stamp="6x6"))
+    restate(file, lambda _, meta: meta["threat"].update(stamp="1x1"))
     folder.relist()
     assert "is named otherwise than its question" in folder.found_in(file)
 

@@ -1,16 +1,17 @@
 """De-randomised smoothing (Levine and Feizi 2020): a base model votes on bands or blocks of an image, one at a time."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, final
+from typing import Annotated, Any, Literal, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from patchcert.certificates.batches import FixedBatches, MeanVote, Precision, check_counts, copies_at_once
 from patchcert.certificates.checks import check_inputs, check_labels, check_some, weight_dtype
-from patchcert.certificates.classifier import AnyThreat
+from patchcert.certificates.classifier import AnyThreat, Columns, first_row
 from patchcert.certificates.votes import (
     Scores,
     Ties,
@@ -24,7 +25,7 @@ from patchcert.certificates.votes import (
 from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels
-from patchcert.threats import Patch
+from patchcert.threats import Patch, threat_from_dict
 
 Orientation = Literal["column", "row", "both"]
 Views = Annotated[Tensor, "cells h w"]
@@ -153,6 +154,32 @@ class PartVotes(VoteClassifier):
     def passes(self, height: int, width: int) -> int | None:
         """One for each part."""
         return len(self.views(height, width))
+
+    @classmethod
+    def contradiction(cls, columns: Columns, meta: Mapping[str, Any]) -> str:
+        """No class has more votes than there are parts, nor all together where each part has one; and a certified image
+        leads by what it must at least.
+
+        At each of P placements its lead L pays for the touched votes of both classes, and for each part touched. Summed
+        over all, where each of N parts is touched d times or more, that is P L >= d (N + L).
+        """
+        settings, (channels, height, width) = meta["classifier"], meta["data"]["image"]
+        described = cls.described(nn.Identity(), settings)
+        patch, _ = described._patch_and_count(threat_from_dict(meta["threat"]))
+        touched = described.touched(patch, torch.zeros(1, channels, height, width))
+        (places, parts), least = touched.shape, int(touched.sum(dim=0).min())
+        votes, rows = columns["votes"].astype(np.int64), np.arange(len(columns["label"]))
+        cast = votes.max(axis=1) if settings["threshold"] is not None else votes.sum(axis=1)
+        others = votes.copy()
+        others[rows, columns["label"]] = -1
+        leads = votes[rows, columns["label"]] - others.max(axis=1)
+        row = first_row((cast > parts) | (columns["certified"] & (leads * places < least * (parts + leads))))
+        unfit = (
+            ""
+            if row is None
+            else f"row {row} has {cast[row]} votes of {parts} parts and a lead of {leads[row]}"
+        )
+        return super().contradiction(columns, meta) or unfit
 
     def surrogate(self) -> nn.Module:
         """The mean of the base model's softmax over all parts, in logarithms."""

@@ -2,6 +2,7 @@
 labels and the files beside it bear out."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,13 +10,15 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from patchcert.data.labels import HELD_OUT, KNOWN, true_labels
 from patchcert.errors import PatchcertError
-from patchcert.evidence.manifest import SUMMARY, ListedFile, Manifest, listed_files
-from patchcert.evidence.record import MODEL, Evidence, EvidenceFolder, predictor_of, refuted
-from patchcert.evidence.results import TRIMMED, Result, check_together
+from patchcert.evidence.manifest import RUN_FACTS, SUMMARY, ListedFile, ListedRun, Manifest, listed_files
+from patchcert.evidence.record import MODEL, Evidence, EvidenceFolder, implies, predictor_of, refuted
+from patchcert.evidence.results import TRIMMED, Result, check_together, devices
 from patchcert.files import sha256
+from patchcert.threats import Patch
 from patchcert.train.run_folder import ENVIRONMENT, METRICS, SPEC
 
 NEAR_TIES = 1e-3
@@ -83,6 +86,8 @@ def _against_each_other(own: Sequence[Evidence], others: Sequence[Evidence]) -> 
     for each in own:
         if each.path is not None and each.path.stem != each.question.name:
             yield Finding(each.path, f"is named otherwise than its question, {each.question.name}")
+    yield from _proofs_agree((*own, *others))
+    yield from _no_rows_are_copied((*own, *others))
     for each in others:
         alike = [one for one in (*own, *others) if one.weights == each.weights]
         assert each.path is not None
@@ -97,6 +102,37 @@ def _against_each_other(own: Sequence[Evidence], others: Sequence[Evidence]) -> 
         yield from (found for found in _same_predictions(alike) if found.path == each.path)
 
 
+def _proofs_agree(found: Sequence[Evidence]) -> Iterator[Finding]:
+    """What a proof shows against a larger patch, or by a weaker method, others of the same weights show too, but for a
+    few near-ties on other hardware."""
+    by_weights: dict[str, list[Evidence]] = {}
+    for each in found:
+        if each.kind == "certify" and each.selection.is_whole_test_set:
+            by_weights.setdefault(each.weights, []).append(each)
+    pairs = ((hard, easy) for alike in by_weights.values() for hard in alike for easy in alike)
+    for hard, easy in pairs:
+        if not implies(hard, easy):
+            continue
+        alone = np.flatnonzero(hard.columns["certified"] & ~easy.columns["certified"])
+        if len(alone) > NEAR_TIES * hard.total and hard.path is not None:
+            first = hard.columns["index"][alone[0]]
+            what = f"certifies {len(alone)} images that {easy.where} does not, which is easier"
+            yield Finding(hard.path, f"{what}: {first} is the first")
+
+
+def _no_rows_are_copied(found: Sequence[Evidence]) -> Iterator[Finding]:
+    """Margins and leads are those of one network and question, votes those of one network."""
+    seen: dict[tuple[str, bytes], Evidence] = {}
+    for each in found:
+        for name in ("margin", "lead", "votes"):
+            if name not in each.columns:
+                continue
+            first = seen.setdefault((name, each.columns[name].tobytes()), each)
+            is_same = first.weights == each.weights and (name == "votes" or first.question == each.question)
+            if not is_same and each.path is not None:
+                yield Finding(each.path, f"has every {name} of {first.where}, which is about something else")
+
+
 def _against_manifest(manifest: Manifest, folder: Path, beside: Sequence[Path]) -> Iterator[Finding]:
     """Files that are missing, changed or not listed, and facts of runs that are not those listed."""
     if not manifest.files:
@@ -104,21 +140,34 @@ def _against_manifest(manifest: Manifest, folder: Path, beside: Sequence[Path]) 
         return
     yield from _compare(manifest.files, folder, listed_files(folder))
     yield from _compare(manifest.beside, folder.parent, beside)
-    for run in manifest.runs:
-        for what in manifest.changed(run, folder):
+    yield from _against_listed_runs(manifest.runs, folder)
+
+
+def _against_listed_runs(listed: Sequence[ListedRun], folder: Path) -> Iterator[Finding]:
+    """Every run has one line, which says what its folder says: figures in documents are taken from these lines."""
+    for run in listed:
+        for what in Manifest.changed(run, folder, RUN_FACTS):
             yield Finding(folder / run.run / SUMMARY, what)
+    lines = Counter(run.run for run in listed)
+    for file in sorted(folder.glob(f"*/{SPEC}")):
+        if lines[file.parent.name] != 1:
+            yield Finding(file.parent, f"has {lines[file.parent.name]} lines among the runs of the manifest")
 
 
 def _compare(listed: Sequence[ListedFile], folder: Path, there: Sequence[Path]) -> Iterator[Finding]:
-    sums = {entry.path: entry.sha256 for entry in listed}
+    lines = {entry.path: entry for entry in listed}
     found = {file.relative_to(folder).as_posix(): file for file in there}
-    for path in sums.keys() - found.keys():
+    for path in lines.keys() - found.keys():
         yield Finding(folder / path, "is listed in the manifest, but missing")
-    for path in found.keys() - sums.keys():
+    for path in found.keys() - lines.keys():
         yield Finding(found[path], "is not listed in the manifest")
-    for path in sorted(found.keys() & sums.keys()):
-        if sha256(found[path]) != sums[path]:
+    for path in sorted(found.keys() & lines.keys()):
+        if sha256(found[path]) != lines[path].sha256:
             yield Finding(found[path], "does not have the SHA-256 sum that the manifest lists")
+            continue
+        with suppress(PatchcertError):  # what cannot be read is named already
+            if ListedFile.of(found[path], folder) != lines[path]:
+                yield Finding(found[path], "counts otherwise than its line in the manifest")
 
 
 def audit_evidence(file: Path) -> tuple[Finding, ...]:
@@ -127,8 +176,8 @@ def audit_evidence(file: Path) -> tuple[Finding, ...]:
         evidence = Evidence.read(file)
     except PatchcertError as error:
         return (Finding(file, error.message),)
-    checks = (_labels(evidence), _verdicts(evidence), _successes(evidence), _times(evidence))
-    return tuple(Finding(file, what) for what in checks if what)
+    checks = (_labels, _verdicts, _successes, _steps, _placements, _times)
+    return tuple(Finding(file, what) for check in checks if (what := check(evidence)))
 
 
 def _labels(evidence: Evidence) -> str:
@@ -191,6 +240,42 @@ def _successes(evidence: Evidence) -> str:
     return ""
 
 
+def _steps(evidence: Evidence) -> str:
+    """Success ends an attack on an image: one that withstood was tried with as many steps as any other."""
+    if evidence.kind != "attack":
+        return ""
+    steps = evidence.columns["steps"]
+    spared = np.flatnonzero(~evidence.columns["succeeded"] & (steps < steps.max(initial=0)))
+    if not spared.size:
+        return ""
+    first = evidence.columns["index"][spared[0]]
+    return (
+        f"{spared.size} images withstood fewer steps than others were tried with: image {first} is the first"
+    )
+
+
+def _placements(evidence: Evidence) -> str:
+    """Patches, and the weakest places of proofs, are where the threat can be; an image that an attack broke has one."""
+    top, left = ("worst_top", "worst_left") if evidence.kind == "certify" else ("top", "left")
+    columns, size = evidence.columns, evidence.meta["data"].get("image")
+    if top not in columns or size is None or not isinstance(evidence.threat, Patch):
+        return ""
+    corners = np.array([[-1, -1], *evidence.threat.placements(*size[1:]).corners.tolist()])
+    outside = ~np.isin(_codes(columns[top], columns[left]), _codes(*corners.T))
+    if evidence.kind == "attack":
+        was_right = columns["prediction"] == columns["label"]
+        outside |= columns["succeeded"] & was_right & (columns["top"] < 0)
+    wrong = np.flatnonzero(outside)
+    if not wrong.size:
+        return ""
+    return f"{wrong.size} rows have no place of {evidence.threat}: image {columns['index'][wrong[0]]} is the first"
+
+
+def _codes(tops: NDArray[np.integer], lefts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """A number for each pair, another for every other pair of numbers that fit into 31 bits."""
+    return tops.astype(np.int64) * 2**32 + lefts.astype(np.int64)
+
+
 def _times(evidence: Evidence) -> str:
     """The time of predictions is that of images which were asked for, and the whole took some time."""
     if "seconds" not in evidence.meta or not evidence.meta.get("device"):
@@ -211,8 +296,10 @@ def _audit_run(run: Path) -> Iterator[Finding]:
             continue
         yield from _same_predictions(found)
         yield from _adaptive_is_stronger(found)
+        yield from _all_that_is_proven_was_attacked(found)
         if folder == run:
             yield from _audit_summary(run, found)
+            yield from _audit_circumstances(run, found)
     if (run / SPEC).is_file():
         yield from _audit_curve(run)
 
@@ -256,6 +343,21 @@ def _adaptive_is_stronger(found: Sequence[Evidence]) -> Iterator[Finding]:
                 yield Finding(adaptive.path, f"{spared.sum()} {what}: {first} is the first")
 
 
+def _all_that_is_proven_was_attacked(found: Sequence[Evidence]) -> Iterator[Finding]:
+    """An attack on certified images alone leaves out none of those that a proof beside it certifies."""
+    proofs = [each for each in found if each.kind == "certify" and each.selection.is_whole_test_set]
+    for attack in (each for each in found if each.kind == "attack" and each.question.certified_only):
+        beside = [each for each in proofs if each.subject == attack.subject]
+        left_out = min((_left_out(attack, proof) for proof in beside), default=0)
+        if left_out and attack.path is not None:
+            yield Finding(attack.path, f"leaves out {left_out} images that are certified, and were asked for")
+
+
+def _left_out(attack: Evidence, proof: Evidence) -> int:
+    asked = attack.selection.positions(proof.total).numpy()
+    return len(np.setdiff1d(asked[proof.columns["certified"][asked]], attack.columns["index"]))
+
+
 def _is_adaptive(evidence: Evidence) -> bool:
     attack = evidence.question.attack
     return attack["kind"] == "AdaptiveAfterTransfer" or attack.get("adaptive") is True
@@ -280,6 +382,22 @@ def _audit_summary(run: Path, found: Sequence[Evidence]) -> Iterator[Finding]:
             yield Finding(file, f"states {stated.get(name)} for {name}; its rows count {counted.get(name)}")
 
 
+def _audit_circumstances(run: Path, found: Sequence[Evidence]) -> Iterator[Finding]:
+    """The summary has the clean accuracy of the rows, and device and versions of the environment beside it."""
+    summary, file = _read(run / SUMMARY), run / ENVIRONMENT
+    environment = _read(file) if file.is_file() else {}
+    proofs = [each for each in found if each.kind == "certify"]
+    expected: dict[str, Any] = {}
+    if (run / SPEC).is_file():
+        expected |= {"device": devices(environment), "versions": environment.get("versions", {})}
+        expected |= {"clean_accuracy": proofs[0].correct / proofs[0].total if proofs else None}
+    for name, value in expected.items():
+        if summary.get(name) != value:
+            yield Finding(
+                run / SUMMARY, f"states {name} as {summary.get(name)}; what lies beside it gives {value}"
+            )
+
+
 def _audit_curve(run: Path) -> Iterator[Finding]:
     """Runs that know the sum of the code that trained them came after curves were kept, and must have theirs."""
     summary, file = _read(run / SUMMARY), run / METRICS
@@ -295,6 +413,10 @@ def _audit_curve(run: Path) -> Iterator[Finding]:
         yield Finding(
             run / SUMMARY,
             f"states a training loss of {summary.get('training_loss')}; the curve ends at {rows[-1].get('loss')}",
+        )
+    if round(sum(row["seconds"] for row in rows), 1) != summary.get("training_seconds"):
+        yield Finding(
+            run / SUMMARY, "states another training time than the epochs of its curve took together"
         )
     if not summary.get("source_sha256"):
         yield Finding(run / SUMMARY, "lacks the sum of the code that trained it")

@@ -68,6 +68,9 @@ class ListedRun(_Line):
         )
 
 
+RUN_FACTS = tuple(field.name for field in fields(ListedRun))
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class ListedFile(_Line):
@@ -241,15 +244,16 @@ class Manifest:
         }
 
     @staticmethod
-    def changed(run: ListedRun, folder: Path) -> list[str]:
-        """What a folder says otherwise of a run that is there."""
+    def changed(run: ListedRun, folder: Path, names: Sequence[str] = _LOCKED) -> list[str]:
+        """What a folder says otherwise of a run that is there: of what is locked, or of all `RUN_FACTS`."""
         if not (folder / run.run / SUMMARY).is_file():
             return []
         now = ListedRun.of(folder / run.run)
         return [
             f"{name} is {getattr(now, name)}, the manifest has {getattr(run, name)}"
-            for name in _LOCKED
-            if getattr(run, name) is not None and getattr(now, name) != getattr(run, name)
+            for name in names
+            if (names is RUN_FACTS or getattr(run, name) is not None)
+            and getattr(now, name) != getattr(run, name)
         ]
 
 

@@ -478,6 +478,22 @@ def refuted(proven: Evidence, attacked: Evidence) -> NDArray[np.integer]:
     return np.intersect1d(certified, broken)
 
 
+def implies(hard: Evidence, easy: Evidence) -> bool:
+    """Whether what one proof shows of an image follows from the other's rules: with the same settings against a patch
+    inside, by intervals and then refined, or by pairs of masks and then by single ones."""
+    if hard is easy or hard.selection != easy.selection or not _includes(hard.threat, easy.threat):
+        return False
+    settings, others = (_asked(each.question.classifier) for each in (hard, easy))
+    if hard.threat != easy.threat:
+        return settings == others
+    methods, more = (settings.pop("name"), others.pop("name")), others.keys() - settings.keys()
+    if any(others.get(name) != value for name, value in settings.items()):
+        return False
+    if methods == ("DoubleMasking", "MaskedDetection"):
+        return others.get("threshold") == 0
+    return methods == ("IntervalBounds", "IntervalBounds") and "refine" in more
+
+
 def _includes(threat: AnyThreat, other: AnyThreat) -> bool:
     """Whether every member of the other threat is known to be one of this: the same, or smaller rectangles anywhere."""
     if threat == other:

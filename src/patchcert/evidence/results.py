@@ -279,7 +279,7 @@ def _summary(run: Run, target: Path) -> dict[str, Any]:
         "attacked_accuracy": {each.question.name: each.withstood / each.total for each in attacked},
         "training_loss": before.get("training_loss") if loss is None else loss,
         "training_seconds": seconds,
-        "device": _devices(environment),
+        "device": devices(environment),
         "jobs": int(before.get("jobs", 1)) if is_collected else noted.jobs,
         "versions": environment.get("versions", {}),
         "commit": environment.get("commit")
@@ -290,7 +290,7 @@ def _summary(run: Run, target: Path) -> dict[str, Any]:
     }
 
 
-def _devices(environment: Mapping[str, Any]) -> str:
+def devices(environment: Mapping[str, Any]) -> str:
     """The devices that trained, in their order: a run that was stopped may have been resumed elsewhere."""
     sessions = [session["device"] for session in environment.get("sessions", [])]
     return ", then ".join(dict.fromkeys(sessions or [environment.get("device", "")]))
