@@ -94,7 +94,9 @@ def test_masked_passes_are_measured_beside_those_of_the_bare_network(tiny_cases,
         "float32",
     )
     assert case["ratio"] == case["masked"] / case["bare"]
-    assert 0 < case["fraction_of_floor"] < 1.5
+    # Both are measured: how they compare hangs on what else the machine does.
+    reached = case["masked"] * case["gigaflops"] / (1000 * facts["float32_teraflops"])
+    assert case["fraction_of_floor"] == pytest.approx(reached)
     stored = tmp_path / "bench.json"
     stored.write_text(json.dumps(facts))
     assert run(["bench", "--from", str(stored), "--markdown"]) == 0
