@@ -160,8 +160,9 @@ class PartVotes(VoteClassifier):
         """No class has more votes than there are parts, nor all together where each part has one; and a certified image
         leads by what it must at least.
 
-        At each of P placements its lead L pays for the touched votes of both classes, and for each part touched. Summed
-        over all, where each of N parts is touched d times or more, that is P L >= d (N + L).
+        With a and b votes of the label and of another class among the touched parts I, a proof needs L >= |I| + a - b
+        of the lead L at each of P placements. A part adds 1 for itself, 1 for a vote of the label and -1 for one of the
+        other, so 0 at least, as often as it is touched. If that is d times or more for all N, P L >= d (N + L).
         """
         settings, (channels, height, width) = meta["classifier"], meta["data"]["image"]
         described = cls.described(nn.Identity(), settings)
