@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from patchcert.data.labels import HELD_OUT, KNOWN, true_labels
 from patchcert.errors import PatchcertError
-from patchcert.evidence.manifest import RUN_FACTS, SUMMARY, ListedFile, ListedRun, Manifest, listed_files
+from patchcert.evidence.manifest import SUMMARY, ListedFile, ListedRun, Manifest, listed_files
 from patchcert.evidence.record import MODEL, Evidence, EvidenceFolder, implies, predictor_of, refuted
 from patchcert.evidence.results import TRIMMED, Result, check_together, devices
 from patchcert.files import sha256
@@ -146,7 +146,7 @@ def _against_manifest(manifest: Manifest, folder: Path, beside: Sequence[Path]) 
 def _against_listed_runs(listed: Sequence[ListedRun], folder: Path) -> Iterator[Finding]:
     """Every run has one line, which says what its folder says: figures in documents are taken from these lines."""
     for run in listed:
-        for what in Manifest.changed(run, folder, RUN_FACTS):
+        for what in run.differences(folder).values():
             yield Finding(folder / run.run / SUMMARY, what)
     lines = Counter(run.run for run in listed)
     for file in sorted(folder.glob(f"*/{SPEC}")):

@@ -67,8 +67,16 @@ class ListedRun(_Line):
             source_sha256=summary.get("source_sha256", ""),
         )
 
-
-RUN_FACTS = tuple(field.name for field in fields(ListedRun))
+    def differences(self, folder: Path) -> dict[str, str]:
+        """What a folder of results says otherwise of the run, by the name of the fact; nothing if it is not there."""
+        if not (folder / self.run / SUMMARY).is_file():
+            return {}
+        now = ListedRun.of(folder / self.run)
+        return {
+            name: f"{name} is {getattr(now, name)}, the manifest has {getattr(self, name)}"
+            for name in (field.name for field in fields(self))
+            if getattr(now, name) != getattr(self, name)
+        }
 
 
 @final
@@ -244,16 +252,11 @@ class Manifest:
         }
 
     @staticmethod
-    def changed(run: ListedRun, folder: Path, names: Sequence[str] = _LOCKED) -> list[str]:
-        """What a folder says otherwise of a run that is there: of what is locked, or of all `RUN_FACTS`."""
-        if not (folder / run.run / SUMMARY).is_file():
-            return []
-        now = ListedRun.of(folder / run.run)
+    def changed(run: ListedRun, folder: Path) -> list[str]:
+        """What a folder says otherwise of a run that is there, of what is locked once it is known."""
+        differences = run.differences(folder)
         return [
-            f"{name} is {getattr(now, name)}, the manifest has {getattr(run, name)}"
-            for name in names
-            if (names is RUN_FACTS or getattr(run, name) is not None)
-            and getattr(now, name) != getattr(run, name)
+            differences[name] for name in _LOCKED if name in differences and getattr(run, name) is not None
         ]
 
 
