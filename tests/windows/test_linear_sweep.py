@@ -1,4 +1,4 @@
-"""Linear bounds of all placements at once equal those of one whole image after the other."""
+"""Linear bounds and attacks at all placements at once equal those of one whole image after the other."""
 
 import pytest
 import torch
@@ -73,6 +73,24 @@ def test_the_sweep_equals_a_pass_for_each_placement(kind, threat, epsilon, budge
 
 @KINDS
 @THREATS
+def test_attacked_margins_are_those_of_a_corner_that_the_gradient_points_at(kind, threat, epsilon, budget):
+    model, (images, labels) = make(kind), drawn_images()
+    sweep, corners = LinearSweep.of(trace(model), images, threat, budget), threat.placements(7, 7).corners
+    found = sweep.attacked(images, labels, epsilon)
+    assert found.shape == (4, len(corners), 5)
+    for position, corner in enumerate(corners):
+        box = threat.boxes(images, corner[None], epsilon).map(lambda part: part[:, 0])
+        middle = ((box.lower + box.upper) / 2).requires_grad_()
+        nn.functional.cross_entropy(model(middle), labels, reduction="sum").backward()
+        moved = middle.detach() + middle.grad.sign() * (box.upper - box.lower) / 2
+        logits = model(moved).detach()
+        torch.testing.assert_close(found[:, position], logits.gather(1, labels[:, None]) - logits)
+    some = torch.tensor([len(corners) - 1, 0, 0])
+    torch.testing.assert_close(sweep.attacked(images, labels, epsilon, some), found[:, some])
+
+
+@KINDS
+@THREATS
 def test_margins_with_a_gradient_are_those_of_whole_images(kind, threat, epsilon, budget):
     model, (images, labels) = make(kind), drawn_images()
     network, corners = trace(model), threat.placements(7, 7).corners
@@ -102,18 +120,32 @@ def test_a_patch_that_may_not_move_leaves_the_margins_of_the_image():
     sweep = LinearSweep.of(network, images, Patch(3), 2**20)
     for found in (
         sweep.margins(images, labels, 0.0),
+        sweep.attacked(images, labels, 0.0),
         sweep.margins_at(images, labels, torch.tensor([[7]] * 4), 0.0),
     ):
         torch.testing.assert_close(found, wanted.unsqueeze(1).expand_as(found))
 
 
+def ranks(which):
+    """What is ranked by in float64, and in float32, where products are of bfloat16."""
+    (images, labels), found = drawn_images(), []
+    for dtype in (torch.float64, torch.float32):
+        sweep = LinearSweep.of(trace(make("plain").to(dtype)), images.to(dtype), Patch(3), 2**20)
+        found.append(getattr(sweep, which)(images.to(dtype), labels, 1.0).double())
+    return found
+
+
 def test_ranks_of_float32_are_off_by_the_rounding_of_bfloat16_alone():
-    model, (images, labels) = make("plain"), drawn_images()
-    exact = LinearSweep.of(trace(model), images, Patch(3), 2**20).margins(images, labels, 1.0)
-    network = trace(make("plain").float())
-    found = LinearSweep.of(network, images.float(), Patch(3), 2**20).margins(images.float(), labels, 1.0)
+    exact, found = ranks("margins")
     # Both factors of a product have 8 bits, and margins are sums of them: 2^-7 of the largest is more than they lose.
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=exact.abs().max().item() * 2**-7)
+    torch.testing.assert_close(found, exact, rtol=0, atol=exact.abs().max().item() * 2**-7)
+
+
+def test_attacks_of_float32_end_in_another_corner_only_where_a_gradient_is_small():
+    exact, found = ranks("attacked")
+    # As above, and the inputs of units are rounded too, twice.
+    is_near = (found - exact).abs() <= exact.abs().max() * 2**-6
+    assert is_near.double().mean() > 0.95
 
 
 def test_numbers_under_a_stamp_are_counted_over_channels():

@@ -1,13 +1,13 @@
 """Linear bounds at placements of a patch, for networks of one hidden layer, where they cost little more than intervals:
-what a patch does to the hidden layer is linear in its few pixels. Training ranks placements by them and learns from
-them; they are rounded to nearest.
+what a patch does to the hidden layer is linear in its few pixels. Training ranks placements by them, or by a step of an
+attack, and learns from them; they are rounded to nearest.
 
 The two lines of a unit are parallel here: between s z and s (z - l), s the slope of the chord, where the unit can bend.
 Then the margin of a label against a class falls by |sum_u (V_label,u - V_class,u) s_u W_u,q| for each pixel q that
 moves by 1: a difference of two products that know nothing of the label, so that no form is written out for each class.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -78,17 +78,36 @@ class LinearSweep:
         budget = memory_budget if images.device.type == "cuda" else min(memory_budget, _CACHE)
         return LinearSweep(network, hidden_layer(network), covered_numbers(threat, images), budget)
 
-    @torch.no_grad()
     def margins(
         self, images: Images, labels: Labels, epsilon: Epsilon, numbers: Numbers | None = None
     ) -> PlacementMargins:
-        """Margins at all placements or at those of the numbers; large products are of float32 in bfloat16."""
-        short = torch.bfloat16 if images.dtype == torch.float32 else images.dtype
+        """Linear bounds at all placements or at those of the numbers; large products are of float32 in bfloat16."""
+        return self._swept(_shared_margins, images.dtype, images, labels, epsilon, numbers)
+
+    def attacked(
+        self, images: Images, labels: Labels, epsilon: Epsilon, numbers: Numbers | None = None
+    ) -> PlacementMargins:
+        """Margins of members at the same placements: the patch's middle, moved to the corner that the gradient of the
+        cross entropy points at; all products are of float32 in bfloat16."""
+        return self._swept(_attacked_margins, _short(images), images, labels, epsilon, numbers)
+
+    @torch.no_grad()
+    def _swept(
+        self,
+        rank: "_Rank",
+        dtype: torch.dtype,
+        images: Images,
+        labels: Labels,
+        epsilon: Epsilon,
+        numbers: Numbers | None,
+    ) -> PlacementMargins:
+        """What is ranked by, slice by slice of placements, from hidden units and weights of the given type."""
         pixels = self.pixels if numbers is None else self.pixels[numbers]
         with fast_arithmetic():
-            hidden, weight, readout = self._hidden(images), self._weight(images), self._readout(short)
+            hidden, weight = self._hidden(images).to(dtype), self._weight(images).to(dtype)
+            readout = self._readout(_short(images))
             found = [
-                _shared_margins(images.flatten(1)[:, some], labels, hidden, weight[some], readout, epsilon)
+                rank(images.flatten(1)[:, some], labels, hidden, weight[some], readout, epsilon)
                 for some in self._slices(pixels, hidden, readout)
             ]
             return torch.cat(found)[: len(pixels)].transpose(0, 1)
@@ -192,9 +211,13 @@ class _Readout:
 
     def linear(self, units: _Units, labels: Labels) -> Annotated[Tensor, "... n k"]:
         """The margins' forms in the centre of the patch: lower lines for rising coefficients, upper for falling."""
-        logits = self._times(units.middle, self.weight.T)
-        logits = logits if self.bias is None else logits + self.bias
+        logits = self.logits(units.middle)
         return _own(logits, labels) - logits + self._by_label(units.lifted, self.falling, labels)
+
+    def logits(self, values: Annotated[Tensor, "... units"]) -> Annotated[Tensor, "... k"]:
+        """What the layer makes of values of the units."""
+        found = self._times(values, self.weight.T)
+        return found if self.bias is None else found + self.bias
 
     def interval(self, box: Interval, labels: Labels) -> Annotated[Tensor, "n k"]:
         """Margins by intervals of the units."""
@@ -218,6 +241,12 @@ class _Readout:
         return found.gather(-2, index).squeeze(-2)
 
 
+_Rank = Callable[
+    [Annotated[Tensor, "n p q"], Labels, Tensor, Tensor, _Readout, Epsilon], Annotated[Tensor, "p n k"]
+]
+"""What placements are ranked by, which all images share: of clean pixels, labels, hidden units, weights of pixels."""
+
+
 def _shared_margins(
     clean: Annotated[Tensor, "n p q"],
     labels: Labels,
@@ -237,6 +266,30 @@ def _shared_margins(
     by_class = units.slope.to(short) @ products.flatten(1, 2).transpose(1, 2)
     by_class = by_class.to(hidden.dtype).unflatten(2, products.shape[1:3])
     return readout.linear(units, labels) - _lost(by_class, labels, patch.radius)
+
+
+def _attacked_margins(
+    clean: Annotated[Tensor, "n p q"],
+    labels: Labels,
+    hidden: Annotated[Tensor, "n units"],
+    weight: Annotated[Tensor, "p q units"],
+    readout: _Readout,
+    epsilon: Epsilon,
+) -> Annotated[Tensor, "p n k"]:
+    """Margins at a corner of each patch at placements that all images share."""
+    clean = clean.transpose(0, 1)
+    patch, short = _patch(clean, epsilon), weight.dtype
+    inputs = torch.baddbmm(hidden.expand(len(weight), -1, -1), (patch.centre - clean).to(short), weight)
+    error = readout.logits(inputs.relu()).to(clean.dtype).softmax(dim=-1)
+    error = error - torch.nn.functional.one_hot(labels, error.shape[-1])
+    back = torch.ops.aten.threshold_backward(error.to(short) @ readout.weight, inputs, 0)
+    step = (back @ weight.transpose(1, 2)).sign() * patch.radius
+    logits = readout.logits(inputs.baddbmm_(step.to(short), weight).relu_()).to(clean.dtype)
+    return _own(logits, labels) - logits
+
+
+def _short(images: Images) -> torch.dtype:
+    return torch.bfloat16 if images.dtype == torch.float32 else images.dtype
 
 
 def _patch(clean: Annotated[Tensor, "... q"], epsilon: Epsilon) -> Interval:

@@ -198,6 +198,38 @@ def test_the_weakest_of_the_searched_placements_is_trained_on(placements, candid
     torch.testing.assert_close(found, at_work.bounded(batch.images, batch.labels, chosen, 0.9))
 
 
+def test_a_search_by_attack_ranks_placements_as_whole_images_do_whatever_the_network():
+    batch = make_batch(6, dtype=torch.float64)
+    for kind in ("mlp", "cnn"):
+        model = make_model(kind).double()
+        at_work = training(Weakest(search="attack", placements="image", bound="interval"), model)
+        numbers = torch.tensor([41, 0, 7])
+        found = at_work.ranked(batch.images, batch.labels, 0.8, numbers=numbers)
+        slow = at_work.attacked_on_images(batch.images, batch.labels, 0.8, numbers)
+        torch.testing.assert_close(found, slow)
+        everywhere = at_work.attacked_on_images(batch.images, batch.labels, 0.8)
+        torch.testing.assert_close(everywhere[:, numbers], slow)
+        for number in numbers:
+            box = at_work.patch.boxes(batch.images, number.expand(6, 1), 0.8)
+            middle = box.centre.requires_grad_()
+            F.cross_entropy(model(middle), batch.labels, reduction="sum").backward()
+            logits = model(box.centre + middle.grad.sign() * box.radius)
+            wanted = logits.gather(1, batch.labels[:, None]) - logits
+            torch.testing.assert_close(everywhere[:, number], wanted)
+
+
+def test_the_placement_of_the_strongest_attack_is_bounded():
+    model, batch = make_model("cnn").double(), make_batch(6, dtype=torch.float64)
+    settings = Weakest(search="attack", searched=9, placements="image", bound="interval", mixture=1.0)
+    at_work = training(settings, model)
+    numbers = at_work.searched(batch.images, Generator().manual_seed(5))
+    losses = torch.logsumexp(-at_work.attacked_on_images(batch.images, batch.labels, 0.9, numbers), dim=2)
+    chosen = numbers[losses.argmax(dim=1)]
+    margins = at_work.patch.dense_margins(batch.images, batch.labels, chosen[:, None], 0.9)[:, 0]
+    found = at_work.worst_case(batch, 0.9, Generator().manual_seed(5)).margins
+    torch.testing.assert_close(found, margins)
+
+
 def test_an_attack_lies_in_the_box_and_is_worse_than_where_it_began():
     model, batch = make_model("cnn"), make_batch(6)
     at_work = training(Weakest(mixture=0.0), model)
@@ -268,6 +300,7 @@ def test_intervals_of_all_placements_are_trained_on_until_linear_bounds_start():
         (["bound=interval", "candidates=4"], "intervals are trained on"),
         (["bound=interval", "search=linear"], "intervals are trained on"),
         (["searched=0", "search=linear"], "searched"),
+        (["search=attack"], 'search is "attack", which looks for one placement of an image'),
         (["searched=64"], "searched is 64, but intervals look at all placements"),
     ],
 )

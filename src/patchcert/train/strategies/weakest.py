@@ -56,8 +56,9 @@ class Weakest(Strategy):
     largest. Intervals of all placements say which it is or, with `candidates` above 1, which few the linear bound
     chooses from. With `search = "linear"` linear bounds with parallel lines say so, of all placements or, in each step,
     of as many as `searched` says, evenly spaced from a random one; they are quick for networks of one hidden layer, and
-    others are refused. A linear bound is the best over `slopes` of lower lines, and never below the interval's; of one
-    hidden layer it is quickest with parallel ones.
+    others are refused. With `search = "attack"` a step of an attack says so: the patch's middle, moved to the corner
+    that the gradient points at. It costs a fraction, and guides where bounds are loose. A linear bound is the best over
+    `slopes` of lower lines, and never below the interval's; of one hidden layer it is quickest with parallel ones.
 
     Margins to learn from are `mixture` times the bound's and, for the rest, those of an attack: `attack_steps` steps by
     the sign of the gradient, from a random patch at the weakest placement. A network that is trained on less of the
@@ -70,7 +71,7 @@ class Weakest(Strategy):
     bound: Literal["linear", "interval"] = "linear"
     slopes: Literal["best", "adaptive", "flat", "parallel"] = "best"
     placements: Literal["class", "image"] = "class"
-    search: Literal["interval", "linear"] = "interval"
+    search: Literal["interval", "linear", "attack"] = "interval"
     searched: int | None = None
     candidates: int = 1
     mixture: float = 1.0
@@ -94,7 +95,12 @@ class Weakest(Strategy):
         if self.searched is not None and self.search == "interval":
             raise SpecError(
                 f"searched is {self.searched}, but intervals look at all placements",
-                hint='leave it out, or set strategy.search = "linear"',
+                hint='leave it out, or set strategy.search = "linear" or "attack"',
+            )
+        if self.search == "attack" and self.placements == "class":
+            raise SpecError(
+                'search is "attack", which looks for one placement of an image, and placements is "class"',
+                hint='set strategy.placements = "image"',
             )
 
     def bind(self, subject: Subject) -> Objective:
@@ -152,10 +158,32 @@ class WeakestTraining:
         clean: Clean | None = None,
         numbers: Numbers | None = None,
     ) -> PlacementMargins:
-        """Margins by intervals at all placements, or by linear bounds at those of the numbers; no gradient."""
+        """Margins without a gradient: by intervals at all placements, or by other means at those of the numbers."""
         if self.strategy.search == "interval":
             return self.search.margins(self.patch.network, images, labels, epsilon, clean)
-        return self._sweep(images).margins(images, labels, epsilon, numbers)
+        if self.strategy.search == "linear":
+            return self._sweep(images).margins(images, labels, epsilon, numbers)
+        if self.has_one_layer:
+            return self._sweep(images).attacked(images, labels, epsilon, numbers)
+        return self.attacked_on_images(images, labels, epsilon, numbers)
+
+    @torch.no_grad()
+    def attacked_on_images(
+        self, images: Images, labels: Labels, epsilon: float | Tensor, numbers: Numbers | None = None
+    ) -> PlacementMargins:
+        """Margins after a step of an attack, with a whole image for each placement, whatever the network."""
+        if numbers is None:
+            numbers = torch.arange(len(self.patch.corners(images)), device=images.device)
+        found = [self._attacked_at(images, labels, epsilon, each) for each in numbers.split(1)]
+        return torch.stack(found, dim=1)
+
+    def _attacked_at(
+        self, images: Images, labels: Labels, epsilon: float | Tensor, number: Numbers
+    ) -> Margins:
+        """From the middle of the patch a step of any length ends in the corner that the gradient points at."""
+        box = self.patch.boxes(images, number.expand(len(images), 1), epsilon)
+        middle = torch.full_like(images, 0.5)
+        return attacked_margins(self.patch.network, box, middle, labels, steps=1)
 
     def _sweep(self, images: Images) -> LinearSweep:
         key = (images.device, images.dtype, *images.shape[1:])
