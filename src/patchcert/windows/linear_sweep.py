@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from patchcert.bounds import Interval, Network
-from patchcert.bounds.operations import Affine, Linear, Operation, Reshape, is_relu
+from patchcert.bounds.operations import Affine, ChannelScale, Linear, Operation, Reshape, is_relu
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.errors import UnsupportedLayer
 from patchcert.tensors import Epsilon, Images, Labels, PlacementMargins
@@ -133,16 +133,21 @@ class LinearSweep:
         return self.network.values(images)[-3].flatten(1)
 
     def _weight(self, images: Images) -> Annotated[Tensor, "numbers units"]:
-        """The hidden layer as one matrix."""
+        """The hidden layer as one matrix; what only scales the numbers of an image before it scales its columns."""
         *before, last = self.layer
-        if isinstance(last, Linear) and all(isinstance(each, Reshape) for each in before):
-            return last.weight().T.contiguous()
+        if isinstance(last, Linear) and all(isinstance(each, Reshape | ChannelScale) for each in before):
+            scale = self._mapped(images.new_ones(1, *images.shape[1:]), tuple(before))
+            return (last.weight() * scale.flatten()).T.contiguous()
         size = images[0].numel()
         rows = torch.eye(size, dtype=images.dtype, device=images.device).reshape(size, *images.shape[1:])
-        for operation in self.layer:
+        return self._mapped(rows, self.layer).flatten(1)
+
+    def _mapped(self, rows: Tensor, operations: tuple[Operation, ...]) -> Tensor:
+        """Rows through the linear parts of operations."""
+        for operation in operations:
             is_affine = isinstance(operation, Affine)
             rows = operation.map(rows, precise=False) if is_affine else operation.forward(rows)
-        return rows.flatten(1)
+        return rows
 
     def _readout(self, dtype: torch.dtype) -> "_Readout":
         head = self.network.head
