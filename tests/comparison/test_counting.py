@@ -182,7 +182,7 @@ def test_the_size_of_a_network_is_counted_on_it():
     assert network_size(spec) == (parameters, weights)  # of a linear layer each weight is one multiply-add
 
 
-@pytest.mark.parametrize("name", ["resnet18_parts", "bagnet", "wideresnet"])
+@pytest.mark.parametrize("name", ["resnet18_parts", "cnn2_parts", "bagnet", "wideresnet"])
 def test_networks_of_parts_and_of_maps_have_a_size(name):
     settings = {"bagnet": {"receptive_field": 5}, "wideresnet": {"depth": 10}}.get(name, {})
     parameters, multiply_adds = network_size(ModelSpec(name, 3, 8, 8, filters=4, **settings))

@@ -235,13 +235,14 @@ def test_receptive_fields_that_local_networks_cannot_have_are_refused(name, keys
         build(ModelSpec(name, **CIFAR, **keys))
 
 
-def test_networks_of_parts_refuse_whole_images_and_normalisation():
-    model = build(ModelSpec("resnet18_parts", 3, 8, 8, 4, filters=2))
+@pytest.mark.parametrize("name", ["resnet18_parts", "cnn2_parts"])
+def test_networks_of_parts_refuse_whole_images_and_normalisation(name):
+    model = build(ModelSpec(name, 3, 8, 8, 4, filters=2)).eval()
     assert model(torch.zeros(2, 4, 8, 8)).shape == (2, 4)
     with pytest.raises(ModelError, match="takes parts of images, encoded in 4 channels, got 3 channels"):
         model(torch.zeros(2, 3, 8, 8))
-    with pytest.raises(ModelError, match="without normalisation"):
-        build(ModelSpec("resnet18_parts", 1, 8, 8, 4, mean=(0.5,), std=(0.2,)))
+    with pytest.raises(ModelError, match=f"{name} takes parts of images .* without normalisation"):
+        build(ModelSpec(name, 1, 8, 8, 4, mean=(0.5,), std=(0.2,)))
 
 
 @pytest.mark.parametrize(

@@ -200,13 +200,25 @@ def resnet18_ablation(spec: ModelSpec) -> nn.Sequential:
 def resnet18_parts(spec: ModelSpec) -> nn.Sequential:
     """`resnet18` on parts of images, such as bands, which have one channel more that says what is seen."""
     _check_keys(spec, "filters")
+    network = _resnet18(_encoded_parts(spec).channels, spec.filters or 64, spec.classes)
+    return _named(parts=PartImages(spec.channels), **network)
+
+
+@architecture("cnn2_parts")
+def cnn2_parts(spec: ModelSpec) -> nn.Sequential:
+    """`cnn2_bn` on parts of images: small enough to be trained on a CPU in minutes."""
+    network = cnn2_bn(_encoded_parts(spec))
+    return _named(parts=PartImages(spec.channels), **dict(network.named_children()))
+
+
+def _encoded_parts(spec: ModelSpec) -> ModelSpec:
+    """The description of what comes after the encoding, which has one channel more."""
     if spec.normalises:
         raise ModelError(
-            "resnet18_parts takes parts of images as they are encoded, without normalisation",
+            f"{spec.name} takes parts of images as they are encoded, without normalisation",
             hint="set model.normalise = false",
         )
-    network = _resnet18(spec.channels + 1, spec.filters or 64, spec.classes)
-    return _named(parts=PartImages(spec.channels), **network)
+    return replace(spec, channels=spec.channels + 1)
 
 
 @architecture("bagnet")

@@ -59,7 +59,7 @@ class _Parts(Strategy):
         """The margins of one part of each image, by the model in training mode."""
         spec = subject.model_spec
         views = self.views(spec.height, spec.width).to(subject.device)
-        hint = 'set model.name = "resnet18_parts" and model.normalise = false'
+        hint = 'set model.name = "resnet18_parts" or "cnn2_parts", and model.normalise = false'
         check_takes(subject, spec.channels + 1, "parts of images", hint)
         forward = Forward.of(subject, self.bfloat16, self.compiled)
 
