@@ -98,6 +98,13 @@ def test_pictures_and_trials_that_were_not_carried_out_may_go(checkout, capsys):
     assert f"{proof.name} is listed, but missing" in capsys.readouterr().err
 
 
+def test_files_of_trials_that_are_listed_must_still_be_of_their_results(checkout, capsys):
+    file = checkout / "trials" / f"{TRIALS}.toml"
+    file.write_text(file.read_text().replace("worst_of=24", "worst_of=25"))
+    assert run(["audit", str(checkout / "results"), "--write"]) == 1
+    assert "was not trained with the settings of the trial worst-of-24" in capsys.readouterr().err
+
+
 def test_a_drawing_that_is_made_anew_is_listed_as_it_then_is(checkout):
     for name in ("README.md", "docs/results.md"):
         (checkout / name).write_text("")

@@ -192,6 +192,7 @@ class Checkout:
     def findings(self) -> "Iterator[Finding]":
         """What is wrong with the files beside the results."""
         from patchcert.bench.report import contradictions
+        from patchcert.comparison.trials import audit_trials
         from patchcert.evidence.audit import Finding
         from patchcert.papers.chiang2020.quoting import audit_documents, audit_paper, audit_published
         from patchcert.zoo.audit import audit_zoo
@@ -199,6 +200,7 @@ class Checkout:
         for file in self.root.glob(PERFORMANCE):
             facts = json.loads(file.read_text(encoding="utf-8"))
             yield from (Finding(file, what) for what in contradictions(facts))
+        yield from audit_trials(self.root / "trials")
         if (self.root / PAPER).is_dir():
             yield from audit_paper(self.root / PAPER)
         if (self.root / PUBLISHED).is_file():
