@@ -6,7 +6,7 @@ import pytest
 
 import patchcert as pc
 from forged_evidence import restate
-from patchcert.comparison.trials import trials_table
+from patchcert.comparison.trials import audit_trials, trials_table
 from patchcert.errors import InvalidInput
 from patchcert.train.spec import read_spec
 
@@ -84,6 +84,35 @@ def test_no_seed_of_a_trial_is_left_out(folder):
     (folder / "few.toml").write_text(TRIALS.replace("held_out", "seeds = [0]\nheld_out"))
     with pytest.raises(InvalidInput, match=r"the trial wide has the seeds \[1, 2\]; expected \[0\]"):
         trials_table(folder, "few")
+
+
+def test_no_trial_that_was_carried_out_is_left_out(folder):
+    left_out = TRIALS.replace('name = "base"', 'name = "basis"')
+    (folder / "few.toml").write_text(left_out)
+    with pytest.raises(InvalidInput, match="base has results of no trial that is named"):
+        trials_table(folder, "few")
+    (folder / "few.toml").write_text(f'earlier = ["base"]{left_out}')
+    assert [row[0] for row in trials_table(folder, "few").shown()] == ["wide"]
+
+
+@pytest.mark.parametrize(
+    ("text", "noticed"),
+    [
+        (TRIALS.replace("hidden=512", "hidden=256"), "was not trained with the settings of the trial wide"),
+        (TRIALS.replace("base", "basis"), "has results of no trial that is named"),
+        ("spec = 'paper-mnist'", "'trials'"),
+        ("spec = ", "Invalid value"),
+        (None, "No such file"),
+    ],
+)
+def test_files_of_trials_are_audited_whether_or_not_a_document_shows_them(folder, text, noticed):
+    (folder / "new.toml").write_text(TRIALS)
+    assert list(audit_trials(folder)) == []
+    file = folder / "few.toml"
+    file.unlink() if text is None else file.write_text(text)
+    (finding,) = audit_trials(folder)
+    assert finding.path == file
+    assert noticed in finding.what
 
 
 def test_all_trials_of_a_table_are_of_the_same_images(folder):

@@ -104,7 +104,7 @@ def shift(columns):
 
 
 def test_the_committed_results_are_what_they_say():
-    found = audit_results(RESULTS, Checkout(RESULTS).measurements)
+    found = audit_results(RESULTS, Checkout(RESULTS).beside)
     assert found.findings == ()
     assert found.files > 800
     assert found.superseded >= 106

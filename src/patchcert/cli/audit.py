@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 
 FOUND = 1
 README, PAGE = "README.md", "docs/results.md"
-MEASUREMENTS = (
-    "docs/performance/*.json",
+PERFORMANCE = "docs/performance/*.json"
+LISTED = (
+    PERFORMANCE,
     "docs/measurements/*.json",
     "docs/measurements/*.npz",
+    "docs/pictures/*",
+    "trials/*.toml",
     "trials/results/**/*",
 )
 ENTRIES, PAPER = "src/patchcert/zoo/entries", "src/patchcert/papers/chiang2020"
@@ -79,13 +82,13 @@ def audit(
     checkout = Checkout(results.resolve())
     if write:
         checkout.write()
-    found = audit_results(checkout.results, checkout.measurements)
+    found = audit_results(checkout.results, checkout.beside)
     findings = [*found.findings, *checkout.findings()]
     seed = secrets.randbelow(2**31) if seed is None else seed
     reproofs = []
     if again:
         models, place = checkout.models(runs or []), options.parse_device(device)
-        stored = provable(checkout.results, checkout.measurements)
+        stored = provable(checkout.results, checkout.beside)
         reproofs = _reproved(stored, models, again, seed, place, data_dir)
     findings += [finding for reproof in reproofs for finding in reproof.findings]
     for finding in findings:
@@ -102,6 +105,7 @@ def audit(
         }
     )
     if findings:
+        say("hint: put back what was not meant to change; --write brings the rest up to date")
         raise typer.Exit(FOUND)
 
 
@@ -132,9 +136,9 @@ class Checkout:
         return all((self.root / each).is_file() for each in (README, PAGE))
 
     @property
-    def measurements(self) -> tuple[Path, ...]:
-        """Measurements of speed, or only written down, and trials on held-out images: the manifest lists them too."""
-        found = (file for pattern in MEASUREMENTS for file in self.root.glob(pattern))
+    def beside(self) -> tuple[Path, ...]:
+        """What the manifest lists too: measurements, pictures, and trials on held-out images with what they found."""
+        found = (file for pattern in LISTED for file in self.root.glob(pattern))
         return tuple(sorted(file for file in found if file.is_file()))
 
     @cached_property
@@ -146,17 +150,25 @@ class Checkout:
 
     def write(self) -> None:
         """Bring the manifest, the cards, the page of results and the figures in documents up to date."""
-        from patchcert.evidence.manifest import Manifest
-        from patchcert.files import write_text
-        from patchcert.papers.chiang2020.quoting import PLOT, updated
         from patchcert.zoo.audit import recount
 
-        Manifest.read(self.results).updated(self.results, self.measurements).write(self.results)
+        self._write_manifest()
         say(f"wrote the manifest of {self.results}")
         if self.zoo is not None:
             recount(self.zoo, self.results)
-        if not self.has_documents:
-            return
+        if self.has_documents:
+            self._write_documents()
+            self._write_manifest()  # a drawing among them is listed too
+
+    def _write_manifest(self) -> None:
+        from patchcert.evidence.manifest import Manifest
+
+        Manifest.read(self.results).updated(self.results, self.beside).write(self.results)
+
+    def _write_documents(self) -> None:
+        from patchcert.files import write_text
+        from patchcert.papers.chiang2020.quoting import PLOT, updated
+
         sources = self.sources
         made = {self.root / PAGE: sources.page, self.root / PLOT: sources.plot}
         made |= {page: updated(page.read_text(encoding="utf-8"), sources) for page in sources.documents}
@@ -180,13 +192,15 @@ class Checkout:
     def findings(self) -> "Iterator[Finding]":
         """What is wrong with the files beside the results."""
         from patchcert.bench.report import contradictions
+        from patchcert.comparison.trials import audit_trials
         from patchcert.evidence.audit import Finding
         from patchcert.papers.chiang2020.quoting import audit_documents, audit_paper, audit_published
         from patchcert.zoo.audit import audit_zoo
 
-        for file in self.root.glob(MEASUREMENTS[0]):
+        for file in self.root.glob(PERFORMANCE):
             facts = json.loads(file.read_text(encoding="utf-8"))
             yield from (Finding(file, what) for what in contradictions(facts))
+        yield from audit_trials(self.root / "trials")
         if (self.root / PAPER).is_dir():
             yield from audit_paper(self.root / PAPER)
         if (self.root / PUBLISHED).is_file():

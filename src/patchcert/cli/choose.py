@@ -34,7 +34,8 @@ class Trials:
     """A specification, the changes that are common to all trials and those of each, and the proof that ranks them.
 
     All are trained without the last `held_out` training images, and certified on the first `images` of these. With
-    `seeds` each trial is trained from each of them, and ranked by its mean.
+    `seeds` each trial is trained from each of them, and ranked by its mean. `earlier` names what another recipe trained
+    and is only kept.
     """
 
     spec: str
@@ -45,6 +46,7 @@ class Trials:
     held_out: int = 5000
     images: int = 1000
     seeds: tuple[int, ...] = ()
+    earlier: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(set(self.seeds)) < len(self.seeds):

@@ -7,8 +7,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, final
 
-from patchcert.errors import InvalidInput
+from patchcert.errors import InvalidInput, PatchcertError
 from patchcert.evidence import Evidence, EvidenceFolder
+from patchcert.evidence.audit import Finding
 from patchcert.report.tables import Column, Table
 from patchcert.train.run_folder import EVIDENCE, SPEC
 from patchcert.train.spec import read_spec
@@ -56,8 +57,18 @@ def trials_table(folder: Path, name: str) -> Table:
     return Table("", _COLUMNS, tuple(each.cells() for each in found))
 
 
+def audit_trials(folder: Path) -> Iterator[Finding]:
+    """Files of trials that say otherwise than what was stored of them, whether or not a document shows it."""
+    for stored in sorted((folder / "results").glob("*/")):
+        try:
+            trials_table(folder, stored.name)
+        except (PatchcertError, KeyError, OSError, ValueError) as error:
+            yield Finding(folder / f"{stored.name}.toml", f"does not fit its results: {error}")
+
+
 def _results(trials: Path, folder: Path) -> Iterator[TrialResult]:
     asked = tomllib.loads(trials.read_text(encoding="utf-8"))
+    _check_named(asked, folder)
     for trial in asked["trials"]:
         runs = sorted(path.parent for path in (folder / trial["name"]).rglob(EVIDENCE))
         proofs = tuple(proof for run in runs for proof in EvidenceFolder(run / EVIDENCE).all())
@@ -65,6 +76,17 @@ def _results(trials: Path, folder: Path) -> Iterator[TrialResult]:
             _check(proofs)
             _check_trained(asked, trial, runs)
             yield TrialResult(trial["name"], tuple(trial.get("set", ())), proofs)
+
+
+def _check_named(asked: Mapping[str, Any], folder: Path) -> None:
+    """Raises if there are results that the file does not name: what was tried is not left out of the table."""
+    named = {trial["name"] for trial in asked["trials"]} | set(asked.get("earlier", ()))
+    stored = {file.relative_to(folder).parts[0] for file in folder.rglob(EVIDENCE)}
+    if stored - named:
+        raise InvalidInput(
+            f"{folder / min(stored - named)} has results of no trial that is named",
+            hint="name it below [[trials]], or among `earlier` if it was trained by another recipe",
+        )
 
 
 def _check_trained(asked: Mapping[str, Any], trial: Mapping[str, Any], runs: Sequence[Path]) -> None:

@@ -52,7 +52,7 @@ class Audit:
 
 
 def audit_results(folder: Path, beside: Sequence[Path] = ()) -> Audit:
-    """Every check that needs nothing but the folder; `beside` are measurements, and trials on held-out images, that its
+    """Every check that needs nothing but the folder; `beside` are measurements, pictures and trials that its
     manifest lists as well."""
     manifest = Manifest.read(folder)
     findings = [*_against_manifest(manifest, folder, beside)]
@@ -157,9 +157,9 @@ def _against_listed_runs(listed: Sequence[ListedRun], folder: Path) -> Iterator[
 def _compare(listed: Sequence[ListedFile], folder: Path, there: Sequence[Path]) -> Iterator[Finding]:
     lines = {entry.path: entry for entry in listed}
     found = {file.relative_to(folder).as_posix(): file for file in there}
-    for path in lines.keys() - found.keys():
+    for path in sorted(lines.keys() - found.keys()):
         yield Finding(folder / path, "is listed in the manifest, but missing")
-    for path in found.keys() - lines.keys():
+    for path in sorted(found.keys() - lines.keys()):
         yield Finding(found[path], "is not listed in the manifest")
     for path in sorted(found.keys() & lines.keys()):
         if sha256(found[path]) != lines[path].sha256:

@@ -18,6 +18,7 @@ VERSION = 1
 _FREE = ("README.md", MANIFEST)
 _REWRITTEN = (SUMMARY, ENVIRONMENT)
 """Written again when a run is collected again. What decides which seed counts is in the entry of the run."""
+_REMADE = ("docs/pictures", "trials")
 REPLACED = "replaced: another file has its name"
 _LOCKED = ("training", "seed", "weights_sha256", "training_loss")
 
@@ -92,6 +93,11 @@ class ListedFile(_Line):
     counted: int | None = None
     """Images proven or, of an attack, withstood."""
 
+    @property
+    def may_go(self) -> bool:
+        """Whether it may go without a trace: a picture, or trials, of which what was found is listed by itself."""
+        return self.images is None and self.path.rpartition("/")[0] in _REMADE
+
     @staticmethod
     def of(file: Path, folder: Path) -> "ListedFile":
         path = file.relative_to(folder).as_posix()
@@ -163,9 +169,10 @@ class Superseded(_Line):
 @final
 @dataclass(frozen=True)
 class Manifest:
-    """All runs, all files and all that was superseded. `beside` are measurements that lie outside the folder.
+    """All runs, all files and all that was superseded. `beside` is what lies outside the folder: measurements,
+    pictures and trials.
 
-    Nothing is ever dropped: `updated` refuses a folder that lacks something which is listed and not superseded.
+    No result is ever dropped: `updated` refuses a folder that lacks one which is listed and not superseded.
     """
 
     runs: tuple[ListedRun, ...] = ()
@@ -240,8 +247,8 @@ class Manifest:
             if run.run not in retrained:
                 messages += [f"{folder / run.run / SUMMARY}: {what}" for what in self.changed(run, folder)]
         there = {file.relative_to(folder.parent).as_posix() for file in beside}
-        messages += [f"{each.path} is listed, but missing" for each in self.beside if each.path not in there]
-        return messages
+        kept = [each.path for each in self.beside if not each.may_go]
+        return messages + [f"{path} is listed, but missing" for path in kept if path not in there]
 
     def _retrained(self, folder: Path) -> set[str]:
         """Runs with other weights than those listed, whose evidence is superseded."""

@@ -1,5 +1,6 @@
 """Figures in documents are those that their queries give, and none is typed."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def sources():
 @pytest.fixture
 def forged(sources, tmp_path):
     """A checkout of documents and measurements to be forged, with the results and cards as they are."""
-    shutil.copy(ROOT / "README.md", tmp_path)
+    (tmp_path / "results").mkdir()
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/README.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     (tmp_path / "src" / "patchcert" / "zoo").mkdir(parents=True)
     (tmp_path / "src" / "patchcert" / "zoo" / "entries").symlink_to(sources.zoo.folder)
@@ -90,6 +93,53 @@ def test_the_documents_say_what_the_evidence_gives(sources):
 def test_altered_figures_are_noticed(forged, name, before, after, what):
     (found,) = alter(forged, name, before, after)
     assert what in found
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "what"),
+    [
+        (
+            "results/README.md",
+            "# Evidence\n",
+            "99 % are proven.\n",
+            "line 1 has '99 %', which no query gives",
+        ),
+        ("CONTRIBUTING.md", "# Contributing\n", "9,999 are proven.\n", "line 1 has '9,999 are proven'"),
+        ("CHANGELOG.md", "### Added\n", "- 99.9 % by masks.\n", "has '99.9 %', which no query gives"),
+    ],
+)
+def test_figures_are_typed_nowhere_else_either(forged, name, before, after, what):
+    assert forged.root / name in (*forged.documents, *forged.never_written)
+    (found,) = alter(forged, name, before, after)
+    assert what in found
+
+
+@pytest.mark.parametrize(
+    ("cells", "what"),
+    [
+        (
+            ["It certifies\n99 images."],
+            "cell 1 (docs/making/notebook.py makes it anew): line 1 has 'certifies 99'",
+        ),
+        (["```", "99 %", "```"], "cell 2 (docs/making/notebook.py makes it anew): line 1 has '99 %'"),
+        (
+            ["99.92<!--= row ours 5x5 certified --> %"],
+            "99.92, but 68.92 is what 'row ours 5x5 certified' gives",
+        ),
+    ],
+)
+def test_the_text_of_a_notebook_is_read_cell_by_cell(forged, cells, what):
+    page = forged.root / "docs" / "guides" / "tutorial.ipynb"
+    assert list(audit_document(page, forged)) == []
+    text = [{"cell_type": "markdown", "source": cell.splitlines(keepends=True)} for cell in cells]
+    page.write_text(json.dumps({"cells": [*text, {"cell_type": "code", "source": ["share = 99.9  # %"]}]}))
+    (found,) = audit_document(page, forged)
+    assert what in found.what
+
+
+def test_a_history_and_notebooks_are_not_written(forged):
+    assert {page.name for page in forged.never_written} == {"CHANGELOG.md", "tutorial.ipynb"}
+    assert not {*forged.never_written} & {*forged.documents}
 
 
 def test_a_stored_measurement_and_its_table_are_held_to_each_other(forged):
@@ -273,6 +323,9 @@ def test_an_edited_number_of_what_others_published_is_noticed(tmp_path):
         file.write_text(source.read_text().replace(found, forged, 1))
         (finding,) = audit_published(file)
         assert "not the frozen" in finding.what
+    file.write_text(source.read_text().replace("abstract, rounded", "abstract; ours has 99.9 %", 1))
+    (finding,) = audit_published(file)
+    assert finding.what == "a note has '99.9 %', but results stand in rows, which are frozen"
     file.write_text(source.read_text().replace("61.97", "99.97", 1))
     assert "more than clean" in audit_published(file)[0].what
 

@@ -24,7 +24,7 @@ from patchcert.bench.report import markdown
 from patchcert.comparison import view as comparison
 from patchcert.comparison.counting import best, count, proofs_of_imagenet, proofs_of_results, proofs_of_zoo
 from patchcert.comparison.leaderboard import FROZEN as PUBLISHED_SHA256
-from patchcert.comparison.leaderboard import Row, published_rows, published_sha256
+from patchcert.comparison.leaderboard import Row, parse_rows, published_rows, published_sha256
 from patchcert.comparison.trials import trials_table
 from patchcert.errors import InvalidInput, PatchcertError
 from patchcert.evidence.audit import Finding
@@ -59,6 +59,10 @@ from patchcert.zoo.shelf import Zoo
 ENTRIES = Path("src/patchcert/zoo/entries")
 PAGE = Path("docs/results.md")
 PLOT = Path("docs/pictures/comparison.svg")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "results/README.md", "docs/**/*.md")
+NEVER_WRITTEN = ("CHANGELOG.md", "docs/**/*.ipynb")
+"""Read by the same rule as documents, but left alone by `--write`: a history says what it said when it was written,
+and a notebook is made from its page."""
 OUTSIDE_RESULTS = "docs/measurements/*.npz"
 UNITS = ("60", "3600", "100", "1000", "1e6", "0.5e6", "0.25e6")
 """What figures are divided by: seconds to minutes and hours, images to per cent of 10,000, and weights of one, two and
@@ -86,6 +90,7 @@ _HIDDEN = (
     re.compile(r"\]\([^)]*\)"),
 )
 SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "CHANGELOG.md": ("0 %",),
     "README.md": ("3.11", "96.0%", "68.0%", "0 %"),
     "docs/concepts/votes.md": ("8 of 32", "64 times"),
     "docs/decisions/0005-one-setting-per-table-row.md": ("2 points", "16 points"),
@@ -145,9 +150,16 @@ class Sources:
 
     @property
     def documents(self) -> tuple[Path, ...]:
-        """All documents with figures, but the page that is made as a whole."""
-        pages = sorted((self.root / "docs").rglob("*.md"))
-        return (self.root / "README.md", *(page for page in pages if page != self.root / PAGE))
+        """All documents whose figures are brought up to date; the page of results is made as a whole."""
+        return tuple(page for page in self._matching(DOCUMENTS) if page != self.root / PAGE)
+
+    @property
+    def never_written(self) -> tuple[Path, ...]:
+        """What is only read: the changelog and notebooks."""
+        return self._matching(NEVER_WRITTEN)
+
+    def _matching(self, patterns: Sequence[str]) -> tuple[Path, ...]:
+        return tuple(page for pattern in patterns for page in sorted(self.root.glob(pattern)))
 
     def figure(self, query: str) -> float:
         words = shlex.split(query)
@@ -222,15 +234,16 @@ def audit_paper(folder: Path) -> tuple[Finding, ...]:
 
 
 def audit_published(file: Path) -> tuple[Finding, ...]:
-    """Whether what others have published is what was compared with its sources."""
+    """Whether what others have published is what was compared with its sources, and our notes state no results."""
+    text, frozen = file.read_text(encoding="utf-8"), PUBLISHED_SHA256
     try:
-        there = published_sha256(file.read_text(encoding="utf-8"))
+        rows, there = parse_rows(text, file.name), published_sha256(text)
     except PatchcertError as error:
         return (Finding(file, error.message),)
-    frozen = PUBLISHED_SHA256
-    return (
-        () if there == frozen else (Finding(file, f"has the sum {there}, not the frozen {frozen[:16]}..."),)
-    )
+    wrong = [f"has the sum {there}, not the frozen {frozen[:16]}..."] if there != frozen else []
+    typed = [figure for row in rows for _, figure in typed_figures(row.source.note or "")]
+    wrong += [f"a note has {figure!r}, but results stand in rows, which are frozen" for figure in typed]
+    return tuple(Finding(file, what) for what in wrong)
 
 
 def audit_page(page: Path, expected: str) -> tuple[Finding, ...]:
@@ -253,18 +266,30 @@ def audit_documents(sources: Sources) -> tuple[Finding, ...]:
     plot = sources.root / PLOT
     if not plot.is_file() or plot.read_text(encoding="utf-8") != sources.plot:
         findings.append(Finding(plot, "is not the drawing that the evidence gives"))
-    for each in sources.documents:
+    for each in (*sources.documents, *sources.never_written):
         findings += audit_document(each, sources)
     return tuple(findings)
 
 
 def audit_document(document: Path, sources: Sources) -> Iterator[Finding]:
     """Figures that are not what their queries give, and what looks like a result but has no query."""
-    text, name = document.read_text(encoding="utf-8"), document.relative_to(sources.root).as_posix()
-    for what in _wrong(text, sources):
-        yield Finding(document, what)
-    for line, typed in typed_figures(text, SETTINGS.get(name, ())):
-        yield Finding(document, f"line {line} has {typed!r}, which no query gives")
+    allowed = SETTINGS.get(document.relative_to(sources.root).as_posix(), ())
+    for place, text in _passages(document):
+        for what in _wrong(text, sources):
+            yield Finding(document, f"{place}{what}")
+        for line, typed in typed_figures(text, allowed):
+            yield Finding(document, f"{place}line {line} has {typed!r}, which no query gives")
+
+
+def _passages(document: Path) -> Iterator[tuple[str, str]]:
+    """What is read as text, after the place where it stands: a page as a whole, of a notebook each cell but code."""
+    text = document.read_text(encoding="utf-8")
+    if document.suffix != ".ipynb":
+        yield "", text
+        return
+    for number, cell in enumerate(json.loads(text)["cells"], 1):
+        if cell["cell_type"] != "code":
+            yield f"cell {number} (docs/making/notebook.py makes it anew): ", "".join(cell["source"])
 
 
 def _wrong(text: str, sources: Sources) -> Iterator[str]:
