@@ -56,9 +56,10 @@ class Weakest(Strategy):
     largest. Intervals of all placements say which it is or, with `candidates` above 1, which few the linear bound
     chooses from. With `search = "linear"` linear bounds with parallel lines say so, of all placements or, in each step,
     of as many as `searched` says, evenly spaced from a random one; they are quick for networks of one hidden layer, and
-    others are refused. With `search = "attack"` a step of an attack says so: the patch's middle, moved to the corner
-    that the gradient points at. It costs a fraction, and guides where bounds are loose. A linear bound is the best over
-    `slopes` of lower lines, and never below the interval's; of one hidden layer it is quickest with parallel ones.
+    others are refused. With `search = "attack"` a step of an attack says so, at as many placements and of any network:
+    the patch's middle, moved to the corner that the gradient points at. It costs less, and guides where bounds are
+    loose. A linear bound is the best over `slopes` of lower lines, and never below the interval's; of one hidden layer
+    it is quickest with parallel ones.
 
     Margins to learn from are `mixture` times the bound's and, for the rest, those of an attack: `attack_steps` steps by
     the sign of the gradient, from a random patch at the weakest placement. A network that is trained on less of the
