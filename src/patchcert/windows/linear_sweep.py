@@ -94,7 +94,7 @@ class LinearSweep:
     @torch.no_grad()
     def _swept(
         self,
-        rank: "_Rank",
+        rank: Callable[["_Shared"], Annotated[Tensor, "p n k"]],
         dtype: torch.dtype,
         images: Images,
         labels: Labels,
@@ -107,7 +107,7 @@ class LinearSweep:
             hidden, weight = self._hidden(images).to(dtype), self._weight(images).to(dtype)
             readout = self._readout(_short(images))
             found = [
-                rank(images.flatten(1)[:, some], labels, hidden, weight[some], readout, epsilon)
+                rank(_Shared(images.flatten(1)[:, some], labels, hidden, weight[some], readout, epsilon))
                 for some in self._slices(pixels, hidden, readout)
             ]
             return torch.cat(found)[: len(pixels)].transpose(0, 1)
@@ -246,22 +246,23 @@ class _Readout:
         return found.gather(-2, index).squeeze(-2)
 
 
-_Rank = Callable[
-    [Annotated[Tensor, "n p q"], Labels, Tensor, Tensor, _Readout, Epsilon], Annotated[Tensor, "p n k"]
-]
-"""What placements are ranked by, which all images share: of clean pixels, labels, hidden units, weights of pixels."""
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Placements that all images share: the clean pixels under each, the hidden units without a patch, and the weights
+    of these pixels."""
+
+    clean: Annotated[Tensor, "n p q"]
+    labels: Labels
+    hidden: Annotated[Tensor, "n units"]
+    weight: Annotated[Tensor, "p q units"]
+    readout: _Readout
+    epsilon: Epsilon
 
 
-def _shared_margins(
-    clean: Annotated[Tensor, "n p q"],
-    labels: Labels,
-    hidden: Annotated[Tensor, "n units"],
-    weight: Annotated[Tensor, "p q units"],
-    readout: _Readout,
-    epsilon: Epsilon,
-) -> Annotated[Tensor, "p n k"]:
+def _shared_margins(shared: _Shared) -> Annotated[Tensor, "p n k"]:
     """Linear bounds at placements that all images share, whose products with the last layer are made once for all."""
-    clean = clean.transpose(0, 1)
+    labels, hidden, weight, readout = shared.labels, shared.hidden, shared.weight, shared.readout
+    clean, epsilon = shared.clean.transpose(0, 1), shared.epsilon
     patch, short = _patch(clean, epsilon), readout.weight.dtype
     # Where all pixels are free the patch moves by 1/2 in any image, and one row stands for all.
     reach = patch.radius[:, :1] if isinstance(epsilon, float) and epsilon >= 1 else patch.radius
@@ -273,17 +274,11 @@ def _shared_margins(
     return readout.linear(units, labels) - _lost(by_class, labels, patch.radius)
 
 
-def _attacked_margins(
-    clean: Annotated[Tensor, "n p q"],
-    labels: Labels,
-    hidden: Annotated[Tensor, "n units"],
-    weight: Annotated[Tensor, "p q units"],
-    readout: _Readout,
-    epsilon: Epsilon,
-) -> Annotated[Tensor, "p n k"]:
+def _attacked_margins(shared: _Shared) -> Annotated[Tensor, "p n k"]:
     """Margins at a corner of each patch at placements that all images share."""
-    clean = clean.transpose(0, 1)
-    patch, short = _patch(clean, epsilon), weight.dtype
+    labels, hidden, weight, readout = shared.labels, shared.hidden, shared.weight, shared.readout
+    clean = shared.clean.transpose(0, 1)
+    patch, short = _patch(clean, shared.epsilon), weight.dtype
     inputs = torch.baddbmm(hidden.expand(len(weight), -1, -1), (patch.centre - clean).to(short), weight)
     error = readout.logits(inputs.relu()).to(clean.dtype).softmax(dim=-1)
     error = error - torch.nn.functional.one_hot(labels, error.shape[-1])
