@@ -71,6 +71,16 @@ def test_trials_of_several_seeds_are_ranked_by_their_mean(answered, refused, tri
     assert "expected each of them once" in refused(choose(trials, out))
 
 
+def test_a_trial_may_have_settings_of_its_proof_beside_those_of_all(answered, trials, tmp_path):
+    trials.write_text(TRIALS + 'settings = ["mirrored=true", "slack=0.25"]\n')
+    ranked = answered(choose(trials, tmp_path / "runs"))["trials"]
+    shown = {row["trial"]: row["set"] for row in ranked}
+    assert shown == {"base": [], "clean": ["strategy.clean_share=0.5", "mirrored=true", "slack=0.25"]}
+    (proof,) = EvidenceFolder(Run.open(tmp_path / "runs" / "clean").evidence_folder).all()
+    assert proof.meta["classifier"]["mirrored"] is True
+    assert proof.meta["classifier"]["masks"] == [3, 2]
+
+
 def test_mistakes_are_named(refused, trials, tmp_path):
     assert "--only bsae is no trial" in refused(choose(trials, tmp_path / "runs", "--only", "bsae"))
     trials.write_text(TRIALS.replace('name = "clean"', 'name = "base"'))

@@ -99,6 +99,7 @@ def test_no_trial_that_was_carried_out_is_left_out(folder):
     ("text", "noticed"),
     [
         (TRIALS.replace("hidden=512", "hidden=256"), "was not trained with the settings of the trial wide"),
+        ('settings = ["refine=split"]' + TRIALS, "is no proof with the settings refine=split"),
         (TRIALS.replace("base", "basis"), "has results of no trial that is named"),
         ("spec = 'paper-mnist'", "'trials'"),
         ("spec = ", "Invalid value"),

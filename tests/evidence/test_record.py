@@ -140,6 +140,26 @@ def test_evidence_is_read_back_as_it_was_written(evidence, tmp_path):
     assert again.meta["version"] == 2
 
 
+@pytest.mark.parametrize(
+    ("setting", "written", "others"),
+    [
+        (0.3, ("0.3", "0.30", "3e-1"), ("0.2", "", "true", "0.3,0.3")),
+        (12, ("12",), ("1", "twelve", "1e")),
+        ([3, 2], ("3,2",), ("3", "2,3", "3,2,2")),
+        (True, ("true",), ("false", "1")),
+        (None, ("none",), ("0", "false")),
+        ("bfloat16", ("bfloat16",), ("float16",)),
+    ],
+)
+def test_a_setting_is_found_as_commands_write_it(evidence, setting, written, others):
+    classifier = evidence.meta["classifier"] | {"tried": setting}
+    found = replace(evidence, meta=evidence.meta | {"classifier": classifier})
+    assert all(found.has_settings([f"tried={word}"]) for word in written)
+    assert not any(found.has_settings([f"tried={word}"]) for word in others)
+    assert found.has_settings([])
+    assert not found.has_settings(["missing=none"])
+
+
 def test_contradictions_are_refused(evidence):
     rows = evidence.columns
     flipped = ~rows["certified"]

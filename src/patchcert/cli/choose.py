@@ -1,6 +1,5 @@
 """`patchcert choose TRIALS.toml`: settings compared on held-out training images, never on test images."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,15 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One setting: changes of the specification, like `strategy.worst_of=12`."""
+    """Changes of the specification, like `strategy.worst_of=12`, and settings of the proof, like `threshold=0.2`."""
 
     name: str
     set: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """A specification, the changes that are common to all trials and those of each, and the proof that ranks them.
+    """A specification, the changes that are common to all trials and those of each, and the proof that ranks them: its
+    method, and settings, of which a trial may have more.
 
     All are trained without the last `held_out` training images, and certified on the first `images` of these. With
     `seeds` each trial is trained from each of them, and ranked by its mean. `earlier` names what another recipe trained
@@ -56,6 +57,10 @@ class Trials:
             raise InvalidInput(f"trials are {names}; expected one at least, each of a name of its own")
         if not 1 <= self.images <= self.held_out:
             raise InvalidInput(f"images is {self.images}; expected 1 to held_out = {self.held_out}")
+
+    def proof_settings(self, trial: Trial) -> tuple[str, ...]:
+        """The settings of the proof that ranks a trial."""
+        return (*self.settings, *trial.settings)
 
     def runs(self, trial: Trial, out: Path) -> list["TrialRun"]:
         """The runs of a trial below a folder: one, or one for each seed."""
@@ -120,20 +125,21 @@ def _carry_out(asked: Trials, each: TrialRun, device: "torch.device", data_dir: 
 
     spec, folder, trial = read_spec(asked.spec, each.changes), each.folder, each.trial
     from_seed = "" if each.seed is None else f", seed {each.seed}"
-    say(f"{trial.name}{from_seed}: {' '.join(trial.set) or 'the specification as it is'}")
+    changed = " ".join((*trial.set, *trial.settings))
+    say(f"{trial.name}{from_seed}: {changed or 'the specification as it is'}")
     with training_view(spec.schedule.epochs, None) as view:
         train_run(spec, folder, Workplace(device, data_dir), resume=folder.exists(), listener=view)
-    _certify(asked, folder, device, data_dir)
+    _certify(asked, each, device, data_dir)
 
 
-def _certify(asked: Trials, folder: Path, device: "torch.device", data_dir: Path | None) -> None:
+def _certify(asked: Trials, each: TrialRun, device: "torch.device", data_dir: Path | None) -> None:
     """Prove the held-out images, unless that is done."""
     from patchcert.evidence import Certification, Subject
 
-    opened = open_target(str(folder))
+    opened = open_target(str(each.folder))
     assert opened.run is not None
     assert opened.threat is not None
-    classifier = choose_classifier(opened, opened.threat, asked.method, asked.settings)
+    classifier = choose_classifier(opened, opened.threat, asked.method, asked.proof_settings(each.trial))
     opened.model.to(device)
     dataset = open_data(opened, None, data_dir)
     selection = select_images(opened, dataset, "validation", asked.images)
@@ -163,7 +169,9 @@ def _rows(asked: Trials, each: TrialRun) -> list[dict[str, Any]]:
     if run.spec.fingerprint() != read_spec(asked.spec, each.changes).fingerprint():
         say(f"{each.folder} is not counted: it was trained with another specification")
         return []
-    found = [proof for proof in EvidenceFolder(run.evidence_folder).all() if _answers(asked, proof)]
+    found = [
+        proof for proof in EvidenceFolder(run.evidence_folder).all() if _answers(asked, each.trial, proof)
+    ]
     return [_row(each, run, proof) for proof in found]
 
 
@@ -175,30 +183,19 @@ def _mean_row(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: rows[0][key] for key in common} | means | {"seeds": seeds}
 
 
-def _answers(asked: Trials, proof: "Evidence") -> bool:
-    """Whether this is the proof that ranks the trials, by its images and by all settings that are given."""
-    from patchcert.certificates import method_named
-
-    classifier = proof.meta["classifier"]
-    kind = method_named(classifier["name"])
-    if kind is None or (asked.method is not None and METHODS[asked.method] != classifier["name"]):
-        return False
-    settings = options.parse_settings(asked.method or classifier["name"], kind, asked.settings)
-    is_same = all(classifier.get(name) == _plain(value) for name, value in settings.items())
-    chosen = proof.selection
+def _answers(asked: Trials, trial: Trial, proof: "Evidence") -> bool:
+    """Whether this is the proof that ranks the trial, by its images and by all settings that are given."""
+    name, chosen = proof.meta["classifier"]["name"], proof.selection
+    is_method = asked.method is None or METHODS[asked.method] == name
+    is_same = is_method and proof.has_settings(asked.proof_settings(trial))
     return is_same and (chosen.split, chosen.limit) == (f"validation:{asked.held_out}", asked.images)
-
-
-def _plain(setting: object) -> object:
-    """A setting as evidence has it, in JSON."""
-    return json.loads(json.dumps(setting, default=lambda dtype: str(dtype).removeprefix("torch.")))
 
 
 def _row(each: TrialRun, run: "Run", found: "Evidence") -> dict[str, Any]:
     seed = {} if each.seed is None else {"seed": each.seed}
     return seed | {
         "trial": each.trial.name,
-        "set": list(each.trial.set),
+        "set": [*each.trial.set, *each.trial.settings],
         "images": found.total,
         "correct": found.correct,
         "certified": found.certified,

@@ -73,9 +73,9 @@ def _results(trials: Path, folder: Path) -> Iterator[TrialResult]:
         runs = sorted(path.parent for path in (folder / trial["name"]).rglob(EVIDENCE))
         proofs = tuple(proof for run in runs for proof in EvidenceFolder(run / EVIDENCE).all())
         if proofs:
-            _check(proofs)
+            _check(proofs, (*asked.get("settings", ()), *trial.get("settings", ())))
             _check_trained(asked, trial, runs)
-            yield TrialResult(trial["name"], tuple(trial.get("set", ())), proofs)
+            yield TrialResult(trial["name"], (*trial.get("set", ()), *trial.get("settings", ())), proofs)
 
 
 def _check_named(asked: Mapping[str, Any], folder: Path) -> None:
@@ -101,9 +101,11 @@ def _check_trained(asked: Mapping[str, Any], trial: Mapping[str, Any], runs: Seq
         raise InvalidInput(f"the trial {trial['name']} has the seeds {seeds}; expected {asked['seeds']}")
 
 
-def _check(proofs: Sequence[Evidence]) -> None:
-    """Raises unless they are proofs of the same held-out images, each of a network of its own."""
+def _check(proofs: Sequence[Evidence], settings: Sequence[str]) -> None:
+    """Raises unless they are proofs of the same held-out images with these settings, each of a network of its own."""
     for proof in proofs:
+        if not proof.has_settings(settings):
+            raise InvalidInput(f"{proof.where} is no proof with the settings {' '.join(settings)}")
         if proof.kind != "certify" or not proof.selection.split.startswith("validation:"):
             raise InvalidInput(f"{proof.where} is no proof of held-out images")
         if proof.question != proofs[0].question:

@@ -6,7 +6,7 @@ import math
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -219,6 +219,12 @@ class Evidence:
     def selection(self) -> Selection:
         """Which images were asked for."""
         return self.question.selection
+
+    def has_settings(self, words: Iterable[str]) -> bool:
+        """Whether the classifier has all settings that are given in words like `threshold=0.3`."""
+        classifier = self.meta["classifier"]
+        parts = (word.partition("=") for word in words)
+        return all(name in classifier and _is_written(classifier[name], value) for name, _, value in parts)
 
     @property
     def weights(self) -> str:
@@ -503,6 +509,21 @@ def _includes(threat: AnyThreat, other: AnyThreat) -> bool:
         return False
     large, small = both
     return small.height <= large.height and small.width <= large.width
+
+
+def _is_written(setting: object, word: str) -> bool:
+    """Whether a setting, as evidence has it in JSON, is what commands write as this word."""
+    if setting is None or isinstance(setting, bool):
+        return word == str(setting).lower()
+    if isinstance(setting, list):
+        parts = word.split(",")
+        return len(parts) == len(setting) and all(map(_is_written, setting, parts))
+    if isinstance(setting, int | float):
+        try:
+            return float(word) == setting
+        except ValueError:
+            return False
+    return word == setting
 
 
 @final
