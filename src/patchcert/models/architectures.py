@@ -277,6 +277,47 @@ def crossnet(spec: ModelSpec) -> nn.Sequential:
     return _named(strips=_Crossed(_strips(spec, spec.height), _strips(spec, spec.width)))
 
 
+@architecture("placed_strips")
+def placed_strips(spec: ModelSpec) -> nn.Sequential:
+    """A small network that gives a row of scores, of which each sees a strip of columns and knows where it is.
+
+    One convolution sees a strip of `receptive_field` columns (3) from top to bottom, an offset tells its place, and
+    `depth` hidden layers (2) of `filters` channels (128) look at nothing else. It suits images whose objects stay in
+    their place, and a CPU trains it in minutes.
+    """
+    _check_keys(spec, "filters", "depth", "receptive_field")
+    filters, columns = spec.filters or 128, spec.receptive_field or 3
+    if columns % 2 == 0 or not 1 <= columns <= spec.width:
+        raise ModelError(
+            f"the strips of a {spec.name} are {columns} pixels wide; expected an odd number of columns of the image",
+            hint="set model.receptive_field to another",
+        )
+    hidden = [layer for _ in range(spec.depth or 2) for layer in _normed_cells(filters)]
+    return _named(
+        conv=nn.Conv2d(spec.channels, filters, (spec.height, columns), padding=(0, columns // 2), bias=False),
+        bn=nn.BatchNorm2d(filters),
+        place=_Place(filters, spec.width),
+        relu=nn.ReLU(),
+        hidden=nn.Sequential(*hidden),
+        scores=nn.Conv2d(filters, spec.classes, 1),
+    )
+
+
+def _normed_cells(filters: int) -> tuple[nn.Module, ...]:
+    return nn.Conv2d(filters, filters, 1, bias=False), nn.BatchNorm2d(filters), nn.ReLU()
+
+
+class _Place(nn.Module):
+    """Adds to each channel of a row what tells its columns apart."""
+
+    def __init__(self, channels: int, columns: int) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.randn(channels, 1, columns))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features + self.offset
+
+
 class _Crossed(nn.Module):
     def __init__(self, columns: nn.Module, rows: nn.Module) -> None:
         super().__init__()
