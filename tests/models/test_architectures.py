@@ -192,6 +192,16 @@ def test_scores_of_a_stripnet_see_a_strip_from_top_to_bottom(field, height):
     assert model(torch.zeros(2, 1, height, 24)).shape == (2, 4, 1, 24)
 
 
+@pytest.mark.parametrize("field", [None, 1, 5])
+def test_placed_strips_see_their_columns_alone_and_know_where_they_are(field):
+    model = build(ModelSpec("placed_strips", 2, 17, 24, 4, filters=6, receptive_field=field)).eval()
+    seen = sight(trace(model, (2, 17, 24)), 17, 24)
+    assert receptive_field(seen, 17, 24) == (17, field or 3)
+    scores = model(torch.zeros(2, 2, 17, 24))
+    assert scores.shape == (2, 4, 1, 24)
+    assert not torch.allclose(scores[..., 10], scores[..., 11])
+
+
 def test_scores_of_a_crossnet_see_strips_of_columns_and_then_of_rows():
     model = build(ModelSpec("crossnet", 1, 17, 24, 4, filters=2, receptive_field=3))
     assert model(torch.zeros(2, 1, 17, 24)).shape == (2, 4, 1, 24 + 17)
@@ -228,6 +238,8 @@ def test_clipped_networks_begin_with_ten_times_the_mean_of_the_features_of_a_cla
         ("bagnet_half", {"filters": 3}, "blocks of 3 filters .* an even number of filters"),
         ("stripnet", {"receptive_field": 4}, "strips of a stripnet are 4 pixels wide; expected an odd"),
         ("stripnet", {"receptive_field": 21}, "are 21 pixels wide"),
+        ("placed_strips", {"receptive_field": 4}, "placed_strips are 4 pixels wide; expected an odd number"),
+        ("placed_strips", {"receptive_field": 33}, "are 33 pixels wide"),
     ],
 )
 def test_receptive_fields_that_local_networks_cannot_have_are_refused(name, keys, message):

@@ -209,10 +209,15 @@ SMALL = (
     [
         ("bands-mnist", ("model.filters=2",), "BandVotes"),
         ("strips-cifar10-2x2", ("model.filters=2", "data.flip=false"), "LocalVotes"),
-        ("local-mnist-5x5", ("model.filters=4",), "LocalVotes"),
+        ("strips-mnist-5x5", ("model.filters=4",), "LocalVotes"),
         (
-            "local-mnist-5x5",
-            ("model.filters=4", "strategy.aggregation=sum", "strategy.scores=one-hot", "threat.stamp=2x2"),
+            "strips-mnist-5x5",
+            ("model.filters=4", "strategy.aggregation=masked-sum", "strategy.scores=positive"),
+            "LocalVotes",
+        ),
+        (
+            "strips-mnist-5x5",
+            ("model.filters=4", "strategy.scores=one-hot", "threat.stamp=2x2"),
             "LocalVotes",
         ),
     ],
