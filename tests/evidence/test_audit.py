@@ -15,7 +15,7 @@ from forged_evidence import forge, restate
 from patchcert.cli.audit import Checkout
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence, EvidenceFolder
-from patchcert.evidence.audit import audit_evidence, audit_results
+from patchcert.evidence.audit import audit_evidence, audit_results, same_predictions
 from patchcert.evidence.manifest import MANIFEST, ListedFile, ListedRun, Manifest
 from patchcert.evidence.results import collect
 from patchcert.files import sha256
@@ -165,6 +165,11 @@ def test_the_same_weights_predict_the_same(copied):
     forge(file, improve)
     folder.relist()
     assert folder.found_in(file).startswith("100 predictions are not those in ")
+    evidence = Evidence.read(file)
+    training = evidence.meta | {"data": evidence.meta["data"] | {"split": "train"}}
+    found = (replace(evidence, meta=training), Evidence.read(folder.file(run, "certify-patch-4x4-square")))
+    assert list(same_predictions(found)) == []
+    assert list(same_predictions((evidence, found[1]))) != []
 
 
 @pytest.mark.slow

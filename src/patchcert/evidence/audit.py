@@ -99,7 +99,7 @@ def _against_each_other(own: Sequence[Evidence], others: Sequence[Evidence]) -> 
                 if broken.size:
                     what = f"image {broken[0]} is certified in {proof.where} and broken in {attack.where}"
                     yield Finding(each.path, what)
-        yield from (found for found in _same_predictions(alike) if found.path == each.path)
+        yield from (found for found in same_predictions(alike) if found.path == each.path)
 
 
 def _proofs_agree(found: Sequence[Evidence]) -> Iterator[Finding]:
@@ -294,7 +294,7 @@ def _audit_run(run: Path) -> Iterator[Finding]:
         except PatchcertError as error:
             yield Finding(folder, error.message)
             continue
-        yield from _same_predictions(found)
+        yield from same_predictions(found)
         yield from _adaptive_is_stronger(found)
         yield from _all_that_is_proven_was_attacked(found)
         if folder == run:
@@ -314,7 +314,7 @@ def _together(run: Path, folder: Path) -> Sequence[Evidence]:
     return found
 
 
-def _same_predictions(found: Sequence[Evidence]) -> Iterator[Finding]:
+def same_predictions(found: Sequence[Evidence]) -> Iterator[Finding]:
     """The same weights say the same of the same clean images, but for a few near-ties on other hardware."""
     own = [each for each in found if each.is_undefended and each.about[1] == _OWN_PREDICTIONS]
     whole_sets = [each for each in own if each.selection.is_whole_test_set]
@@ -322,6 +322,8 @@ def _same_predictions(found: Sequence[Evidence]) -> Iterator[Finding]:
     if whole is None:
         return
     for each in own:
+        if (each.selection.data, each.selection.split) != (whole.selection.data, whole.selection.split):
+            continue
         expected = whole.columns["prediction"][each.columns["index"]]
         differ = np.count_nonzero(expected != each.columns["prediction"])
         if differ > NEAR_TIES * each.total and each.path is not None:

@@ -38,9 +38,9 @@ from patchcert.papers.chiang2020.tables import (
     FROZEN,
     NUMBERS,
     authors_entries,
+    content_sha256,
     find_table,
     holds,
-    numbers_sha256,
     table_names,
 )
 from patchcert.papers.chiang2020.view import (
@@ -222,12 +222,10 @@ def shown(value: float, like: str) -> str:
 
 
 def audit_paper(folder: Path) -> tuple[Finding, ...]:
-    """Whether the numbers in the files of a folder are those that were compared with paper and repository."""
-    found = {name: numbers_sha256(name, (folder / name).read_text(encoding="utf-8")) for name in FROZEN}
+    """Whether the files of a folder say what was compared with paper and repository."""
+    found = {name: content_sha256((folder / name).read_text(encoding="utf-8")) for name in FROZEN}
     return tuple(
-        Finding(
-            folder / name, f"its numbers have the sum {there[:16]}..., not the frozen {FROZEN[name][:16]}..."
-        )
+        Finding(folder / name, f"has the sum {there[:16]}..., not the frozen {FROZEN[name][:16]}...")
         for name, there in found.items()
         if there != FROZEN[name]
     )
