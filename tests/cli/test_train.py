@@ -1,5 +1,6 @@
 """`patchcert train`: JSON on stdout, talk on stderr, and one clear message for every mistake."""
 
+import itertools
 import json
 import sys
 
@@ -150,6 +151,15 @@ def test_a_log_says_how_long_it_takes_and_where_training_stands(capfd):
     assert view.line() == "epoch 2/10, 10.0% after 1 s  eps 0.00  loss 0.250  about 15 min to go"
     view.on_stop()
     assert "stopping after this batch" in capfd.readouterr().err
+
+
+def test_a_time_left_that_runs_out_while_it_is_said_is_no_mistake(capfd):
+    ticks = itertools.count()  # a second passes whenever the clock is read
+    schedule, tried = Schedule(2, EpsilonSchedule(0, 0)), {False: 0.75}
+    pace = TrainingPace(schedule, 1, Position(), tried, clock=lambda: float(next(ticks)))
+    TrainingView(2).on_start(pace)
+    assert pace.remaining is None
+    assert capfd.readouterr().err == ""
 
 
 def test_figures_keep_the_last_check():

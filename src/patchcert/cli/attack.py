@@ -209,11 +209,9 @@ class AttackOptions:
 
     def __post_init__(self) -> None:
         undefended = self.defense == "none"
-        settings = self.settings if self.method is None else ()
-        given = {"--adaptive": self.adaptive, "--setting": settings, "--tune": self.tune}
-        lonely = [option for option, value in given.items() if value]
+        lonely = "--adaptive" if self.adaptive else "--tune" if self.tune else None
         if undefended and lonely:
-            raise InvalidInput(f"{lonely[0]} needs a defense", hint="give --defense lgs or --defense dw.")
+            raise InvalidInput(f"{lonely} needs a defense", hint="give --defense lgs or --defense dw.")
         if self.tune and self.settings:
             raise InvalidInput("--tune chooses what --setting sets", hint="leave one of them out.")
         if self.method is not None and not undefended:
@@ -369,6 +367,10 @@ def _subject(attacked: AttackedTarget, asked: AttackOptions) -> "tuple[Subject, 
         model = choose_classifier(target, attacked.threat, asked.method, asked.settings)
     elif asked.defense != "none":
         model, tuning = _defended(model, attacked, asked)
+    elif asked.settings:
+        raise InvalidInput(
+            "--setting needs a defense or a kind of proof", hint="give --defense lgs or --method masking."
+        )
     subject = Subject(model, target.weights_sha256, attacked.dataset, attacked.selection, asked.device)
     return subject, tuning
 

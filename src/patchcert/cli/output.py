@@ -137,7 +137,8 @@ class Pace:
         return left if left > 0 else None if self.done < self.total else 0.0
 
     def __str__(self) -> str:
-        return "" if self.remaining is None else f"about {duration(self.remaining)} to go"
+        left = self.remaining  # read once, as it changes with the time
+        return "" if left is None else f"about {duration(left)} to go"
 
 
 @contextmanager
@@ -167,10 +168,11 @@ def progress_bar(label: str, unit: str = "") -> Iterator[Report]:
 
 def _line(label: str, unit: str, pace: Pace) -> str:
     """Where the work stands; nothing of work that is about to end."""
-    if pace.elapsed < NEXT_LINE and pace.remaining is not None and pace.remaining < NEXT_LINE:
+    left, rest = pace.remaining, str(pace)
+    if pace.elapsed < NEXT_LINE and left is not None and left < NEXT_LINE:
         return ""
     amount = f"{int(pace.done)} of {pace.total} {unit}".strip() if pace.total else "nothing yet"
-    return f"{label}: {amount} after {duration(pace.elapsed)}{', ' + str(pace) if str(pace) else ''}"
+    return f"{label}: {amount} after {duration(pace.elapsed)}{', ' + rest if rest else ''}"
 
 
 @contextmanager

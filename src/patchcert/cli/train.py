@@ -146,9 +146,9 @@ class TrainingView:
 
     def on_start(self, pace: "TrainingPace") -> None:
         """Say how long it is expected to take, where a trial tells that."""
-        self.pace = pace
-        if pace.remaining is not None and pace.remaining > WORTH_SAYING:
-            say(f"training is expected to take about {duration(pace.remaining)}")
+        self.pace, left = pace, pace.remaining
+        if left is not None and left > WORTH_SAYING:
+            say(f"training is expected to take about {duration(left)}")
 
     def on_stop(self) -> None:
         """Answer Ctrl-C at once."""

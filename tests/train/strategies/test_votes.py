@@ -232,8 +232,24 @@ def test_a_run_is_trained_certified_and_attacked_by_its_votes(preset, changes, n
     assert summary["classifier"]["name"] == name
     assert summary["guarantee"]["confidence"] == 1.0
     method = "bands" if name == "BandVotes" else "local-votes"
-    attack = ["attack", folder, "--method", method, "--images", "1", "--steps", "1", "--restarts", "1"]
-    assert run([*attack, "--setting", "batch_size=8"]) == 0
+    attack = [
+        "attack",
+        folder,
+        "--images",
+        "1",
+        "--steps",
+        "1",
+        "--restarts",
+        "1",
+        "--setting",
+        "batch_size=8",
+    ]
+    for by_name in (
+        ["--method", method],
+        [],
+    ):  # by default it is the kind of proof that the run was trained for
+        assert run([*attack, *by_name]) == 0
+        assert json.loads(capsys.readouterr().out)["classifier"] == summary["classifier"]
 
 
 @pytest.mark.parametrize(
