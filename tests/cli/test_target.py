@@ -4,7 +4,8 @@ import pytest
 import torch
 from PIL import Image
 
-from patchcert.cli.target import Target, open_data, open_target, select_images
+from patchcert.cli.app import run
+from patchcert.cli.target import Target, learned_method, open_data, open_target, select_images
 from patchcert.errors import InvalidInput
 from patchcert.models import ModelSpec, build
 
@@ -71,3 +72,15 @@ def test_a_file_that_names_no_data_is_compared_by_the_number_of_classes(tmp_path
 def test_a_models_own_data_are_not_spoken_of(capsys):
     mnist = open_target("zoo:mnist-2x2-mlp")
     assert warning(capsys, mnist, "mnist-mini") == ""
+
+
+def test_a_model_of_the_zoo_is_the_classifier_of_its_card(answered):
+    name, mini = "zoo:mnist-5x5-placed-strips", ("--data", "mnist-mini")
+    stated = open_target(name).card.proof.classifier
+    assert stated["name"] == "LocalVotes"
+    assert answered(run(["certify", name, *mini, "--limit", "5"]))["classifier"] == stated
+    attack = ["attack", name, *mini, "--images", "2", "--restarts", "1", "--steps", "1"]
+    assert answered(run(attack))["classifier"] == stated
+    clipped = answered(run(["certify", name, *mini, "--limit", "5", "--setting", "scores=clipped"]))
+    assert clipped["classifier"] == stated | {"scores": "clipped"}
+    assert learned_method(open_target("zoo:mnist-2x2-mlp")) == ("interval", {})

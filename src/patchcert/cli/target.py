@@ -1,7 +1,7 @@
 """What commands work on: the model of a run folder, of a file or of the zoo, and images that fit it."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -321,10 +321,27 @@ def choose_classifier(
 
 
 def learned_method(target: Target) -> "tuple[str, Mapping[str, Any]]":
-    """The kind of proof that a run was trained for, and its settings; interval bounds where it was for none."""
+    """The kind of proof that a run was trained for, or that a card is about, with its settings; interval bounds where
+    there is none."""
+    if target.card is not None:
+        return _method_of_card(target.card, target.model)
     strategy = None if target.run is None else target.run.spec.strategy
     learned = None if strategy is None or target.threat is None else strategy.learned_method(target.threat)
     return learned or ("interval", {})
+
+
+def _method_of_card(card: "pc.zoo.Card", model: "nn.Module") -> "tuple[str, Mapping[str, Any]]":
+    """The kind of proof that is counted in a card, and its settings; masks are made for the threat asked for."""
+    from patchcert.certificates import method_named
+
+    description = card.proof.classifier
+    kind = method_named(description["name"])
+    if kind is None or kind is pc.IntervalBounds:
+        return "interval", {}
+    proof = kind.described(model, description)
+    names = [each.name for each in fields(proof) if each.name not in ("model", "threat")]  # pyright: ignore[reportArgumentType]
+    method = next(name for name, of in METHODS.items() if of == description["name"])
+    return method, {name: getattr(proof, name) for name in names}
 
 
 def _warn_of_classes(target: Target, count: int, dataset: "Dataset") -> None:
