@@ -27,7 +27,7 @@ NAMES = pc.zoo.names()
 def test_all_models_together_are_small():
     zoo = shelf.shipped()
     files = [file for file in zoo.folder.rglob("*") if file.is_file()] if zoo.folder.is_dir() else []
-    assert sum(file.stat().st_size for file in files) <= 25_000_000
+    assert sum(file.stat().st_size for file in files) <= shelf.LARGEST
     assert {file.name for file in files} == {
         f"{name}.{kind}" for name in NAMES for kind in ("json", "safetensors")
     }

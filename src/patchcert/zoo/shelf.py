@@ -13,7 +13,7 @@ from patchcert.files import sha256, write_together
 from patchcert.models import load as load_model
 from patchcert.zoo.card import Card
 
-LARGEST = 25_000_000
+LARGEST = 35_000_000
 
 
 @final
