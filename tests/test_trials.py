@@ -23,13 +23,13 @@ def trials_in(file):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_trial_has_a_specification(file):
     asked = trials_in(file)
-    fingerprints = set()
+    found = set()
     runs = [each for trial in asked.trials for each in asked.runs(trial, Path())]
     for each in runs:
         spec = read_spec(asked.spec, each.changes)
         assert spec.data.validation == asked.held_out
-        fingerprints.add(spec.fingerprint())
-    assert len(fingerprints) == len(runs)
+        found.add((spec.fingerprint(), asked.proof_settings(each.trial)))
+    assert len(found) == len(runs)
 
 
 def test_the_stored_trials_of_masked_training_are_ranked_from_their_evidence(capsys):
