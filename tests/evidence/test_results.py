@@ -7,11 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forged_evidence import forge
+from forged_evidence import forge, restate
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence, Question, Selection, results
 from patchcert.evidence.manifest import Manifest
 from patchcert.evidence.results import Circumstances, Result, Results, collect, collect_all, experiment_key
+from patchcert.files import sha256
+from patchcert.models import load, save
+from patchcert.models.trimming import round_to_half
 from patchcert.threats import Patch
 from patchcert.train.run_folder import Run
 
@@ -208,6 +211,19 @@ def test_a_trimmed_model_leaves_the_evidence_of_the_whole_one_alone(finished, ml
     again = Result.open(whole.path)
     assert [each.certified for each in again.evidence] == [62]
     assert sorted(each.kind for each in again.trimmed) == ["attack", "certify"]
+
+
+def test_a_model_in_half_precision_leaves_the_evidence_of_the_whole_one_alone(finished, mlp, tmp_path):
+    run = finished.run(mlp, {Patch(5): (90, 62)})
+    whole = collect(run, tmp_path / "results")
+    model, spec = load(run.weights)
+    save(round_to_half(model), spec, run.weights, half=True)
+    (file,) = run.evidence_folder.iterdir()
+    restate(file, lambda _, meta: meta.update(weights_sha256=sha256(run.weights)))
+    assert collect_all(run.path.parent, tmp_path / "results") == (f"{whole.path.name}/trimmed",)
+    again = Result.open(whole.path)
+    assert [each.weights for each in again.evidence] != [sha256(run.weights)]
+    assert [each.weights for each in again.trimmed] == [sha256(run.weights)]
 
 
 def test_every_file_of_the_results_says_what_its_name_says():

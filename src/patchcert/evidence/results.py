@@ -14,6 +14,7 @@ from patchcert.errors import RunError
 from patchcert.evidence.manifest import SUMMARY, ListedRun, Manifest, Superseded
 from patchcert.evidence.record import Evidence, EvidenceFolder, Question, refuted
 from patchcert.files import copy_file, sha256, write_text
+from patchcert.models.storage import is_half
 from patchcert.train.environment import commit_of, source_sha256
 from patchcert.train.run_folder import ENVIRONMENT, EVIDENCE, METRICS, SPEC, Run
 from patchcert.train.schedules import Schedule
@@ -21,7 +22,7 @@ from patchcert.train.spec import RunSettings, Spec, read_spec
 
 CIRCUMSTANCES = ".circumstances.json"
 TRIMMED = "trimmed"
-"""In a run's folder of results: the evidence of its trimmed model, which no table counts."""
+"""In a run's folder of results: the evidence of its trimmed or rounded model, which no table counts."""
 FIRST_SEED = 2019
 TRAINED_AGAIN = "trained again: the same specification gave other weights"
 MEASURED_AGAIN = "measured again: the same weights gave other rows"
@@ -197,18 +198,24 @@ def collect(run: Run, folder: Path) -> Result:
 def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
     """Copies every finished run with evidence below a folder to the results; the names they have there.
 
-    The evidence of a trimmed model goes to a folder of its own below that of the network as it was trained.
+    The evidence of a model that is trimmed, or rounded to half precision, goes to a folder of its own below that of the
+    network as it was trained.
     """
     names = []
     for run in (Run.open(spec_file.parent) for spec_file in sorted(runs.glob(f"*/{SPEC}"))):
         if not run.is_finished or not EvidenceFolder(run.path / EVIDENCE).files():
             continue
-        if run.model_spec().widths:
+        if is_altered(run):
             names.append(f"{fingerprint(run)}/{TRIMMED}")
             copy_evidence(run.path / EVIDENCE, folder / names[-1], sha256(run.weights), folder)
         else:
             names.append(collect(run, folder).path.name)
     return tuple(names)
+
+
+def is_altered(run: Run) -> bool:
+    """Whether the run has a model that was trimmed, or rounded to half precision, after it was trained."""
+    return bool(run.model_spec().widths) or is_half(run.weights)
 
 
 def fingerprint(run: Run) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence, EvidenceFolder
-from patchcert.evidence.results import SUMMARY, TRIMMED, Circumstances, fingerprint
+from patchcert.evidence.results import SUMMARY, TRIMMED, Circumstances, fingerprint, is_altered
 from patchcert.files import copy_file, new_folder, sha256, write_text
 from patchcert.models import is_half
 from patchcert.report.summary import RunSummary, read_test_evidence
@@ -137,7 +137,7 @@ def _evidence(run: Run, weights: str, collected: Path | None) -> RunSummary:
     """The run's evidence. Of a question that was answered here and among the results, the answer here counts."""
     folders = [run.path / EVIDENCE]
     if collected is not None:
-        folders.insert(0, collected / TRIMMED if run.model_spec().widths else collected)
+        folders.insert(0, collected / TRIMMED if is_altered(run) else collected)
     found = [each for folder in folders for each in read_test_evidence(EvidenceFolder(folder), weights)]
     return RunSummary.of(run, {each.question: each for each in found}.values())
 

@@ -35,9 +35,10 @@ def audit_zoo(zoo: Zoo, results: Path) -> tuple[Finding, ...]:
 
 def card_evidence(card: Card, results: Path) -> tuple[Evidence, ...]:
     """The evidence of a card's very weights, within its threat and without a defense."""
-    folder = results / card.training.run / (TRIMMED if card.model.widths else "")
-    found = (each for each in EvidenceFolder(folder).all() if each.weights == card.weights_sha256)
-    return tuple(each for each in found if each.threat == card.threat and each.is_undefended)
+    run = results / card.training.run
+    found = (each for folder in (run, run / TRIMMED) for each in EvidenceFolder(folder).all())
+    own = (each for each in found if each.weights == card.weights_sha256)
+    return tuple(each for each in own if each.threat == card.threat and each.is_undefended)
 
 
 def whole_proof(card: Card, results: Path) -> Evidence:
