@@ -143,6 +143,17 @@ def test_rows_in_another_order_are_noticed(copied):
     assert any("every image once, in order" in str(each) for each in audit_results(folder.path).findings)
 
 
+def test_leads_of_another_network_are_noticed_and_attacks_of_which_all_margins_are_alike_are_not(copied):
+    run = "3d0c3e70adf90ed2"
+    folder = copied(run)
+    assert folder.found == {}
+    whole = Evidence.read(folder.file(run, "certify-patch-5x5-square"))
+    file = folder.file(f"{run}/trimmed", "certify-patch-5x5-square")
+    forge(file, lambda columns: columns.update(whole.columns))
+    folder.relist()
+    assert folder.found_in(file).startswith("has every lead of ")
+
+
 def test_a_verdict_without_margins_is_held_by_the_manifest_alone(copied):
     """Only --reprove, and the history of the manifest, notice it where the manifest is forged too."""
     folder = copied("449d8e0ae656cfa7")
