@@ -20,19 +20,12 @@ from patchcert.certificates import method_named
 from patchcert.cli.app import create_app
 from patchcert.cli.target import METHODS
 from patchcert.models import registry
+from scripts import load_script
 
 ROOT = Path(__file__).parents[1]
 NEEDS_OWN_FILES = ("folder:~/photos",)
 LOOPS = ("for step, (images, labels)", "lightning.Trainer(")
 TUTORIAL = ROOT / "docs" / "guides" / "tutorial.md"
-
-
-def made_by(name):
-    """A module that makes parts of the documents."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "making" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def examples():
@@ -85,7 +78,7 @@ def test_loops_of_one_s_own_train_for_certificates(kind, monkeypatch):
 def test_the_notebook_is_its_page_and_prints_what_the_page_says(capsys):
     text = TUTORIAL.read_text()
     notebook = TUTORIAL.with_suffix(".ipynb").read_text()
-    assert notebook == made_by("notebook").as_text(text), "run `python docs/making/notebook.py`"
+    assert notebook == load_script("notebook").as_text(text), "run `python docs/making/notebook.py`"
     names = {"__name__": "__main__"}
     for cell in json.loads(notebook)["cells"]:
         if cell["cell_type"] == "code":
@@ -97,7 +90,7 @@ def test_the_notebook_is_its_page_and_prints_what_the_page_says(capsys):
 
 
 def test_pictures_are_those_that_are_drawn(tmp_path):
-    made_by("pictures").draw(tmp_path)
+    load_script("pictures").draw(tmp_path)
     drawn, stored = (
         {each.name: size(each) for each in folder.glob("*.png")} for folder in (tmp_path, PICTURES)
     )

@@ -1,24 +1,18 @@
 """What an exact solver finds of proven margins is their true minimum, and no stored proof is above it."""
 
-import importlib.util
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import patchcert as pc
-
-SCRIPT = Path(__file__).parents[1] / "docs" / "making" / "exact_margins.py"
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def exact():
-    spec = importlib.util.spec_from_file_location("exact_margins", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("exact_margins")
 
 
 def layers(exact, seed, pixels=4, units=6):

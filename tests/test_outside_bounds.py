@@ -1,23 +1,19 @@
 """Linear bounds lie below what outside computations of exported properties give, now and in what is stored."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "docs" / "making" / "outside_bounds.py"
+from scripts import load_script
+
 ROUNDED = 2e-6
 """What HiGHS and two stored numbers of six decimals can be off by."""
 
 
 @pytest.fixture(scope="module")
 def outside():
-    spec = importlib.util.spec_from_file_location("outside_bounds", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("outside_bounds")
 
 
 def stored(outside, name):

@@ -158,6 +158,8 @@ def test_a_setting_is_found_as_commands_write_it(evidence, setting, written, oth
     assert not any(found.has_settings([f"tried={word}"]) for word in others)
     assert found.has_settings([])
     assert not found.has_settings(["missing=none"])
+    assert found.has_settings([f"tried={others[0]}", f"tried={written[0]}"])
+    assert not found.has_settings([f"tried={written[0]}", f"tried={others[0]}"])
 
 
 def test_contradictions_are_refused(evidence):

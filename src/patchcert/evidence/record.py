@@ -221,10 +221,11 @@ class Evidence:
         return self.question.selection
 
     def has_settings(self, words: Iterable[str]) -> bool:
-        """Whether the classifier has all settings that are given in words like `threshold=0.3`."""
-        classifier = self.meta["classifier"]
-        parts = (word.partition("=") for word in words)
-        return all(name in classifier and _is_written(classifier[name], value) for name, _, value in parts)
+        """Whether the classifier has all settings that are given in words like `threshold=0.3`; of two words for one
+        setting the later counts."""
+        classifier, parts = self.meta["classifier"], (word.partition("=") for word in words)
+        given = {name: value for name, _, value in parts}
+        return all(name in classifier and _is_written(classifier[name], given[name]) for name in given)
 
     @property
     def weights(self) -> str:

@@ -330,7 +330,7 @@ def challenged_table(results: Sequence[Result]) -> Table:
     rows = tuple(
         _challenged_row(result, model, evidence)
         for result in results
-        for model, found in (("", result.evidence), (", trimmed", result.trimmed))
+        for model, found in (("", result.evidence), (", trimmed or rounded", result.trimmed))
         for evidence in found
         if evidence.question.certified_only
     )
