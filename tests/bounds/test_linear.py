@@ -211,7 +211,7 @@ def test_one_layer_is_bounded_exactly(generator):
 
 @torch.no_grad()
 def test_a_step_without_a_rule_counts_by_its_interval_and_is_named():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 2)).double()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.GELU(), nn.Linear(3, 2)).double()
     network = trace(model)
     box = unit_box(1, 1, 2, 2)
     intervals = network.intervals(box, OUTWARD)

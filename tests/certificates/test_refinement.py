@@ -9,6 +9,7 @@ from torch import nn
 
 import patchcert as pc
 from patchcert.bounds import Rounding, trace
+from patchcert.certificates import refinement
 from patchcert.certificates.refinement import DEFAULT_BUDGET, Limits, _rounded_down
 from patchcert.errors import InvalidInput
 from patchcert.testing.brute_force import members, reached_margins
@@ -163,8 +164,27 @@ def test_memory_changes_no_verdict(found):
     assert certificates.broken.equal(ways["split"].broken[rows])
 
 
+@pytest.mark.parametrize("shared", [1, 10**6])
+def test_how_many_images_share_a_placement_changes_nothing(monkeypatch, shared):
+    """What a patch moves at a placement is bounded for all images at once, or whole images are: both give the same."""
+    model = model_of(2, gain=0.7)
+    images, labels = images_of(model)
+    usual = pc.IntervalBounds(model, refine="linear").certify(images, labels, PATCH)
+    asked = []
+    monkeypatch.setattr(refinement, "_SHARED", shared)
+    restriction = refinement.Refinement.restriction
+    monkeypatch.setattr(
+        refinement.Refinement, "restriction", lambda *given: asked.append(given) or restriction(*given)
+    )
+    found = pc.IntervalBounds(model, refine="linear").certify(images, labels, PATCH)
+    assert bool(asked) == (shared == 1)
+    assert 0 < int(found.certified.sum()) < len(images)
+    assert found.certified.equal(usual.certified)
+    torch.testing.assert_close(found.margins, usual.margins, rtol=1e-6, atol=1e-6)
+
+
 def test_networks_that_bend_otherwise_are_refined_by_linear_bounds_alone():
-    layers = (nn.Conv2d(1, 2, 2), nn.ReLU(), nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+    layers = (nn.Conv2d(1, 2, 2), nn.ReLU(), nn.MaxPool2d(2), nn.GELU(), nn.Flatten(), nn.Linear(8, 3))
     model = model_of(1, *layers)
     images, labels = images_of(model, 8)
     linear = pc.IntervalBounds(model, refine="linear").certify(images, labels, PATCH)

@@ -11,9 +11,12 @@ from torch import nn
 
 from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
 from patchcert.bounds.linear import linear_margins
-from patchcert.bounds.reduction import Mixture, reduced
+from patchcert.bounds.mixture import Mixture
+from patchcert.bounds.reduction import reduced
+from patchcert.bounds.restriction import Restriction
 from patchcert.testing.networks import ResidualBlock
 from strategies import seeds
+from written_models import model_of
 
 FLOAT32, FLOAT64 = Rounding.outward(torch.float32), Rounding.outward(torch.float64)
 as_fractions = np.vectorize(Fraction, otypes=[object])
@@ -141,11 +144,73 @@ def test_lines_of_a_relu_touch_it(seed, spread):
     assert operation.backward(-forms, box, slope=None, rounding=FLOAT64).constant == 0
 
 
+PIECEWISE = {
+    "leaky": (nn.LeakyReLU(0.3), (0,), lambda z: z if z > 0 else Fraction(0.3) * z),
+    "clipped": (nn.Hardtanh(0.0, 1.0), (0, 1), lambda z: min(max(z, 0), 1)),
+    "clipped where float32 has no number": (
+        nn.Hardtanh(-0.1, 0.7),
+        (-0.1, 0.7),
+        lambda z: min(max(z, Fraction(-0.1)), Fraction(0.7)),
+    ),
+    "six": (nn.ReLU6(), (0, 6), lambda z: min(max(z, 0), 6)),
+}
+
+
 @torch.no_grad()
-@given(seeds(), st.sampled_from([0, 6, 14]))
-def test_mixtures_hold_in_fractions(seed, spread):
+@given(st.sampled_from(sorted(PIECEWISE)), seeds(), st.sampled_from([0, 6, 14]))
+def test_lines_around_a_bent_function_hold_at_its_kinks_and_at_both_ends(kind, seed, spread):
+    generator, (layer, kinks, exact) = torch.Generator().manual_seed(seed), PIECEWISE[kind]
+    operation = trace(nn.Sequential(layer)).steps[0].operation
+    box, forms = some_box((2, 9), generator, spread), ill_scaled((2, 3, 9), generator, spread)
+    pulled = operation.backward(forms, box, slope=None, rounding=FLOAT32)
+    lower, upper, apply = fractions(box.lower), fractions(box.upper), np.vectorize(exact, otypes=[object])
+    for row in range(2):
+        points = [
+            lower[row],
+            upper[row],
+            *(np.clip(Fraction(kink), lower[row], upper[row]) for kink in kinks),
+        ]
+        for form in range(3):
+            before, after = fractions(forms[row, form]), fractions(pulled.coefficients[0][row, form])
+            worst = [before * apply(point) - after * point for point in points]
+            constant, error = claim(pulled, row, form)
+            assert np.minimum.reduce(worst).sum() >= constant - 2 * error
+
+
+MOVES = {
+    "joined": (lambda first, second: torch.cat([first, second], dim=1), 2),
+    "permuted": (lambda first: first.permute(0, 2, 3, 1), 1),
+    "padded": (lambda first: torch.nn.functional.pad(first, (1, 0, 2, -1)), 1),
+    "repeated": (lambda first: torch.nn.functional.interpolate(first, scale_factor=2.0), 1),
+    "picked": (lambda first: first[:, 1:], 1),
+}
+
+
+@torch.no_grad()
+@given(st.sampled_from(sorted(MOVES)), seeds(), st.sampled_from([0, 6, 14]))
+def test_values_that_are_moved_lose_no_more_than_their_error(kind, seed, spread):
+    generator, (move, count) = torch.Generator().manual_seed(seed), MOVES[kind]
+    operation = trace(model_of(lambda s, x: move(*[x, x.relu()][:count]))).steps[-1].operation
+    boxes = [some_box((1, 2, 3, 2), generator, spread) for _ in range(count)]
+    forms = ill_scaled((1, 2, *operation.forward(*(box.lower for box in boxes)).shape[1:]), generator, spread)
+    pulled = operation.backward(forms, *boxes, slope=None, rounding=FLOAT32)
+    numbers = [torch.arange(12.0).reshape(1, 2, 3, 2) + 12 * place + 1 for place in range(count)]
+    taken = operation.forward(*numbers).flatten().long().tolist()
+    for form in range(2):
+        exact = np.full(12 * count + 1, Fraction(0))
+        for place, coefficient in zip(taken, fractions(forms[0, form].flatten()), strict=True):
+            exact[place] += coefficient
+        found = np.concatenate([fractions(part[0, form].flatten()) for part in pulled.coefficients])
+        largest = np.concatenate([fractions(box.magnitude.flatten()) for box in boxes])
+        assert claim(pulled, 0, form)[0] == 0
+        assert (np.abs(exact[1:] - found) * largest).sum() <= 2 * claim(pulled, 0, form)[1]
+
+
+@torch.no_grad()
+@given(seeds(), st.sampled_from([0, 6, 14]), st.booleans())
+def test_mixtures_hold_in_fractions(seed, spread, is_shared):
     generator = torch.Generator().manual_seed(seed)
-    weights = tuple(ill_scaled((2, 4, size), generator, spread) for size in (3, 5))
+    weights = tuple(ill_scaled((2 - is_shared, 4, size), generator, spread) for size in (3, 5))
     offset, error = ill_scaled((2, 4), generator, spread), ill_scaled((2, 4), generator, spread).abs() * 1e-3
     mixture = Mixture(weights, offset, error)
     boxes = [some_box((2, size), generator, spread) for size in (3, 5)]
@@ -155,7 +220,7 @@ def test_mixtures_hold_in_fractions(seed, spread):
         mixture.interval(*boxes, rounding=FLOAT32),
     )
     for row in range(2):
-        matrices = [fractions(weight[row]) for weight in weights]
+        matrices = [fractions(weight[0 if is_shared else row]) for weight in weights]
         ends = [(fractions(box.lower[row]), fractions(box.upper[row])) for box in boxes]
         least = sum(
             np.minimum(matrix * low, matrix * high).sum(axis=1)
@@ -244,14 +309,14 @@ def test_reduced_networks_are_the_whole_within_their_error(seed, spread):
         free = torch.tensor([[float(number & 1), float(number >> 1)]])
         member = small.filled(torch.tensor([0]), image, free)
         exact = exact_margin(model, member, 1)[[0, 2]]
-        values, off = followed(small, free)
+        values, off = followed(small.network, free)
         assert (np.abs(values - exact) <= off).all()
 
 
-def followed(small, free):
-    """The outputs of a reduced network in fractions, and how far they can be off, as its errors add up."""
+def followed(network, free):
+    """The outputs of mixtures and ReLUs in fractions, and how far they can be off, as their errors add up."""
     values, off = [fractions(free[0])], [np.full(free.shape[1], Fraction(0))]
-    for step in small.network.steps:
+    for step in network.steps:
         if not isinstance(step.operation, Mixture):
             values.append(np.maximum(values[step.inputs[0]], 0))
             off.append(off[step.inputs[0]])
@@ -263,3 +328,28 @@ def followed(small, free):
         values.append(total)
         off.append(error)
     return values[-1], off[-1]
+
+
+@torch.no_grad()
+@given(seeds(), st.sampled_from([0, 6, 14]))
+def test_restricted_networks_are_the_whole_within_their_error(seed, spread):
+    """Whatever the pixels are; every error is at least half of what it stands for."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(
+        nn.Flatten(),
+        ResidualBlock(nn.Linear(4, 4), nn.Identity()),
+        nn.ReLU(),
+        nn.Linear(4, 4),
+        nn.ReLU(),
+        nn.Linear(4, 3),
+    )
+    for parameter in model.parameters():
+        parameter.copy_(ill_scaled(parameter.shape, generator, spread))
+    image, network = torch.rand(1, 1, 2, 2, generator=generator), trace(model)
+    found = Restriction.of(network, image, torch.tensor([1, 3]))
+    small = found.network(network.intervals(Interval.point(image), FLOAT32), FLOAT32)
+    for number in range(4):
+        free = torch.tensor([[float(number & 1), float(number >> 1)]])
+        exact = exact_value(model, fractions(found.filled(image, free).flatten()))
+        values, off = followed(small, free)
+        assert (np.abs(values - exact) <= 2 * off).all()

@@ -9,6 +9,7 @@ docs/concepts/linear-bounds.md explains the rules and their rounding.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated
 
 import torch
@@ -16,7 +17,17 @@ from torch import Tensor
 
 from patchcert.bounds.forms import Forms, PerForm, Pulled, summed
 from patchcert.bounds.network import Network, Step
-from patchcert.bounds.operations import Add, Affine, Interval, Linear, Part, Reshape, is_relu
+from patchcert.bounds.operations import (
+    STRETCHES,
+    Add,
+    Affine,
+    Interval,
+    Linear,
+    Monotone,
+    Moved,
+    Reshape,
+    is_relu,
+)
 from patchcert.bounds.rounding import NEAREST, Rounding
 from patchcert.tensors import Labels
 
@@ -261,9 +272,18 @@ def reference_margin(network: Network, box: Interval, label: int, target: int, s
         elif isinstance(step.operation, Add | Reshape):
             for index in step.inputs:
                 forms[index] += form
-        elif isinstance(step.operation, Part):
-            numbers = torch.arange(inputs[0].lower[0].numel()).reshape(inputs[0].shape)
-            forms[step.inputs[0]].index_add_(0, step.operation.take(numbers).flatten(), form)
+        elif isinstance(step.operation, Monotone):
+            for unit, coefficient in enumerate(form.tolist()):
+                box = inputs[0].map(lambda part, unit=unit: part.flatten()[unit])
+                line, low, high = _lines_around(step.operation, box)
+                forms[step.inputs[0]][unit] += coefficient * line
+                constant += coefficient * (low if coefficient > 0 else high)
+        elif isinstance(step.operation, Moved):
+            for place, index in enumerate(step.inputs):
+                for unit in range(inputs[place].lower.numel()):
+                    given = [torch.zeros_like(each.lower) for each in inputs]
+                    given[place].view(-1)[unit] = 1
+                    forms[index][unit] += float(step.operation.forward(*given).flatten() @ form)
         else:
             constant += _least_of(form, intervals[number])
     return constant + _least_of(forms[0], intervals[0])
@@ -279,6 +299,24 @@ def _line(coefficient: float, lower: float, upper: float, slope: float) -> tuple
         return slope, 0.0
     chord = upper / (upper - lower)
     return chord, -chord * lower
+
+
+def _lines_around(operation: Monotone, box: Interval) -> tuple[float, float, float]:
+    """The chord's slope, and the intercepts of the lines below and above; those of a curve do not quite touch it."""
+    lower, upper = float(box.lower), float(box.upper)
+
+    def value(point: float) -> float:
+        return float(operation.forward(torch.tensor(point, dtype=torch.float64)))
+
+    slope = (value(upper) - value(lower)) / (upper - lower) if upper > lower else 0.0
+    if operation.kinks is not None:
+        points = [lower, *(min(max(kink, lower), upper) for kink in operation.kinks), upper]
+        ends = list(zip(points, points, strict=True))
+    else:
+        points = [lower + (upper - lower) * part / STRETCHES for part in range(STRETCHES + 1)]
+        ends = list(pairwise(points))
+    low = min(value(start) - slope * end for start, end in ends)
+    return slope, low, max(value(end) - slope * start for start, end in ends)
 
 
 def written_out(

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
+from patchcert.bounds.mixture import Mixture
 from patchcert.bounds.network import Network
 from patchcert.bounds.operations import Interval, is_relu
-from patchcert.bounds.reduction import Mixture
 
 _PENALTY = 1e4
 """What leaving the side of a unit costs, in units of the largest weight of the output: multipliers stay below it."""
@@ -90,7 +90,7 @@ class _Program:
         table = np.zeros((operation.offset.shape[1], self.size))
         for index, weight in zip(inputs, operation.weights, strict=True):
             start = self.starts[index]
-            table[:, start : start + weight.shape[2]] = weight[row].cpu().numpy()
+            table[:, start : start + weight.shape[2]] = weight[row if len(weight) > 1 else 0].cpu().numpy()
         return table, operation.offset[row].cpu().numpy()
 
     def _add_unit(

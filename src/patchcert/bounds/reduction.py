@@ -5,14 +5,13 @@ is a network of a few units: each takes the free inputs and the remaining units 
 every box. It is small whatever the network was, so that thousands of bounds of it are cheap.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from patchcert.bounds.forms import Forms, Pulled, Slopes, shifted, summed, underflow
+from patchcert.bounds.forms import Forms, summed
 from patchcert.bounds.geometry import NotCovered
 from patchcert.bounds.linear import (
     BackwardPass,
@@ -21,63 +20,11 @@ from patchcert.bounds.linear import (
     margin_forms,
     parallel,
 )
+from patchcert.bounds.mixture import Mixture
 from patchcert.bounds.network import Network, Step
-from patchcert.bounds.operations import Add, Affine, Interval, Operation, Part, Reshape, is_relu
+from patchcert.bounds.operations import Add, Affine, Interval, Moved, Operation, Reshape, is_relu
 from patchcert.bounds.rounding import Rounding
 from patchcert.tensors import Labels
-
-
-@dataclass(frozen=True, slots=True)
-class Mixture(Operation):
-    """y = sum of W x over several inputs + offset, give or take `error`; every box has its own weights."""
-
-    weights: tuple[Annotated[Tensor, "n u _"], ...]
-    offset: Annotated[Tensor, "n u"]
-    error: Annotated[Tensor, "n u"]
-
-    def select(self, boxes: Annotated[Tensor, "chosen"]) -> "Mixture":
-        """The same for some of the boxes, by their numbers."""
-        weights = tuple(weight.index_select(0, boxes) for weight in self.weights)
-        return Mixture(weights, self.offset.index_select(0, boxes), self.error.index_select(0, boxes))
-
-    def forward(self, *inputs: Tensor) -> Annotated[Tensor, "n u"]:
-        products = [_applied(weight, value) for weight, value in zip(self.weights, inputs, strict=True)]
-        return torch.stack([self.offset, *products]).sum(dim=0)
-
-    def interval(self, *inputs: Interval, rounding: Rounding) -> Interval:
-        pairs = list(zip(self.weights, inputs, strict=True))
-        lower, upper = self.offset, self.offset
-        for weight, box in pairs:
-            rising, falling = weight.clamp(min=0), weight.clamp(max=0)
-            lower = lower + (_applied(rising, box.lower) + _applied(falling, box.upper))
-            upper = upper + (_applied(rising, box.upper) + _applied(falling, box.lower))
-        error = self.error
-        if rounding.is_outward:
-            # A product, a sum for each term, and two sums for each input; the sizes themselves are short by a factor
-            # of 1 - gamma > 7/8, and twice the error pays for that and for the last sums.
-            gamma = rounding.gamma(sum(weight.shape[2] + 2 for weight in self.weights) + 4)
-            error = error + gamma * (self.reached(inputs) + self.offset.abs()) + rounding.tiny / rounding.unit
-        return Interval(lower - 2 * error, upper + 2 * error)
-
-    def backward(self, forms: Forms, *inputs: Interval, slope: Slopes, rounding: Rounding) -> Pulled | None:
-        moved = tuple(forms @ weight for weight in self.weights)
-        constant, error = summed(forms * self.offset.unsqueeze(1), 1, rounding)
-        error = error + (forms.abs() * self.error.unsqueeze(1)).sum(dim=2)
-        if rounding.is_outward:
-            terms = self.offset.shape[1] + 1
-            error = error + shifted(forms, self.reached(inputs), terms, rounding)
-            for box in inputs:
-                error = error + underflow(box.magnitude, rounding)
-        return Pulled(moved, constant, error)
-
-    def reached(self, inputs: Sequence[Interval]) -> Annotated[Tensor, "n u"]:
-        """The sum of |W| |x| over all inputs."""
-        pairs = zip(self.weights, inputs, strict=True)
-        return torch.stack([_applied(weight.abs(), box.magnitude) for weight, box in pairs]).sum(dim=0)
-
-
-def _applied(weight: Annotated[Tensor, "n u v"], value: Annotated[Tensor, "n v"]) -> Annotated[Tensor, "n u"]:
-    return (weight @ value.unsqueeze(2)).squeeze(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +96,7 @@ def reduced(
 
 def is_lossless(operation: Operation) -> bool:
     """Whether forms are carried back through the operation without loss, where it is a ReLU by its straight units."""
-    return is_relu(operation) or isinstance(operation, Affine | Add | Part | Reshape)
+    return is_relu(operation) or isinstance(operation, Affine | Add | Moved | Reshape)
 
 
 def marked(mask: Annotated[Tensor, "n ..."]) -> tuple[Annotated[Tensor, "n _"], Annotated[Tensor, "n _"]]:

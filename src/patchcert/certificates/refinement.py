@@ -6,7 +6,8 @@ whatever the type of the intervals: there are few of them, and they carry more r
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Literal, get_args
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from patchcert.bounds import Interval, Network, Rounding
 from patchcert.bounds.linear import SLOPES, BackwardPass, margin_forms
 from patchcert.bounds.reduction import is_lossless, marked, reduced
+from patchcert.bounds.restriction import Restriction
 from patchcert.bounds.splitting import Problems, Refute, Splitting
 from patchcert.certificates.checks import logits_of
 from patchcert.errors import InvalidInput
 from patchcert.tensors import Images, Labels, PerImage, PlacementMargins
 from patchcert.threats import Patch
+from patchcert.windows.linear_placements import IMAGES_AT_ONCE, covered
 
 Refine = Literal["linear", "split"]
 DEFAULT_BUDGET = 2000
@@ -32,6 +35,8 @@ _LIVE_COPIES = 12
 """How many tensors of forms are alive at once."""
 _UNITS = 64
 """About as many units of a layer can bend on a box."""
+_SHARED = 4
+"""From so many images on that are open at a placement, it pays to write down what the patch moves there."""
 
 
 def check_refinement(refine: object, budget: object, verdicts_only: bool) -> None:
@@ -96,6 +101,18 @@ class Refinement:
     kind: Refine
     budget: int
     memory_budget: int
+    _restrictions: dict[int, Restriction | None] = field(default_factory=dict, repr=False, compare=False)
+
+    def restriction(self, placement: int, like: Images) -> Restriction | None:
+        """What the patch moves at a placement in images like the given ones; kept, as far as memory goes."""
+        if placement in self._restrictions:
+            return self._restrictions[placement]
+        corner = self.threat.placements(*like.shape[-2:]).corners[placement]
+        found = Restriction.of(self.audit, like, covered(self.threat, like, corner))
+        weights = sum(each.size for each in (found, *self._restrictions.values()) if each is not None)
+        if 8 * weights <= self.memory_budget:
+            self._restrictions[placement] = found
+        return found
 
     def refined(
         self, images: Images, labels: Labels, margins: PlacementMargins, is_sound: PerImage
@@ -107,6 +124,16 @@ class Refinement:
         if self.kind == "split":
             work.split()
         return Refined(_rounded_down(work.margins, margins.dtype), work.confirmed(), work.found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """Boxes by image and placement, and the open classes of each: those of `targets` that count, the label else."""
+
+    image: Annotated[Tensor, "b"]
+    placement: Annotated[Tensor, "b"]
+    targets: Annotated[Tensor, "b m"]
+    counts: Annotated[Tensor, "b m"]
 
 
 class _Work:
@@ -130,6 +157,11 @@ class _Work:
         self.found = images.clone()
         self.nodes = torch.zeros_like(labels)
         self.is_given_up = torch.zeros_like(is_sound)
+
+    @cached_property
+    def clean(self) -> list[Interval]:
+        """Where all values of the clean images lie."""
+        return self.settings.audit.intervals(Interval.point(self.pixels), self.rounding)
 
     def open(self) -> Annotated[Tensor, "n p k"]:
         """True for placements and classes that are to be proven yet."""
@@ -179,35 +211,65 @@ class _Work:
         return gradient, leads.detach()
 
     def bound(self) -> None:
-        """Linear bounds at the placements and classes that are open, as many boxes at a time as fit."""
-        for image, placement, targets, counts in self._batches(forms=None):
-            box, labels = self._boxes(image, placement), self.labels[image]
-            intervals = self.settings.audit.intervals(box, self.rounding)
-            forms = margin_forms(labels, targets, self.classes, torch.float64)
-            for slope in SLOPES:
-                backward = BackwardPass(self.settings.audit, intervals, slope, self.rounding)
-                found = backward.bound(forms, len(self.settings.audit.steps))
-                self._raise(image, placement, targets, counts, found.lower)
-                corners = found.minimisers(box)
-                for place in range(corners.shape[1]):
-                    self._try(image, corners[:, place])
+        """Linear bounds at the placements and classes that are open.
+
+        Where several images are open at a placement, what the patch moves there is bounded alone; else whole images.
+        """
+        left = self.open()
+        is_done = left.any(dim=2).sum(dim=0) >= _SHARED
+        for placement in is_done.nonzero().flatten():
+            is_done[placement] = self._bound_at(placement, left[:, placement])
+        for some in self._batches(left & ~is_done[:, None], forms=None):
+            self._bound(self.settings.audit, self._boxes(some.image, some.placement), some)
+
+    def _bound_at(self, placement: Annotated[Tensor, ""], left: Annotated[Tensor, "n k"]) -> bool:
+        """Linear bounds of all images that are open at one placement; False where the patch has no restriction."""
+        found = self.settings.restriction(int(placement), self.pixels)
+        if found is None:
+            return False
+        for image in left.any(dim=1).nonzero().flatten().split(IMAGES_AT_ONCE):
+            image = image[~self.broken[image]]
+            if len(image):
+                some = self._of(image, placement.expand(len(image)), left[image])
+                clean = [interval.map(lambda part, image=image: part[image]) for interval in self.clean]
+                box = found.box(self._boxes(image, some.placement))
+                self._bound(found.network(clean, self.rounding), box, some, found)
+        return True
+
+    def _bound(
+        self, network: Network, box: Interval, some: "_Open", restriction: Restriction | None = None
+    ) -> None:
+        """Linear bounds on boxes, of whole images or of restricted ones; where a bound fails, its corner is tried."""
+        intervals = network.intervals(box, self.rounding)
+        forms = margin_forms(self.labels[some.image], some.targets, self.classes, torch.float64)
+        for slope in SLOPES:
+            found = BackwardPass(network, intervals, slope, self.rounding).bound(forms, len(network.steps))
+            self._raise(some, found.lower)
+            boxes, places = (some.counts & ~(found.lower > 0)).nonzero(as_tuple=True)
+            if not len(boxes):
+                continue
+            corners = found.minimisers(box)[boxes, places]
+            image = some.image[boxes]
+            self._try(
+                image, corners if restriction is None else restriction.filled(self.pixels[image], corners)
+            )
 
     def split(self) -> None:
         """Branch and bound on what is left, under the budget of each image."""
-        for image, placement, targets, counts in self._batches(forms=_UNITS):
-            box, labels = self._boxes(image, placement), self.labels[image]
-            small = reduced(self.settings.audit, box, labels, targets, self.classes, self.rounding)
+        for some in self._batches(self.open(), forms=_UNITS):
+            box, labels = self._boxes(some.image, some.placement), self.labels[some.image]
+            small = reduced(self.settings.audit, box, labels, some.targets, self.classes, self.rounding)
             if small is None:
                 return
-            boxes, outputs = counts.nonzero(as_tuple=True)
-            problems = Problems(small, boxes, outputs, image[boxes])
+            boxes, outputs = some.counts.nonzero(as_tuple=True)
+            problems = Problems(small, boxes, outputs, some.image[boxes])
             splitting = Splitting(self.rounding, self.settings.budget)
-            outcome = splitting.solve(problems, self.nodes, self._refute(problems, image))
+            outcome = splitting.solve(problems, self.nodes, self._refute(problems, some.image))
             self.nodes = outcome.nodes
             self.is_given_up |= outcome.is_given_up
-            lower = torch.full_like(targets, -torch.inf, dtype=torch.float64)
+            lower = torch.full_like(some.targets, -torch.inf, dtype=torch.float64)
             lower[boxes, outputs] = outcome.lower
-            self._raise(image, placement, targets, counts, lower)
+            self._raise(some, lower)
 
     def _refute(self, problems: Problems, image: Annotated[Tensor, "b"]) -> Refute:
         """Tries values of the free inputs of problems on the images of their boxes."""
@@ -223,12 +285,11 @@ class _Work:
         """The broken images, asked once more: in another batch a model may answer nearly equal logits otherwise."""
         return self.broken & (logits_of(self.settings.model, self.found).argmax(dim=1) != self.labels)
 
-    def _batches(self, forms: int | None) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def _batches(self, left: Annotated[Tensor, "n p k"], forms: int | None) -> Iterator["_Open"]:
         """Open boxes by image and placement, with the open classes of each, boxes with few of them first.
 
         Those of images that broke meanwhile, or were given up, are left out.
         """
-        left = self.open()
         image, placement = left.any(dim=2).nonzero(as_tuple=True)
         order = left[image, placement].sum(dim=1).argsort(stable=True)
         image, placement = image[order], placement[order]
@@ -240,9 +301,13 @@ class _Work:
             chosen, where = image[rows][kept], placement[rows][kept]
             start = rows.stop
             if len(chosen):
-                targets, counts = marked(left[chosen, where])
-                own = self.labels[chosen].unsqueeze(1)
-                yield chosen, where, torch.where(counts, targets, own), counts
+                yield self._of(chosen, where, left[chosen, where])
+
+    def _of(
+        self, image: Annotated[Tensor, "b"], placement: Annotated[Tensor, "b"], left: Annotated[Tensor, "b k"]
+    ) -> "_Open":
+        targets, counts = marked(left)
+        return _Open(image, placement, torch.where(counts, targets, self.labels[image].unsqueeze(1)), counts)
 
     def _boxes_at_once(self, forms: int) -> int:
         with torch.no_grad():
@@ -255,12 +320,10 @@ class _Work:
             lambda part: part[:, 0]
         )
 
-    def _raise(
-        self, image: Tensor, placement: Tensor, targets: Tensor, counts: Tensor, lower: Tensor
-    ) -> None:
+    def _raise(self, some: "_Open", lower: Annotated[Tensor, "b m"]) -> None:
         """Higher margins where bounds are higher; a NaN changes nothing."""
-        rows, places = counts.nonzero(as_tuple=True)
-        where = image[rows], placement[rows], targets[rows, places]
+        rows, places = some.counts.nonzero(as_tuple=True)
+        where = some.image[rows], some.placement[rows], some.targets[rows, places]
         found = lower[rows, places]
         before = self.margins[where]
         self.margins[where] = torch.where(found > before, found, before)

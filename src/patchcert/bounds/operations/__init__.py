@@ -5,6 +5,7 @@ lowered to it.
 Weights are read from the layer at every call, so bounds can be differentiated and trained through.
 """
 
+from patchcert.bounds.operations.activations import STRETCHES as STRETCHES
 from patchcert.bounds.operations.activations import Monotone as Monotone
 from patchcert.bounds.operations.activations import Softplus as Softplus
 from patchcert.bounds.operations.activations import Valley as Valley
@@ -31,6 +32,7 @@ from patchcert.bounds.operations.pooling import MaxPool as MaxPool
 from patchcert.bounds.operations.pooling import equal_weights as equal_weights
 from patchcert.bounds.operations.shaping import Concatenate as Concatenate
 from patchcert.bounds.operations.shaping import ExpandAs as ExpandAs
+from patchcert.bounds.operations.shaping import Moved as Moved
 from patchcert.bounds.operations.shaping import NearestUpsample as NearestUpsample
 from patchcert.bounds.operations.shaping import Part as Part
 from patchcert.bounds.operations.shaping import Permute as Permute

@@ -1,7 +1,7 @@
 """Functions of each element: those that never fall, and those that fall before they rise."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from patchcert.bounds.forms import Forms, Pulled, Slopes, summed
+from patchcert.bounds.forms import Forms, Pulled, Slopes, shifted, summed, underflow
 from patchcert.bounds.lowering import function_rule, layer_rule, refuse
 from patchcert.bounds.operations.base import Elementwise, Interval, Operation
 from patchcert.bounds.rounding import Rounding
@@ -17,11 +17,15 @@ from patchcert.bounds.rounding import Rounding
 
 @dataclass(frozen=True, slots=True)
 class Monotone(Elementwise):
-    """A non-decreasing function of each element; `units` unit roundoffs pay for computing it and moving its bounds."""
+    """A non-decreasing function of each element; `units` unit roundoffs pay for computing it and moving its bounds.
+
+    `kinks` are where a function bends that is linear between them, and before and behind; None if it is not.
+    """
 
     function: Callable[[Tensor], Tensor]
     units: int
     is_relu: bool = False
+    kinks: tuple[float, ...] | None = None
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.function(inputs[0])
@@ -36,7 +40,9 @@ class Monotone(Elementwise):
         return box.map(partial(precisely, self.function)).widened(slack, rounding.tiny)
 
     def backward(self, forms: Forms, *inputs: Interval, slope: Slopes, rounding: Rounding) -> Pulled | None:
-        return _relu_backward(forms, inputs[0], slope, rounding) if self.is_relu else None
+        if self.is_relu:
+            return _relu_backward(forms, inputs[0], slope, rounding)
+        return _backward_between_lines(self, forms, inputs[0], rounding)
 
 
 def precisely(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
@@ -51,26 +57,107 @@ def is_relu(operation: Operation) -> bool:
 
 
 def _relu_backward(forms: Forms, box: Interval, slope: Slopes, rounding: Rounding) -> Pulled:
-    """Where a form counts an output positively, the output is at least slope * z; negatively, at most the chord.
+    """Where a form counts an output positively, the output is at least slope * z; negatively, at most the chord."""
+    lower, upper = box.lower.unsqueeze(1), box.upper.unsqueeze(1)
+    if slope is None:
+        slope = (upper > -lower).to(forms.dtype)
+    # Lines of single units are not worth picking out where many bend; and training never waits for their number.
+    if rounding.is_outward and not torch.is_grad_enabled():
+        is_on, is_off = (lower >= 0) & (upper >= lower), (upper <= 0) & (lower <= upper)
+        boxes, units = (~(is_on | is_off)).flatten(1).nonzero(as_tuple=True)  # NaN is among them
+        if _FEW_BENT * len(boxes) < box.lower.numel():
+            return _relu_backward_where_bent(forms, box, slope, (boxes, units), rounding)
+    moved, intercept = _lines(forms, lower, upper, slope)
+    # A difference and a product.
+    constant, error = summed(intercept, 2, rounding)
+    return Pulled((moved,), constant, error)
+
+
+_FEW_BENT = 4
+
+
+def _relu_backward_where_bent(
+    forms: Forms, box: Interval, slope: Tensor, bent: tuple[Tensor, Tensor], rounding: Rounding
+) -> Pulled:
+    """The same, with lines drawn for the `bent` units alone, by their boxes and numbers; all others are on or off."""
+    boxes, units = bent
+    lower, upper = (part.flatten(1)[bent].unsqueeze(1) for part in (box.lower, box.upper))
+    slope = slope.expand(len(forms), *slope.shape[1:]).flatten(2)[boxes, :, units]
+    coefficients, intercepts = _lines(forms.flatten(2)[boxes, :, units], lower, upper, slope)
+    moved = forms.flatten(2) * (box.lower.flatten(1) >= 0).unsqueeze(1)
+    moved[boxes, :, units] = coefficients
+    nothing = forms.new_zeros(forms.shape[:2])
+    constant, size = (nothing.index_add(0, boxes, terms) for terms in (intercepts, intercepts.abs()))
+    # As in `summed`: a difference and a product, and sums of no more terms than there are units.
+    gamma = rounding.gamma(moved.shape[2] + 2)
+    error = size * gamma + rounding.tiny / rounding.unit
+    return Pulled((moved.reshape(forms.shape),), constant, error)
+
+
+def _lines(forms: Tensor, lower: Tensor, upper: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    """Coefficients of the input instead of the output, and their intercepts.
 
     Products of a coefficient with a number in [0, 1] lie, rounded, between 0 and the coefficient: so the new one is the
     old one times some slope in [0, 1] exactly, and no line has to be rounded. The intercept is that of this very slope:
     |A| max(z, 0) <= |A'| z + t at both ends of l <= z <= u, and so between them, if t is |A'| (-l) at least, and
     (|A| - |A'|) u at least.
     """
-    lower, upper = box.lower.unsqueeze(1), box.upper.unsqueeze(1)
-    if slope is None:
-        slope = (upper > -lower).to(forms.dtype)
     is_bent = (lower < 0) & (upper > 0)
     straight = (lower >= 0).to(forms.dtype)
     slope = torch.where(is_bent, slope.clamp(0, 1), straight)
     chord = torch.where(is_bent, upper / (upper - lower).where(is_bent, 1), straight)
-    rising, falling = forms.clamp(min=0) * slope, forms.clamp(max=0) * chord.clamp(0, 1)
-    lost = forms.clamp(max=0) - falling
-    intercept = torch.minimum(falling * (-lower).clamp(min=0), lost * upper.clamp(min=0))
-    # A difference and a product.
-    constant, error = summed(intercept, 2, rounding)
-    return Pulled((rising + falling,), constant, error)
+    negative = forms.clamp(max=0)
+    rising, falling = forms.clamp(min=0) * slope, negative * chord.clamp(0, 1)
+    intercept = torch.minimum(falling * (-lower).clamp(min=0), (negative - falling) * upper.clamp(min=0))
+    return rising + falling, intercept
+
+
+def _backward_between_lines(operation: Monotone, forms: Forms, box: Interval, rounding: Rounding) -> Pulled:
+    """Two lines of the slope k of the chord enclose the function: k z + low <= f(z) <= k z + high.
+
+    From a to b, f(a) - k b <= f(z) - k z <= f(b) - k a. A function that is linear between its kinks, less k z, has its
+    extremes at them or at the ends of the interval: there a = b.
+    """
+    is_wide = box.upper > box.lower
+    rise = (operation.function(box.upper) - operation.function(box.lower)).clamp(min=0)
+    chord = torch.where(is_wide, rise / (box.upper - box.lower).where(is_wide, 1), 0.0)
+    low, high, size = (
+        torch.full_like(chord, torch.inf),
+        torch.full_like(chord, -torch.inf),
+        chord * box.magnitude,
+    )
+    for start, end in _stretches(operation.kinks, box):
+        least, most = (operation.interval(Interval.point(point), rounding=rounding) for point in (start, end))
+        low = torch.minimum(low, least.lower - chord * end)
+        high = torch.maximum(high, most.upper - chord * start)
+    if rounding.is_outward:
+        # The product is off by u |k z|, the difference by u of itself, and so are the sums here: 4u of each are enough.
+        low = low - (4 * rounding.unit * (low.abs() + size) + rounding.tiny)
+        high = high + (4 * rounding.unit * (high.abs() + size) + rounding.tiny)
+    terms = forms.clamp(min=0) * low.unsqueeze(1) + forms.clamp(max=0) * high.unsqueeze(1)
+    constant, error = summed(terms, 1, rounding)
+    if rounding.is_outward:
+        error = error + shifted(forms, size, 1, rounding) + underflow(box.magnitude, rounding)
+    return Pulled((forms * chord.unsqueeze(1),), constant, error)
+
+
+STRETCHES = 64
+"""Of an interval on which a function is curved: lines are further apart than they must be by k (u - l) / 64 at most."""
+
+
+def _stretches(kinks: tuple[float, ...] | None, box: Interval) -> Iterator[tuple[Tensor, Tensor]]:
+    """Kinks and ends, each from itself to itself; or stretches of the interval from one end to the other."""
+    dtype = box.lower.dtype
+    if kinks is not None and all(float(torch.tensor(kink, dtype=dtype)) == kink for kink in kinks):
+        inner = [box.clamped(torch.full_like(box.lower, kink)) for kink in kinks]
+        yield from ((point, point) for point in (box.lower, *inner, box.upper))
+        return
+    start = box.lower
+    for number in range(1, STRETCHES + 1):
+        end = torch.lerp(box.lower, box.upper, number / STRETCHES) if number < STRETCHES else box.upper
+        end = torch.maximum(start, box.clamped(end))
+        yield start, end
+        start = end
 
 
 # max(x, 0) and limits that are numbers of every type are exact.
@@ -86,20 +173,24 @@ _ELEMENTARY = 16
 
 
 def _always(
-    function: Callable[[Tensor], Tensor], units: int, layer: type[nn.Module], *functions: Callable | str
+    function: Callable[[Tensor], Tensor],
+    units: int,
+    layer: type[nn.Module],
+    *functions: Callable | str,
+    kinks: tuple[float, ...] | None = None,
 ) -> None:
     """Registers an activation without settings, as a layer and as functions or methods."""
-    operation = Monotone(function, units, is_relu=function is torch.relu)
+    operation = Monotone(function, units, is_relu=function is torch.relu, kinks=kinks)
     layer_rule(layer)(lambda layer: operation)
     function_rule(*functions)(lambda inplace=False: operation)
 
 
 _always(torch.relu, _EXACT, nn.ReLU, F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
-_always(F.relu6, _EXACT, nn.ReLU6, F.relu6)
+_always(F.relu6, _EXACT, nn.ReLU6, F.relu6, kinks=(0.0, 6.0))
 _always(F.selu, _ELEMENTARY, nn.SELU, F.selu)
 _always(torch.sigmoid, _ELEMENTARY, nn.Sigmoid, torch.sigmoid, F.sigmoid, "sigmoid")
 _always(torch.tanh, _ELEMENTARY, nn.Tanh, torch.tanh, F.tanh, "tanh")
-_always(F.hardsigmoid, _ELEMENTARY, nn.Hardsigmoid)
+_always(F.hardsigmoid, _ELEMENTARY, nn.Hardsigmoid, kinks=(-3.0, 3.0))
 _always(F.logsigmoid, _ELEMENTARY, nn.LogSigmoid)
 _always(F.softsign, _ELEMENTARY, nn.Softsign)
 
@@ -108,14 +199,16 @@ _always(F.softsign, _ELEMENTARY, nn.Softsign)
 def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Operation:
     if not isinstance(min_val, int | float) or not isinstance(max_val, int | float):
         refuse("its limits are tensors, bounds exist for limits that are plain numbers")
-    return Monotone(partial(F.hardtanh, min_val=min_val, max_val=max_val), _ROUNDED_LIMIT)
+    limits = (float(min_val), float(max_val))
+    return Monotone(partial(F.hardtanh, min_val=min_val, max_val=max_val), _ROUNDED_LIMIT, kinks=limits)
 
 
 @function_rule(F.leaky_relu, layers=(nn.LeakyReLU,))
 def _leaky_relu(negative_slope: float = 0.01, inplace: bool = False) -> Operation:
     if negative_slope < 0:
         refuse(f"negative_slope is {negative_slope}, bounds exist for slopes of at least 0")
-    return Monotone(partial(F.leaky_relu, negative_slope=negative_slope), _ROUNDED_PRODUCT)
+    function = partial(F.leaky_relu, negative_slope=negative_slope)
+    return Monotone(function, _ROUNDED_PRODUCT, kinks=(0.0,))
 
 
 @function_rule(F.elu, layers=(nn.ELU,))

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar, TypeGuard
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from patchcert.bounds.forms import Forms, Pulled, Slopes
+from patchcert.bounds.forms import Forms, Pulled, Slopes, shifted
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places
 from patchcert.bounds.lowering import BATCH_SIZE, function_rule, layer_rule, pair, refuse, splitting_rule
 from patchcert.bounds.operations.base import ANY_NUMBER, Exact, Interval, Operation, check_maps, check_terms
@@ -19,8 +19,30 @@ from patchcert.bounds.rounding import Rounding
 from patchcert.errors import ModelError, UnsupportedLayer
 
 
+class Moved(Exact):
+    """An operation that computes nothing: each output is one of the inputs, the same one for all images, or 0."""
+
+    def backward(self, forms: Forms, *inputs: Interval, slope: Slopes, rounding: Rounding) -> Pulled | None:
+        """Coefficients go to where the values were taken from; those of a value that was taken twice are added."""
+        shapes = [box.shape[1:] for box in inputs]
+        sizes = [math.prod(shape) for shape in shapes]
+        numbers = torch.arange(1, sum(sizes) + 1, device=forms.device, dtype=torch.float64).split(sizes)
+        given = [number.reshape(1, *shape) for number, shape in zip(numbers, shapes, strict=True)]
+        taken = self.forward(*given).flatten().long()  # 0 for what comes from nowhere
+        moved = forms.new_zeros(*forms.shape[:2], sum(sizes) + 1).index_add(2, taken, forms.flatten(2))
+        parts = moved[..., 1:].split(sizes, dim=2)
+        pulled = Pulled.exactly(
+            forms, *(part.unflatten(2, shape) for part, shape in zip(parts, shapes, strict=True))
+        )
+        most = int(taken[taken > 0].bincount().max()) if rounding.is_outward and bool(taken.any()) else 1
+        if most == 1:
+            return pulled
+        reached = self.forward(*(box.magnitude for box in inputs))
+        return replace(pulled, error=shifted(forms, reached, most, rounding))
+
+
 @dataclass(frozen=True, slots=True)
-class Concatenate(Exact):
+class Concatenate(Moved):
     """Results one after the other along a dimension that is not the batch."""
 
     dim: int
@@ -48,7 +70,7 @@ def _concatenate(dim: int = 0) -> Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Part(Exact):
+class Part(Moved):
     """Some of the values of each image; `is_by_channel` says that they are all places of some channels of a map."""
 
     take: Callable[[Tensor], Tensor]
@@ -57,14 +79,6 @@ class Part(Exact):
 
     def forward(self, *inputs: Tensor) -> Annotated[Tensor, "n ..."]:
         return self.take(inputs[0])
-
-    def backward(self, forms: Forms, *inputs: Interval, slope: Slopes, rounding: Rounding) -> Pulled | None:
-        """Coefficients go to where the values were taken from; all others are 0."""
-        shape = inputs[0].shape[1:]
-        numbers = torch.arange(math.prod(shape), device=forms.device).reshape(1, *shape)
-        moved = forms.new_zeros(*forms.shape[:2], numbers.numel())
-        moved = moved.index_copy(2, self.take(numbers).flatten(), forms.flatten(2))
-        return Pulled.exactly(forms, moved.unflatten(2, shape))
 
     def places(self, area: FeatureMap) -> Places:
         if not self.is_by_channel or area.is_flat:
@@ -115,7 +129,7 @@ def _is_plain(index: object) -> TypeGuard[int | slice]:
 
 
 @dataclass(frozen=True, slots=True)
-class Permute(Exact):
+class Permute(Moved):
     """The same values with their dimensions in another order; the first, the batch, stays."""
 
     reorder: Callable[[Tensor], Tensor]
@@ -145,7 +159,7 @@ def _transpose(dim0: int, dim1: int) -> Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpandAs(Exact):
+class ExpandAs(Moved):
     """A result repeated to the shape of another."""
 
     arity: ClassVar[int] = 2
@@ -223,7 +237,7 @@ def _identity() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroPad(Exact):
+class ZeroPad(Moved):
     """Zeros around a map, on the sides (top, bottom, left, right); negative numbers cut."""
 
     sides: tuple[int, int, int, int]
@@ -255,7 +269,7 @@ def _pad(pad: Sequence[int], mode: str = "constant", value: float | None = None)
 
 
 @dataclass(frozen=True, slots=True)
-class NearestUpsample(Exact):
+class NearestUpsample(Moved):
     """Each value of a larger map is one of the given map: non-decreasing in every input, and exact."""
 
     size: tuple[int, int] | None

@@ -1,0 +1,73 @@
+"""Linear bounds of many images with the patch at each placement, on what it moves there."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from patchcert.bounds import NEAREST, Interval, Network, Rounding
+from patchcert.bounds.linear import SLOPES, Slope, best_bound, margin_forms
+from patchcert.bounds.network import zero_at_label
+from patchcert.bounds.restriction import Places, Restriction
+from patchcert.tensors import Corners, Images, Labels, PlacementMargins
+from patchcert.threats import Patch
+from patchcert.windows.dense import dense_linear_margins
+
+
+def linear_placement_margins(
+    network: Network,
+    images: Images,
+    labels: Labels,
+    threat: Patch,
+    corners: Corners,
+    rounding: Rounding = NEAREST,
+    slopes: Sequence[Slope] = SLOPES,
+) -> PlacementMargins:
+    """Margins of all classes by linear bounds, with the patch at each of the corners, one corner after the other.
+
+    Where a placement has no restriction, whole images are bounded.
+    """
+    parts = [
+        _Part(network, some, owners, rounding)
+        for some, owners in zip(images.split(IMAGES_AT_ONCE), labels.split(IMAGES_AT_ONCE), strict=True)
+    ]
+    margins = []
+    for corner in corners:
+        found = Restriction.of(network, images, covered(threat, images, corner))
+        if found is None:
+            margins.append(
+                dense_linear_margins(network, images, labels, threat, corner[None], rounding)[:, 0]
+            )
+        else:
+            margins.append(torch.cat([part.margins(found, threat, corner, slopes) for part in parts]))
+    return torch.stack(margins, dim=1)
+
+
+IMAGES_AT_ONCE = 128
+"""So few that forms of some hundred units stay in the caches of a processor."""
+
+
+class _Part:
+    """Some of the images, and what is the same for them at all placements."""
+
+    def __init__(self, network: Network, images: Images, labels: Labels, rounding: Rounding) -> None:
+        self.images, self.labels, self.rounding = images, labels, rounding
+        self.clean = network.intervals(Interval.point(images), rounding)
+        classes = self.clean[-1].shape[1]
+        targets = torch.arange(classes, device=images.device).expand(len(images), -1)
+        self.forms = margin_forms(labels, targets, classes, images.dtype)
+
+    def margins(
+        self, found: Restriction, threat: Patch, corner: Annotated[Tensor, "2"], slopes: Sequence[Slope]
+    ) -> Annotated[Tensor, "n k"]:
+        box = found.box(threat.boxes(self.images, corner[None]).map(lambda part: part[:, 0]))
+        small = found.network(self.clean, self.rounding)
+        intervals = small.intervals(box, self.rounding)
+        return zero_at_label(best_bound(small, intervals, self.forms, self.rounding, slopes), self.labels)
+
+
+def covered(threat: Patch, images: Images, corner: Annotated[Tensor, "2"]) -> Places:
+    """The elements of flattened images that the patch covers at a corner."""
+    mask = threat.masks(images, corner[None])[0]
+    return mask.expand(images.shape[1:]).flatten().nonzero().flatten()
