@@ -9,6 +9,7 @@ from patchcert.models.registry import ModelSpec as ModelSpec
 from patchcert.models.registry import architecture as architecture
 from patchcert.models.registry import build as build
 from patchcert.models.registry import names as names
+from patchcert.models.storage import copy_weights as copy_weights
 from patchcert.models.storage import is_half as is_half
 from patchcert.models.storage import load as load
 from patchcert.models.storage import load_weights as load_weights

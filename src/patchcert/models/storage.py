@@ -61,16 +61,30 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 
     They keep the type they are stored in. No code is run: of a pickle only tensors and plain containers are read.
     """
-    path = Path(path)
+    model.load_state_dict(_fitting(model, Path(path)), assign=True)
+
+
+def copy_weights(model: nn.Module, path: str | Path) -> None:
+    """The same for a model that `build` made, in its own types; names may be those of the architecture's module alone.
+
+    Another normalisation than the model's is refused.
+    """
+    weights = _fitting(model, Path(path))
+    _check_normalisation(weights, model.state_dict(), str(path), hint="train with the data that they are of")
+    model.load_state_dict(weights)
+
+
+def _fitting(model: nn.Module, path: Path) -> dict[str, Tensor]:
+    """What a file holds, if it is just what the model has."""
     stored = read_tensors(path)[0] if path.suffix == ".safetensors" else _read_pickle(path)
-    weights = _unwrapped(stored, path)
+    weights = _as_built(_unwrapped(stored, path), model.state_dict())
     misfits = find_misfits(weights, model.state_dict())
     if misfits:
         raise ModelError(
             f"the weights in {path} do not fit the model {type(model).__name__}: {misfits}",
             hint="Save them from the same module: torch.save(model.state_dict(), path).",
         )
-    model.load_state_dict(weights, assign=True)
+    return weights
 
 
 def state_sha256(model: nn.Module) -> str:
@@ -183,9 +197,15 @@ def _check_fit(weights: dict[str, Tensor], model: nn.Sequential, where: str) -> 
             f"the weights in {where} do not fit the model they are said to be of: {misfits}",
             hint=f"Give the description of this very model, or the model that build(spec) makes. {_OWN_HINT}",
         )
+    _check_normalisation(weights, expected, where, _SAVE_HINT)
+
+
+def _check_normalisation(
+    weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str, hint: str
+) -> None:
     for name in ("normalize.mean", "normalize.std"):
         if name in expected and not torch.allclose(weights[name].to(expected[name]), expected[name]):
-            raise ModelError(f"{name} in {where} is not what the description says", hint=_SAVE_HINT)
+            raise ModelError(f"{name} in {where} is not what the description says", hint=hint)
 
 
 def find_misfits(weights: dict[str, Tensor], expected: dict[str, Tensor], most: int = 6) -> str:

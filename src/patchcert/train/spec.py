@@ -9,10 +9,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
 from patchcert.data import Dataset, Split, load_dataset
 from patchcert.data.folder import FOLDER, ImageShape
-from patchcert.errors import DataError, SpecError, at_least
-from patchcert.models import ModelSpec
+from patchcert.errors import DataError, RunError, SpecError, at_least
+from patchcert.files import sha256
+from patchcert.models import ModelSpec, copy_weights
 from patchcert.threats import Patch, SparsePixels
 from patchcert.train.recipe import BoundSettings
 from patchcert.train.schedules import Schedule
@@ -106,7 +109,10 @@ class DataSettings:
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """An architecture by name; image size, classes and, where wanted, normalisation come from the data."""
+    """An architecture by name; image size, classes and, where wanted, normalisation come from the data.
+
+    Training begins with the `weights` of a file, where one is given. Its SHA-256 decides the run, not where it lies.
+    """
 
     name: str = "mlp"
     hidden: int | None = None
@@ -114,12 +120,39 @@ class ModelSettings:
     filters: int | None = None
     depth: int | None = None
     receptive_field: int | None = None
+    weights: str | None = None
+    weights_sha256: str | None = None
 
     def __post_init__(self) -> None:
+        if self.weights_sha256 is not None and self.weights is None:
+            raise SpecError(
+                "model.weights_sha256 is set, but no file of weights", hint="set model.weights, or neither"
+            )
         at_least(1, "hidden", self.hidden)
         at_least(1, "filters", self.filters)
         at_least(1, "depth", self.depth)
         at_least(1, "receptive_field", self.receptive_field)
+
+    def identified(self) -> "ModelSettings":
+        """With the sum of the file of weights, where it was not given."""
+        if self.weights is None or self.weights_sha256 is not None:
+            return self
+        if not Path(self.weights).is_file():
+            raise SpecError(f"model.weights is {self.weights!r}, but there is no such file")
+        return replace(self, weights_sha256=sha256(Path(self.weights)))
+
+    def begin(self, model: nn.Module) -> None:
+        """Give the model the weights that training begins with, where there are any."""
+        if self.weights is None:
+            return
+        path = Path(self.weights)
+        copy_weights(model, path)
+        found = sha256(path)
+        if found != self.weights_sha256:
+            raise RunError(
+                f"{path} has the SHA-256 {found}, but the run begins with weights of {self.weights_sha256}",
+                hint="give the file that it was, or begin another run with model.weights_sha256 left out",
+            )
 
     def for_data(self, dataset: Dataset) -> ModelSpec:
         """The architecture for the data's images and classes."""
@@ -237,6 +270,11 @@ class Spec:
                 f"[bounds] is set, but the strategy {strategy.kind!r} does not train on bounds of layers",
                 hint='leave [bounds] out, or set strategy.kind = "all"',
             )
+        if self.model.weights is not None and self.bounds.initialisation != "default":
+            raise SpecError(
+                "training begins with model.weights, but bounds.initialisation draws others",
+                hint="leave one of them out",
+            )
         if not isinstance(self.threat, strategy.threats):
             wanted = "sparse" if SparsePixels in strategy.threats else "patch"
             raise SpecError(
@@ -262,6 +300,7 @@ class Spec:
         """16 hexadecimal digits of all that decides the weights: the settings other than `run`, the data's checksums
         where given, and the version of training from the second on."""
         asked = {key: value for key, value in without_defaults(self).items() if key != "run"}
+        asked["model"].pop("weights", None)
         version = [TRAINING_VERSION] if TRAINING_VERSION > 1 else []
         text = json.dumps([asked, dict(checksums or {}), *version], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -283,7 +322,8 @@ def read_spec(source: str | Path, changes: Iterable[str] = ()) -> Spec:
         key, value = _split(change)
         made[key] = change
         _change(table, key.split("."), value, change)
-    return decode(Spec, table, Place(str(source), changes=made))
+    spec = decode(Spec, table, Place(str(source), changes=made))
+    return replace(spec, model=spec.model.identified())
 
 
 def write_spec(spec: Spec) -> str:

@@ -158,6 +158,8 @@ class _Training:
         self.model: nn.Sequential = build(self.model_spec, generator)
         if spec.bounds.initialisation == "interval":
             initialise_for_intervals(self.model, generator)
+        if not run.state.is_file():
+            spec.model.begin(self.model)
         self.model.to(place.device)
         data, held_out = spec.data.split(dataset)
         self.held_out = None if held_out is None else held_out.to(place.device)
