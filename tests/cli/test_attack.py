@@ -408,3 +408,13 @@ def test_patches_for_transforms_are_attacked_with_too(trained_file, capsys):
 )
 def test_mistakes_about_printed_patches_are_said(trained_file, options, message, refused):
     assert message in refused(attack(trained_file, "--data", "mnist-mini", "--patch", "2", *QUICK, *options))
+
+
+def test_masks_are_those_of_the_attacked_classifier(trained_file, capsys):
+    common = (trained_file, "--data", "mnist-mini", "--patch", 2, "--method", "masking")
+    quick = ("--steps", 2, "--restarts", 1, "--images", 3)
+    assert attack(*common, *quick, "--masks", 3) == 0
+    found = answer(capsys)
+    assert found["classifier"]["masks"] == 3
+    assert attack(*common, *quick, "--setting", "masks=3") == 0
+    assert answer(capsys)["classifier"] == found["classifier"]

@@ -14,7 +14,7 @@ def predict(*arguments):
 
 def test_predictions_are_those_of_the_classifier(answered, model_file):
     common = (model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 12)
-    answer = answered(predict(*common, "--method", "masking", "--setting", "masks=3"))
+    answer = answered(predict(*common, "--method", "masking", "--masks", "3"))
     images = load_dataset("mnist-mini").test.take(12)
     masking = pc.DoubleMasking(load(model_file)[0], pc.Patch(2), masks=3)
     expected = masking.predict(images.floats())

@@ -89,6 +89,7 @@ def attack(
     setting: Annotated[
         list[str] | None, typer.Option(help="Setting of the defense or method, like window=7; repeatable.")
     ] = None,
+    masks: options.Masks = None,
     adaptive: Annotated[
         bool, typer.Option("--adaptive", help="The attack knows the defense; without, it does not.")
     ] = False,
@@ -143,7 +144,7 @@ def attack(
         transform=tuple(transform or ()),
         method=method,
         defense=defense,
-        settings=tuple(setting or ()),
+        settings=tuple(options.with_masks(setting, masks)),
         adaptive=adaptive,
         tune=tune,
         largest_drop=largest_drop,

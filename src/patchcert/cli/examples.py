@@ -14,7 +14,7 @@ patchcert choose trial.toml --out trials/results --device cuda
 patchcert certify zoo:mnist-5x5-cnn2 --limit 100
 patchcert certify my_models:network --weights weights.pt --data cifar10 --patch 5 --method masking --masks 6
 patchcert predict runs/masked --limit 10
-patchcert predict zoo:mnist-2x2-cnn2 digit.png --method masking --setting masks=6
+patchcert predict zoo:mnist-2x2-cnn2 digit.png --method masking --masks 6
 patchcert explain zoo:mnist-5x5-cnn2 7 --data mnist-mini
 patchcert explain zoo:mnist-2x2-cnn2 digit.png --method masking --masks 6 --out why.html
 patchcert attack zoo:mnist-5x5-cnn2 --images 100 --search sweep

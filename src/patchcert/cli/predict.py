@@ -30,6 +30,7 @@ def predict(
     ] = None,
     method: options.Method = None,
     setting: options.Settings = None,
+    masks: options.Masks = None,
     weights: options.Weights = None,
     normalise: options.Normalise = None,
     patch: options.Patch = None,
@@ -53,7 +54,7 @@ def predict(
         threat = options.parse_threat(patch, shape, None, None, placements, opened.threat, patches, resized)
     place = options.parse_device(device)
     opened.model.to(place)
-    classifier = choose_classifier(opened, threat, method, setting or ())
+    classifier = choose_classifier(opened, threat, method, options.with_masks(setting, masks))
     images, labels, names = _images(opened, pictures or [], data, data_dir, split, limit)
     say(f"predicting {len(images)} images by {type(classifier).__name__} on {place}")
     with progress_bar("predicting", "images") as report:
