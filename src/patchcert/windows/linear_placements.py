@@ -1,13 +1,12 @@
 """Linear bounds of many images with the patch at each placement, on what it moves there."""
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from patchcert.bounds import NEAREST, Interval, Network, Rounding
-from patchcert.bounds.linear import SLOPES, Slope, best_bound, margin_forms
+from patchcert.bounds.linear import best_bound, margin_forms
 from patchcert.bounds.network import zero_at_label
 from patchcert.bounds.restriction import Places, Restriction
 from patchcert.tensors import Corners, Images, Labels, PlacementMargins
@@ -22,7 +21,6 @@ def linear_placement_margins(
     threat: Patch,
     corners: Corners,
     rounding: Rounding = NEAREST,
-    slopes: Sequence[Slope] = SLOPES,
 ) -> PlacementMargins:
     """Margins of all classes by linear bounds, with the patch at each of the corners, one corner after the other.
 
@@ -40,7 +38,7 @@ def linear_placement_margins(
                 dense_linear_margins(network, images, labels, threat, corner[None], rounding)[:, 0]
             )
         else:
-            margins.append(torch.cat([part.margins(found, threat, corner, slopes) for part in parts]))
+            margins.append(torch.cat([part.margins(found, threat, corner) for part in parts]))
     return torch.stack(margins, dim=1)
 
 
@@ -59,12 +57,12 @@ class _Part:
         self.forms = margin_forms(labels, targets, classes, images.dtype)
 
     def margins(
-        self, found: Restriction, threat: Patch, corner: Annotated[Tensor, "2"], slopes: Sequence[Slope]
+        self, found: Restriction, threat: Patch, corner: Annotated[Tensor, "2"]
     ) -> Annotated[Tensor, "n k"]:
         box = found.box(threat.boxes(self.images, corner[None]).map(lambda part: part[:, 0]))
         small = found.network(self.clean, self.rounding)
         intervals = small.intervals(box, self.rounding)
-        return zero_at_label(best_bound(small, intervals, self.forms, self.rounding, slopes), self.labels)
+        return zero_at_label(best_bound(small, intervals, self.forms, self.rounding), self.labels)
 
 
 def covered(threat: Patch, images: Images, corner: Annotated[Tensor, "2"]) -> Places:
