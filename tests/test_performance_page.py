@@ -40,3 +40,12 @@ def test_an_inflated_attack_is_noticed():
     facts = json.loads((DOCS / "performance" / "h200.json").read_text())
     facts["cases"][0]["attack"]["ratio"] = 360.0
     assert "attack.ratio is 360.0" in contradictions(facts)[0]
+
+
+@pytest.mark.parametrize("name", ["ratio", "seconds"])
+def test_inflated_linear_bounds_are_noticed(name):
+    facts = json.loads((DOCS / "performance" / "cpu.json").read_text())
+    case = next(each for each in facts["cases"] if "linear" in each)
+    assert case["case"] == "mlp mnist 5x5"
+    case["linear"][name] *= 1.5
+    assert f"linear.{name} is {case['linear'][name]}" in contradictions(facts)[0]

@@ -9,7 +9,7 @@ from torch import nn
 
 import patchcert as pc
 from boxes import OUTWARD
-from patchcert.bounds import Interval, trace
+from patchcert.bounds import Interval, precise_arithmetic, trace
 from patchcert.bounds import restriction as restrictions
 from patchcert.bounds.linear import BackwardPass
 from patchcert.bounds.restriction import Restriction
@@ -170,3 +170,18 @@ def test_curves_are_followed_more_closely_than_by_their_intervals():
         assert gap.min() >= -1e-12
         chord = float((intervals[3].upper - intervals[3].lower) / 2)
         assert gap.min() <= 2 * chord / 64 + 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@torch.no_grad()
+def test_what_a_gpu_computes_is_the_same_up_to_rounding():
+    chosen, patch = pc.load_dataset("mnist-mini").split("test")[torch.arange(3)], pc.Patch(5)
+    corners = patch.placements(28, 28).corners[[0, 300]]
+    found = {}
+    for device in ("cpu", "cuda"):
+        network = trace(copy.deepcopy(pc.load("mnist-5x5-cnn2")).double().to(device))
+        images, labels = chosen.floats().double().to(device), chosen.labels.to(device)
+        with precise_arithmetic():
+            found[device] = linear_placement_margins(network, images, labels, patch, corners, OUTWARD)
+    torch.testing.assert_close(found["cuda"].cpu(), found["cpu"], rtol=1e-8, atol=1e-8)

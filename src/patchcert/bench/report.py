@@ -125,6 +125,10 @@ def contradictions(facts: Facts) -> tuple[str, ...]:
         attack = case.get("attack")
         if attack:
             found.append((case, "attack.ratio", attack["ratio"], attack["batched"] / attack["plain"]))
+        linear = case.get("linear")
+        if linear:
+            found.append((case, "linear.ratio", linear["ratio"], linear["dense"] / linear["microseconds"]))
+            found.append((case, "linear.seconds", linear["seconds"], linear["microseconds"] / 1e3))
     for case in facts.get("masked", ()):
         found.append((case, "ratio", case["ratio"], case["masked"] / case["bare"]))
     for case in facts.get("votes", ()):

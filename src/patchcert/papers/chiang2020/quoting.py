@@ -28,7 +28,7 @@ from patchcert.comparison.leaderboard import Row, parse_rows, published_rows, pu
 from patchcert.comparison.trials import trials_table
 from patchcert.errors import InvalidInput, PatchcertError
 from patchcert.evidence.audit import Finding
-from patchcert.evidence.manifest import ListedRun, Manifest, Superseded
+from patchcert.evidence.manifest import ListedFile, ListedRun, Manifest, Superseded
 from patchcert.evidence.record import Evidence
 from patchcert.evidence.results import Results
 from patchcert.models import ModelSpec, build
@@ -191,13 +191,16 @@ class Sources:
         return json.loads(self.measurement(name).read_text(encoding="utf-8"))
 
     def measurement(self, name: str) -> Path:
-        """A committed measurement, which the manifest lists."""
-        if all(entry.path != name for entry in self.manifest.beside):
-            raise InvalidInput(
-                f"{name} is no measurement that the manifest lists",
-                hint="put it into docs/measurements, and call `patchcert audit results --write`",
-            )
-        return self.root / name
+        """A committed measurement, or a file of the results, which the manifest lists."""
+        if any(entry.path == name for entry in self.manifest.beside):
+            return self.root / name
+        inside = name.removeprefix("results/")
+        if inside != name and any(entry.path == inside for entry in self.manifest.files):
+            return self.results / inside
+        raise InvalidInput(
+            f"{name} is no measurement that the manifest lists",
+            hint="put it into docs/measurements, and call `patchcert audit results --write`",
+        )
 
 
 def updated(text: str, sources: Sources) -> str:
@@ -370,11 +373,24 @@ def _seeds_of(sources: Sources, run: ListedRun) -> tuple[ListedRun, ...]:
 
 
 def _proof_lines(sources: Sources, run: ListedRun, threat: str) -> tuple[int, int, int]:
-    found = [each for each in sources.manifest.files if each.path.startswith(f"{run.run}/certify")]
-    found = [each for each in found if threat in each.evidence_of]
+    """Images, right and proven ones against a threat; of several proofs, by other settings, that which all seeds have."""
+    found = _proofs_against(sources, run, threat)
+    if len(found) > 1:
+        shared = set.intersection(
+            *(set(_proofs_against(sources, seed, threat)) for seed in _seeds_of(sources, run))
+        )
+        found = {name: line for name, line in found.items() if name in shared}
     if len(found) != 1:
         raise InvalidInput(f"run {run.run} has {len(found)} proofs against {threat}; expected one")
-    return found[0].images or 0, found[0].right or 0, found[0].counted or 0
+    (line,) = found.values()
+    return line.images or 0, line.right or 0, line.counted or 0
+
+
+def _proofs_against(sources: Sources, run: ListedRun, threat: str) -> dict[str, ListedFile]:
+    """By the names of their files, which say what was asked."""
+    start = f"{run.run}/certify"
+    lines = [each for each in sources.manifest.files if each.path.startswith(start) and threat in each.evidence_of]
+    return {each.path.partition("/")[2]: each for each in lines}
 
 
 def _superseded(sources: Sources, name: str, what: str) -> float | None:
@@ -408,7 +424,7 @@ def _card(sources: Sources, name: str, path: str) -> float:
 
 
 def _evidence(sources: Sources, file: str, what: str) -> float:
-    """A count of a file of evidence that belongs to no run among the results."""
+    """A count of a single file of evidence."""
     found = Evidence.read(sources.measurement(file))
     counts = {
         "images": found.total,
