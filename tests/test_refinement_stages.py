@@ -32,7 +32,7 @@ def test_the_stored_proofs_are_those_of_the_evidence(stored):
     assert list(stored) == list(load_script("refinement_stages").MODELS)
     for name, found in stored.items():
         evidence = Evidence.read(MEASUREMENTS / f"refined-{name}.npz")
-        assert found["images"] == evidence.images == 10_000
+        assert found["images"] == evidence.total == 10_000
         assert (found["certified"], found["open"]) == (evidence.certified, 0)
         looked_at = [stage["images"] for stage in found["stages"].values()]
         assert looked_at == sorted(looked_at, reverse=True)

@@ -147,7 +147,7 @@ def test_leads_of_another_network_are_noticed_and_attacks_of_which_all_margins_a
     run = "3d0c3e70adf90ed2"
     folder = copied(run)
     assert folder.found == {}
-    whole = Evidence.read(folder.file(run, "certify-patch-5x5-square"))
+    whole = Evidence.read(folder.file(run, "certify-patch-5x5-square-everywhere-3111"))
     file = folder.file(f"{run}/trimmed", "certify-patch-5x5-square")
     forge(file, lambda columns: columns.update(whole.columns))
     folder.relist()

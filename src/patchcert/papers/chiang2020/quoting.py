@@ -373,7 +373,7 @@ def _seeds_of(sources: Sources, run: ListedRun) -> tuple[ListedRun, ...]:
 
 
 def _proof_lines(sources: Sources, run: ListedRun, threat: str) -> tuple[int, int, int]:
-    """Images, right and proven ones against a threat; of several proofs, by other settings, that which all seeds have."""
+    """Images, right and proven ones against a threat; of several proofs, by other settings, the one of all seeds."""
     found = _proofs_against(sources, run, threat)
     if len(found) > 1:
         shared = set.intersection(
@@ -389,7 +389,9 @@ def _proof_lines(sources: Sources, run: ListedRun, threat: str) -> tuple[int, in
 def _proofs_against(sources: Sources, run: ListedRun, threat: str) -> dict[str, ListedFile]:
     """By the names of their files, which say what was asked."""
     start = f"{run.run}/certify"
-    lines = [each for each in sources.manifest.files if each.path.startswith(start) and threat in each.evidence_of]
+    lines = [
+        each for each in sources.manifest.files if each.path.startswith(start) and threat in each.evidence_of
+    ]
     return {each.path.partition("/")[2]: each for each in lines}
 
 
