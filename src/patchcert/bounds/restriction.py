@@ -119,27 +119,26 @@ class _Making:
 
     def add(self, step: Step, number: int, is_last: bool) -> bool:
         """Adds a step, unless nothing moves its result; False where there is no matrix of it."""
+        operation, given = step.operation, self.values[step.inputs[0]]
         sources = [source for source in dict.fromkeys(step.inputs) if source in self.moving]
-        is_kept = isinstance(step.operation, (*_BY_ELEMENT, Reshape)) and not is_last
-        if is_kept and sources:
-            self._append(_Piece(step, number, self.moving[sources[0]], (), 0))
-        if is_kept:
+        if isinstance(operation, (*_BY_ELEMENT, Reshape)) and not is_last:
+            if sources:
+                self._append(_Piece(step, number, self.moving[sources[0]], (), 0))
             return True
+        if not isinstance(operation, (Affine, *_WITHOUT_WEIGHTS)):
+            return False
         outputs = self.values[number].numel()
-        size = outputs * sum(len(self.moving[source]) for source in sources)
-        if not isinstance(step.operation, (Affine, *_WITHOUT_WEIGHTS)) or size > _MOST_WEIGHTS:
+        if outputs * sum(len(self.moving[source]) for source in sources) > _MOST_WEIGHTS:
             return False
         tables = {source: self._table(step, source, outputs) for source in sources or [0]}
         if not all(torch.equal(sizes, weights.abs()) for weights, sizes in tables.values()):
             return False  # weights so small that their rounding is not in proportion to them
         reached = torch.stack([(sizes != 0).any(dim=0) for _, sizes in tables.values()]).any(dim=0)
-        places = torch.arange(len(reached), device=reached.device) if is_last else reached.nonzero().flatten()
-        if not len(places):
-            return True
-        matrices = tuple(_Matrix(source, weights.T[places]) for source, (weights, _) in tables.items())
-        operation, given = step.operation, self.values[step.inputs[0]]
-        roundings = operation.roundings(given) if isinstance(operation, Affine) else 0
-        self._append(_Piece(step, number, places, matrices, roundings))
+        places = (reached | is_last).nonzero().flatten()
+        if len(places):
+            matrices = tuple(_Matrix(source, weights.T[places]) for source, (weights, _) in tables.items())
+            roundings = operation.roundings(given) if isinstance(operation, Affine) else 0
+            self._append(_Piece(step, number, places, matrices, roundings))
         return True
 
     def _append(self, piece: _Piece) -> None:
