@@ -283,10 +283,8 @@ def _linear_bounds(model: nn.Module, case: Case, machine: Machine) -> dict[str, 
     """
     name = f"{case.data}-{case.patch}x{case.patch}-{case.model}"
     model = zoo.load(name) if name in zoo.names() else model
-    network, rounding = (
-        trace(copy.deepcopy(model).double().to(machine.device)),
-        Rounding.outward(torch.float64),
-    )
+    network = trace(copy.deepcopy(model).double().to(machine.device))
+    rounding = Rounding.outward(torch.float64)
     images, labels = case.images(_LINEAR_IMAGES, machine.device)
     images = images.double()
     corners = case.threat.placements(case.size, case.size).corners
@@ -294,7 +292,7 @@ def _linear_bounds(model: nn.Module, case: Case, machine: Machine) -> dict[str, 
     boxes = min(len(corners), max(1, default_budget(machine.device) // (8 * 12 * 10 * largest)))
     some = corners[:: len(corners) // _LINEAR_PLACEMENTS].to(machine.device)
 
-    def seconds_for(bounds: Callable[..., Tensor], count: int, chosen: Tensor) -> float:
+    def microseconds(bounds: Callable[..., Tensor], count: int, chosen: Tensor) -> float:
         @torch.no_grad()
         def bound() -> None:
             bounds(network, images[:count], labels[:count], case.threat, chosen, rounding)
@@ -302,9 +300,9 @@ def _linear_bounds(model: nn.Module, case: Case, machine: Machine) -> dict[str, 
         return _micro(bound, machine, count) * len(corners) / len(chosen)
 
     with precise_arithmetic(), torch.no_grad():
-        whole = seconds_for(dense_linear_margins, 1, corners[:boxes].to(machine.device))
+        whole = microseconds(dense_linear_margins, 1, corners[:boxes].to(machine.device))
         is_small = Restriction.of(network, images, covered(case.threat, images, some[0])) is not None
-        moved = seconds_for(linear_placement_margins, len(images), some) if is_small else whole
+        moved = microseconds(linear_placement_margins, len(images), some) if is_small else whole
     return {"dense": whole, "microseconds": moved, "ratio": whole / moved, "seconds": moved / 1e3}
 
 

@@ -36,7 +36,7 @@ _LIVE_COPIES = 12
 _UNITS = 64
 """About as many units of a layer can bend on a box."""
 _SHARED = 4
-"""From so many images on that are open at a placement, it pays to write down what the patch moves there."""
+"""If at least this many images are open at a placement, it pays to write down what the patch moves there."""
 
 
 def check_refinement(refine: object, budget: object, verdicts_only: bool) -> None:

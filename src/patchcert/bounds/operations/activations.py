@@ -74,6 +74,7 @@ def _relu_backward(forms: Forms, box: Interval, slope: Slopes, rounding: Roundin
 
 
 _FEW_BENT = 4
+"""Lines are drawn for bent units alone if fewer than one unit in this many bends."""
 
 
 def _relu_backward_where_bent(
@@ -121,11 +122,8 @@ def _backward_between_lines(operation: Monotone, forms: Forms, box: Interval, ro
     is_wide = box.upper > box.lower
     rise = (operation.function(box.upper) - operation.function(box.lower)).clamp(min=0)
     chord = torch.where(is_wide, rise / (box.upper - box.lower).where(is_wide, 1), 0.0)
-    low, high, size = (
-        torch.full_like(chord, torch.inf),
-        torch.full_like(chord, -torch.inf),
-        chord * box.magnitude,
-    )
+    low, high = torch.full_like(chord, torch.inf), torch.full_like(chord, -torch.inf)
+    size = chord * box.magnitude
     for start, end in _stretches(operation.kinks, box):
         least, most = (operation.interval(Interval.point(point), rounding=rounding) for point in (start, end))
         low = torch.minimum(low, least.lower - chord * end)
