@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from patchcert.data import load_dataset
-from patchcert.data.labels import HELD_OUT, KNOWN, packed_labels, true_labels
+from patchcert.data.labels import KNOWN, TRAINING, packed_labels, true_labels
 from patchcert.errors import DataError
 
 
@@ -25,7 +25,7 @@ def test_labels_are_known_by_the_sum_of_any_file_they_were_read_from(name, count
 
 def test_published_files_of_labels_are_known_by_two_sums_where_they_are_also_packed():
     assert [len(KNOWN[name].sources) for name in ("mnist", "cifar10", "imagenet")] == [2, 1, 1]
-    assert [len(HELD_OUT[name].sources) for name in ("mnist", "cifar10")] == [2, 1]
+    assert [len(TRAINING[name].sources) for name in ("mnist", "cifar10")] == [2, 1]
 
 
 def test_labels_that_were_changed_are_refused(monkeypatch):
@@ -39,17 +39,17 @@ def test_labels_are_packed_as_they_ship():
     assert np.array_equal(packed, mini.test.labels.numpy())
 
 
-@pytest.mark.parametrize("name", ["mnist", "cifar10"])
-def test_labels_of_held_out_images_are_the_last_of_training(name):
-    for source in HELD_OUT[name].sources:
+@pytest.mark.parametrize(("name", "count"), [("mnist", 60_000), ("cifar10", 50_000)])
+def test_labels_of_held_out_images_are_the_last_of_training(name, count):
+    for source in TRAINING[name].sources:
         known = {"some file": source}
-        assert len(true_labels(name, "validation:10000", known)) == 10_000
-        few = true_labels(name, "validation:5000", known)
-        assert np.array_equal(few, true_labels(name, "validation:10000", known)[5000:])
-        assert true_labels(name, "validation:10001", known) is None
-        assert true_labels(name, "train", known) is None
+        whole = true_labels(name, "train", known)
+        assert len(whole) == count
+        assert np.array_equal(true_labels(name, "validation:5000", known), whole[-5000:])
+        for none in ("validation:0", f"validation:{count}", "validation", "validation:few", "training"):
+            assert true_labels(name, none, known) is None
     assert true_labels(name, "validation:5000", {"some file": "0" * 64}) is None
-    assert true_labels("folder:photos", "validation:5000", {}) is None
+    assert true_labels("folder:photos", "train", {}) is None
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
@@ -59,8 +59,7 @@ def test_shipped_labels_are_those_of_the_data(name, real_data):
     except DataError:
         pytest.skip(f"{name} is not here")
     assert packed_labels(dataset) == KNOWN[name].path.read_bytes()
-    assert packed_labels(dataset, held_out=True) == HELD_OUT[name].path.read_bytes()
+    assert packed_labels(dataset, train=True) == TRAINING[name].path.read_bytes()
     sums = dict(dataset.checksums)
-    assert np.array_equal(
-        true_labels(name, "validation:5000", sums), dataset.split("validation:5000").labels.numpy()
-    )
+    for split in ("test", "train", "validation:5000"):
+        assert np.array_equal(true_labels(name, split, sums), dataset.split(split).labels.numpy())

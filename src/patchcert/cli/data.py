@@ -84,20 +84,19 @@ def verify(name: Name, data_dir: options.DataFolder = None) -> None:
 def labels(
     name: Name,
     out: Annotated[Path, typer.Option(help="The file to write.")],
-    held_out: Annotated[
-        bool,
-        typer.Option("--held-out", help="Of the last 10,000 training images instead of the test images."),
+    train: Annotated[
+        bool, typer.Option("--train", help="Of the training images instead of the test images.")
     ] = False,
     data_dir: options.DataFolder = None,
 ) -> None:
     """Write labels, one or two bytes each, in the form in which the package ships them for audits."""
-    from patchcert.data.labels import HELD_OUT_IMAGES, packed_labels
+    from patchcert.data.labels import packed_labels
     from patchcert.files import atomic_write, sha256
 
     dataset = pc.load_dataset(name, data_dir)
     with atomic_write(out) as stream:
-        stream.write(packed_labels(dataset, held_out))
-    count = min(HELD_OUT_IMAGES, len(dataset.train)) if held_out else len(dataset.test)
+        stream.write(packed_labels(dataset, train))
+    count = len(dataset.train if train else dataset.test)
     print_json({"name": name, "labels": count, "file": str(out), "sha256": sha256(out)})
 
 

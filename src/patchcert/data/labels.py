@@ -70,40 +70,43 @@ KNOWN = {
 images that the results attack."""
 
 
-HELD_OUT_IMAGES = 10_000
-"""How many of the last training images have their labels shipped too."""
-HELD_OUT = {
+TRAINING = {
     "mnist": LabelFile(
-        "mnist-held-out",
+        "mnist-train",
         _sums(MNIST, "train-labels-idx1-ubyte"),
-        "f46875b7c22368a38a50c5c7639c3842341b81fe4d628c55fa1818e21e96ab3b",
+        "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13",
     ),
     "cifar10": LabelFile(
-        "cifar10-held-out",
+        "cifar10-train",
         _sums(CIFAR10, "data_batch_5.bin"),
-        "2ddf3ab27d5d04409c94ce7b56849c243129c10de1058ae0bfe14c77e934800c",
+        "2b7cd2f24487317614016b72ffd53071c3062f592f0eb300c18a770d41ae1253",
     ),
 }
-"""The labels of the last training images, on which trials choose settings: `patchcert data labels NAME --held-out`."""
+"""Likewise of the training images, on the last of which trials choose: `patchcert data labels NAME --train`."""
 
 
 def true_labels(name: str, split: str, sums: Mapping[str, str]) -> Annotated[NDArray[np.int64], "n"] | None:
-    """The labels of a split, `test` or `validation:N`, of data whose files have these sums; None where the package does
-    not have them."""
+    """The labels of a split, `test`, `train` or `validation:N`, of data whose files have these sums; None where the
+    package does not have them."""
     kind, _, count = split.partition(":")
-    file = {"test": KNOWN, "validation": HELD_OUT}.get(kind, {}).get(name)
+    file = label_files(kind).get(name)
     if file is None or not file.sources & set(sums.values()):
         return None
     labels = file.read()
-    if kind == "test":
+    if split in ("test", "train"):
         return labels
-    return labels[-int(count) :] if int(count) <= len(labels) else None
+    is_part = kind == "validation" and count.isdecimal() and 0 < int(count) < len(labels)
+    return labels[-int(count) :] if is_part else None
 
 
-def packed_labels(dataset: Dataset, held_out: bool = False) -> bytes:
-    """The test labels, or those of the last training images, in the form that is shipped."""
-    chosen = dataset.train.labels[-HELD_OUT_IMAGES:] if held_out else dataset.test.labels
-    labels = chosen.numpy()
+def label_files(split: str) -> Mapping[str, LabelFile]:
+    """Those that a split's labels are read from, by name of the data set."""
+    return KNOWN if split == "test" else TRAINING
+
+
+def packed_labels(dataset: Dataset, train: bool = False) -> bytes:
+    """The labels of all test or training images, in the form that is shipped."""
+    labels = (dataset.train if train else dataset.test).labels.numpy()
     return labels.astype(_dtype(1 if len(dataset.classes) <= 256 else 2)).tobytes()
 
 

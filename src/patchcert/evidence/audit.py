@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from patchcert.data.labels import HELD_OUT, KNOWN, true_labels
+from patchcert.data.labels import label_files, true_labels
 from patchcert.errors import PatchcertError
 from patchcert.evidence.manifest import SUMMARY, ListedFile, ListedRun, Manifest, listed_files
 from patchcert.evidence.record import MODEL, Evidence, EvidenceFolder, implies, predictor_of, refuted
@@ -186,7 +186,7 @@ def _labels(evidence: Evidence) -> str:
     split = evidence.selection.split
     labels = true_labels(data["name"], split, data.get("sha256", {}))
     if labels is None:
-        is_published = data["name"] in (KNOWN if split == "test" else HELD_OUT)
+        is_published = data["name"] in label_files(split)
         return f"is about {data['name']} of other files than those published" if is_published else ""
     if not evidence.question.certified_only:
         expected = evidence.selection.positions(len(labels)).numpy()
