@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 from patchcert.comparison.leaderboard import Cost, Counted, Row, Seeds, Source, published_rows
-from patchcert.comparison.view import as_json, in_order, page, panels, plot, table, warnings
+from patchcert.comparison.view import as_json, headlines, in_order, page, panels, plot, table, warnings
 
 OURS = Row(
     data="cifar10",
@@ -63,6 +63,25 @@ def test_rows_of_some_images_places_or_confidence_say_so():
     assert shown["data"] == "cifar10, 500 images"
     assert shown["patch"] == "5x5, corners"
     assert shown["method"] == "bands of 4 columns, confidence 0.95"
+
+
+def test_headlines_are_the_best_of_each_family_and_all_that_others_state():
+    seeds = Seeds(count=3, mean=49.0, counted=2019, spread=0.5)
+    best = replace(OURS, method="masking, 7x7 masks, bfloat16", network="resnet18, 64 filters", seeds=seeds)
+    worse = replace(best, method="masking, 6x6 masks", certified=40.0)
+    stated = replace(OURS, evidence=None, certified=30.0, source=Source(kind="unconfirmed", title="Somebody"))
+    left_out = (
+        replace(OURS, images=400),
+        replace(OURS, outside_data="ImageNet"),
+        replace(OURS, pixels="upscaled"),
+        replace(OURS, placements="corners"),
+        replace(OURS, promise="detection"),
+        replace(OURS, patch="4x4"),
+    )
+    assert headlines([worse, best, stated, *left_out], ["5x5"]).shown() == [
+        ["cifar10", "5x5", "masking, 7x7 masks", "resnet18", "80.00", "50.00", "3: 49.00 ± 0.50", "-"],
+        ["cifar10", "5x5", "bands of 4 columns", "-", "80.00", "30.00", "-", "Somebody (not confirmed)"],
+    ]
 
 
 def test_what_rows_differ_in_is_said():

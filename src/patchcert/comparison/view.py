@@ -42,6 +42,14 @@ COLUMNS = (
     *(Column(name, numeric=False) for name in ("device", "pixels", "outside data", "from")),
 )
 
+HEADLINES = (
+    *(Column(name, numeric=False) for name in ("data", "patch", "proof", "network")),
+    Column("right, %", decimals=2),
+    Column("proven, %", decimals=2),
+    Column("seeds: mean ± deviation"),
+    Column("stated by", numeric=False),
+)
+
 
 def in_order(rows: Sequence[Row]) -> tuple[Row, ...]:
     """By data, then by the size of the patch, then those with most certified images first."""
@@ -66,6 +74,38 @@ def table(rows: Sequence[Row]) -> Table:
         tuple(COLUMNS[place] for place in known),
         tuple(tuple(row[place] for place in known) for row in cells),
     )
+
+
+def headlines(rows: Sequence[Row], patches: Sequence[str]) -> Table:
+    """What a reader asks first: of each family of proofs the row with the most certified images, and all that others
+    state, against patches anywhere in 10,000 images of native pixels, without outside data."""
+    alike = [row for row in rows if row.patch in patches and row.images == 10_000]
+    asked = in_order([row for row in alike if row.is_like_ours and _is_drawn(row)])
+    first: dict[tuple[object, ...], Row] = {}
+    for row in asked:
+        is_ours = row.evidence is not None
+        first.setdefault((*row.threat, row.data, _family(row)) if is_ours else (id(row),), row)
+    return Table(TITLE, HEADLINES, tuple(_headline(row) for row in first.values()))
+
+
+def _family(row: Row) -> str:
+    return row.method.partition(",")[0]
+
+
+def _headline(row: Row) -> tuple[Cell, ...]:
+    source, seeds = row.source, row.seeds
+    doubt = " (not confirmed)" if source.kind == "unconfirmed" else ""
+    cells: tuple[Cell, ...] = (
+        row.data,
+        row.patch,
+        _PRECISION.sub("", row.method),
+        row.network and row.network.partition(",")[0],
+        row.clean,
+        row.certified,
+        None if seeds is None else _seed_words(replace(seeds, counted=None)),
+        UNKNOWN if row.evidence is not None else source.title + doubt,
+    )
+    return tuple(UNKNOWN if cell is None else cell for cell in cells)
 
 
 def _cells(row: Row) -> tuple[Cell, ...]:

@@ -542,6 +542,7 @@ _TABLES: Mapping[str, Callable[..., str]] = {
     "stored": _stored_table,
     "trimmed": _trimmed_table,
     "methods": lambda sources: grid(comparison.table(sources.compared)),
+    "headlines": lambda sources, *patches: grid(comparison.headlines(sources.compared, patches)),
     "sources": _sources_table,
     "trials": lambda sources, name: grid(trials_table(sources.root / "trials", name)),
 }
