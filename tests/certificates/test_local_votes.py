@@ -69,6 +69,7 @@ def votes_of(model, **settings):
     "settings",
     [
         {"aggregation": "masked-sum", "masked": 2, "scores": "positive"},
+        {"aggregation": "double-masked", "masked": 2, "scores": "logits"},
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"scores": "heaviside", "ties": "abstain"}, marks=pytest.mark.slow),
         pytest.param({"scores": "softmax"}, marks=pytest.mark.slow),
@@ -81,7 +82,14 @@ def test_local_votes_conform(settings):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("settings", [{}, {"aggregation": "masked-sum", "masked": 2, "scores": "positive"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"aggregation": "masked-sum", "masked": 2, "scores": "positive"},
+        {"aggregation": "double-masked", "masked": 2, "scores": "logits"},
+    ],
+)
 def test_local_votes_conform_on_cuda(settings):
     check_certifier(partial(votes_of, **settings), logits_decide=False, device="cuda")
 
@@ -386,8 +394,8 @@ def test_a_model_that_is_another_function_when_traced_is_refused(model):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"aggregation": "mean"}, "aggregation is 'mean'; expected one of sum, masked-sum"),
-        ({"scores": "logits"}, "scores is 'logits'"),
+        ({"aggregation": "mean"}, "aggregation is 'mean'; expected one of sum, masked-sum, double-masked"),
+        ({"scores": "votes"}, "scores is 'votes'"),
         ({"aggregation": "masked-sum"}, "aggregation is 'masked-sum' with masked=None"),
         ({"masked": 5}, "aggregation is 'sum' with masked=5"),
         ({"scores": "positive"}, "without upper limit"),

@@ -10,7 +10,7 @@ from torch import Generator
 from patchcert.bench.floor import seconds
 from patchcert.bench.measure import Machine
 from patchcert.certificates.local_votes import Aggregation, LocalScores, LocalVotes
-from patchcert.certificates.votes import masked_margins, proven_placements, sum_margins
+from patchcert.certificates.votes import proven_placements
 from patchcert.models import ModelSpec, build
 from patchcert.threats import Patch
 
@@ -37,7 +37,7 @@ class VotesCase:
     def classifier(self, filters: int) -> LocalVotes:
         """The votes of the network."""
         model = build(ModelSpec(self.network, 3, SIZE, SIZE, filters=filters), Generator().manual_seed(0))
-        masked = self.patch if self.aggregation == "masked-sum" else None
+        masked = None if self.aggregation == "sum" else self.patch
         return LocalVotes(model.eval(), self.aggregation, self.scores, masked)
 
 
@@ -45,6 +45,7 @@ VOTES_CASES = (
     VotesCase("stripnet", 5, "sum", "softmax"),
     VotesCase("bagnet_half", 5, "sum", "softmax"),
     VotesCase("bagnet_half", 5, "masked-sum", "positive"),
+    VotesCase("stripnet", 5, "double-masked", "logits"),
 )
 _FILTERS = {"stripnet": 64, "bagnet_half": 256}
 
@@ -58,8 +59,7 @@ def run_votes_case(case: VotesCase, machine: Machine) -> dict[str, Any]:
     drawn = torch.rand(count, 3, SIZE, SIZE, generator=Generator().manual_seed(1))
     images, labels = drawn.to(machine.device), torch.zeros(count, dtype=torch.long, device=machine.device)
     scores, touched = votes.local_scores(images), votes.touched(patch, images)
-    is_sum = case.aggregation == "sum"
-    margins_of = sum_margins if is_sum else partial(masked_margins, windows=votes.windows(images))
+    margins_of = votes.margins_of(images)
 
     def measured(call: partial[object]) -> float:
         return seconds(call, machine.device, machine.spend)

@@ -3,11 +3,13 @@
 Sums of 0/1 scores are certified as BagCert does (Metzen and Yatsura 2021).
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from typing import Annotated, Any, ClassVar, Literal, final, get_args
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,8 +26,11 @@ from patchcert.certificates.checks import (
     float_weights,
     weight_dtype,
 )
-from patchcert.certificates.classifier import AnyThreat, Certificates
+from patchcert.certificates.classifier import ABSTAINED, AnyThreat, Certificates, Columns, first_row
 from patchcert.certificates.votes import (
+    UNLIMITED,
+    CellCounts,
+    CellScores,
     MarginsOf,
     Scores,
     Ties,
@@ -34,6 +39,8 @@ from patchcert.certificates.votes import (
     Windows,
     bounded_margins,
     cell_scores,
+    doubly_masked_margins,
+    doubly_masked_winners,
     is_won,
     masked_margins,
     masked_totals,
@@ -41,14 +48,15 @@ from patchcert.certificates.votes import (
     scores_between,
     sum_margins,
     sum_totals,
+    winners,
 )
 from patchcert.errors import InvalidInput, ModelError, UnsupportedLayer
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
 
-Aggregation = Literal["sum", "masked-sum"]
-LocalScores = Literal["one-hot", "heaviside", "clipped", "softmax", "positive"]
+Aggregation = Literal["sum", "masked-sum", "double-masked"]
+LocalScores = Literal["one-hot", "heaviside", "clipped", "softmax", "positive", "logits"]
 Sight = Annotated[Tensor, "pixels rows columns"]
 """True where a cell of a map sees a pixel of the image; pixels row by row."""
 
@@ -182,8 +190,11 @@ class LocalVotes(VoteClassifier):
     at least 0 (`scores`; see `votes.ScoreKind`), in whole units, so that every sum is exact. `sum` predicts the class
     with the largest sum. `masked-sum` first leaves out, class by class, the window of cells that gives it most; windows
     are the cells that a patch of `masked` pixels (a side, or height and width) can touch. A patch then gains nothing by
-    large scores, which need no upper limit. Which cells a placement touches is read off the traced graph, exactly and
-    for any stamp.
+    large scores, which need no upper limit. `double-masked` is double masking (`DoubleMasking`) of cells instead of
+    pixels: the class that leads in what most windows leave over wins, unless another one leads outside some window, and
+    outside of it and each second window too. Sums behind windows that hold all touched cells show nothing of a patch,
+    so that scores need no limit either; of the three it proves most. Which cells a placement touches is read off the
+    traced graph, exactly and for any stamp.
 
     A cell that the patch does not touch counts towards a proof with the least score (or for other classes the most)
     that it has when every logit moves by half of `slack` times the image's largest.
@@ -212,16 +223,16 @@ class LocalVotes(VoteClassifier):
         for name, kinds in (("aggregation", get_args(Aggregation)), ("scores", get_args(LocalScores))):
             if getattr(self, name) not in kinds:
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(kinds)}")
-        if (self.aggregation == "masked-sum") != (self.masked is not None):
+        if (self.aggregation == "sum") != (self.masked is None):
             raise InvalidInput(
-                f"aggregation is {self.aggregation!r} with masked={self.masked}: a masked sum leaves out what a patch "
-                "of `masked` pixels can touch, a sum nothing",
-                hint="give aggregation='masked-sum' and masked=5 for patches of 5x5, or neither",
+                f"aggregation is {self.aggregation!r} with masked={self.masked}: a masked sum and double masking leave "
+                "out what a patch of `masked` pixels can touch, a sum nothing",
+                hint="give aggregation='double-masked' and masked=5 for patches of 5x5, or neither",
             )
-        if self.aggregation == "sum" and self.scores == "positive":
+        if self.aggregation == "sum" and self.scores in UNLIMITED:
             raise InvalidInput(
-                "a sum of scores without upper limit can be moved anywhere by one cell",
-                hint="choose scores='one-hot', 'heaviside', 'clipped' or 'softmax', or aggregation='masked-sum'",
+                f"a sum of scores without upper limit ({self.scores!r}) can be moved anywhere by one cell",
+                hint="choose scores='one-hot', 'heaviside', 'clipped' or 'softmax', or aggregation='double-masked'",
             )
         if self.masked is not None:
             Patch(self.masked)
@@ -229,6 +240,11 @@ class LocalVotes(VoteClassifier):
             raise InvalidInput(
                 "bounded=True with mirrored=True: intervals bound the scores of one pass, not the mean of two",
                 hint="leave out one of them",
+            )
+        if self.bounded and self.aggregation == "double-masked":
+            raise InvalidInput(
+                "bounded=True with aggregation='double-masked', which does not ask what touched cells can give",
+                hint="leave out bounded",
             )
         if self.bounded and (self.scores not in _BOUNDED or self.precision != "float32"):
             raise InvalidInput(
@@ -300,19 +316,33 @@ class LocalVotes(VoteClassifier):
         return touched_cells(threat, local_sight(network, height, width, self.mirrored), images)
 
     def windows(self, images: Images) -> Windows:
-        """The sets of cells of which a masked sum leaves one out; part of the classifier, and so kept once found."""
+        """The sets of cells of which one or two are left out; part of the classifier, and so kept once found."""
         size = (images.shape[2], images.shape[3])
         if size not in self._windows:
             assert self.masked is not None
             self._windows[size] = maximal(self.touched(Patch(self.masked), images))
         return self._windows[size].to(images.device)
 
-    def totals(self, scores: Annotated[Tensor, "n k cells"], images: Images) -> Annotated[Tensor, "n k"]:
-        """The sum, or masked sum, of scores of images of this size."""
-        return sum_totals(scores) if self.masked is None else masked_totals(scores, self.windows(images))
+    def decide(self, values: CellScores, images: Images) -> tuple[Labels, CellCounts]:
+        """By the sum, or masked sum, of scores of images of this size, or by the number of windows for which a class
+        leads."""
+        if self.aggregation == "double-masked":
+            return doubly_masked_winners(values, self.windows(images), self.ties)
+        totals = self.totals(values, images)
+        return winners(totals, self.ties), totals
 
-    def _margins_of(self, images: Images) -> MarginsOf:
-        return sum_margins if self.masked is None else partial(masked_margins, windows=self.windows(images))
+    def totals(self, scores: CellScores, images: Images) -> Annotated[Tensor, "n k"]:
+        """The sum of scores, for a masked sum without the weightiest window."""
+        is_masked = self.aggregation == "masked-sum"
+        return masked_totals(scores, self.windows(images)) if is_masked else sum_totals(scores)
+
+    def margins_of(self, images: Images) -> MarginsOf:
+        if self.aggregation == "sum":
+            return sum_margins
+        windows = self.windows(images)
+        if self.aggregation == "masked-sum":
+            return partial(masked_margins, windows=windows)
+        return partial(doubly_masked_margins, windows=windows, ties=self.ties)
 
     @torch.no_grad()
     def local_scores(
@@ -355,8 +385,18 @@ class LocalVotes(VoteClassifier):
         return 2 if self.mirrored else 1
 
     def surrogate(self) -> nn.Module:
-        """The mean local score, softened where it is 0 or 1."""
+        """The mean local score, softened where it is 0 or 1; behind two masks, the mean of what the model says then."""
         return _SoftVotes(self)
+
+    @classmethod
+    def contradiction(cls, columns: Columns, meta: Mapping[str, Any]) -> str:
+        """The prediction follows from votes; with double masking it leads for one window at least."""
+        if meta["classifier"]["aggregation"] != "double-masked":
+            return super().contradiction(columns, meta)
+        votes, predictions = columns["votes"], columns["prediction"]
+        own = votes[np.arange(len(votes)), predictions.clip(0)]
+        row = first_row((votes < 0).any(axis=1) | ((predictions != ABSTAINED) & (own == 0)))
+        return "" if row is None else f"the prediction of row {row} does not follow from its votes"
 
     @cached_property
     def _windows(self) -> dict[tuple[int, int], Windows]:
@@ -470,10 +510,16 @@ class _SoftVotes(nn.Module):
         self.training = votes.model.training
 
     def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
-        """The mean over cells; a masked sum's without the window that gives a class most."""
+        """The mean over cells; a masked sum's without the window that gives a class most. Of double masking the mean
+        softmax of what each window, and two of them, leave over, in logarithms."""
         logits = self.model.by_pass(self.model(images)).mean(dim=1)
         scores = soften(logits, self.votes.scores)
-        return self.votes.totals(scores, images) / scores.shape[2]
+        if self.votes.aggregation != "double-masked":
+            return self.votes.totals(scores, images) / scores.shape[2]
+        windows = self.votes.windows(images)
+        hidden = torch.cat([windows, windows | windows.roll(max(1, len(windows) // 2), 0)])
+        left_over = scores @ (~hidden).to(scores).T / scores.shape[2]
+        return left_over.log_softmax(dim=1).logsumexp(dim=2) - math.log(len(hidden))
 
 
 def soften(logits: Annotated[Tensor, "n k cells"], kind: LocalScores) -> Annotated[Tensor, "n k cells"]:
@@ -482,4 +528,6 @@ def soften(logits: Annotated[Tensor, "n k cells"], kind: LocalScores) -> Annotat
         return logits.softmax(dim=1)
     if kind == "positive":
         return F.softplus(logits)
+    if kind == "logits":
+        return logits - logits.amin(dim=1, keepdim=True)
     return (4 * logits - 2).sigmoid() if kind == "clipped" else logits.sigmoid()

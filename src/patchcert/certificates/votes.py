@@ -1,7 +1,7 @@
 """Votes of the parts of an image, and what a patch can make of their counts at each placement, exactly.
 
-A cell is whatever votes on a part of the image: a band, a block, a place of a map of local scores. The two conditions,
-`sum_margins` and `masked_margins`, are proven in docs/concepts/votes.md.
+A cell is whatever votes on a part of the image: a band, a block, a place of a map of local scores. The conditions,
+`sum_margins`, `masked_margins` and `doubly_masked_margins`, are proven in docs/concepts/votes.md.
 """
 
 from abc import abstractmethod
@@ -29,22 +29,28 @@ from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
 from patchcert.threats.patch import choices, patch_and_count
 
-ScoreKind = Literal["one-hot", "threshold", "heaviside", "clipped", "softmax", "positive"]
+ScoreKind = Literal["one-hot", "threshold", "heaviside", "clipped", "softmax", "positive", "logits"]
 """What a cell gives a class: one vote for its largest logit, a vote for every class whose softmax reaches a threshold
-or whose logit is above 0, the logit clipped to [0, 1], the softmax, or the logit where it is above 0."""
+or whose logit is above 0, the logit clipped to [0, 1], the softmax, the logit where it is above 0, or by how much the
+logit exceeds the least of the cell's."""
 Ties = Literal["lowest", "abstain"]
 """Which class wins among those that share the largest count: that of the lowest index, or none."""
 
 UNITS = 2**16
 """Scores that are no votes are whole numbers of 1/65,536, so that their sums are exact."""
 LARGEST = 2**20
-"""Positive scores are cut off here: sums of up to 2^16 cells stay below 2^53, up to which float64 counts exactly."""
+"""Scores without a limit of their own are cut off here: sums of up to 2^16 cells stay below 2^53, up to which float64
+counts exactly."""
+
+UNLIMITED: tuple[ScoreKind, ...] = ("positive", "logits")
+"""Scores that are only as large as a network makes them."""
 
 CellScores = Annotated[Tensor, "n k cells"]
 Touched = Annotated[Tensor, "p cells"]
 """True where a placement touches what a cell sees."""
+CellCounts = Annotated[Tensor, "n k"]
 Windows = Annotated[Tensor, "_ cells"]
-"""Sets of cells, of which a masked sum leaves out the weightiest."""
+"""Sets of cells, of which a masked sum leaves out the weightiest, and double masking any two."""
 VoteMargins = Annotated[Tensor, "n p k"]
 
 
@@ -84,7 +90,7 @@ def cell_scores(
     largest = logits.abs().amax(dim=(1, 2), keepdim=True)
     distance = slack / 2 * (largest if sizes is None else torch.maximum(largest, sizes.double()))
     most = 1 if kind in ("one-hot", "threshold", "heaviside") else UNITS
-    most = LARGEST * UNITS if kind == "positive" else most
+    most = LARGEST * UNITS if kind in UNLIMITED else most
     _check_exact(logits.shape[2], most)
     values, lower, upper = _bounded_scores(logits, distance, kind, threshold)
     return Scores(
@@ -120,6 +126,11 @@ def _bounded_scores(
     if kind in ("clipped", "positive"):
         largest = 1 if kind == "clipped" else LARGEST
         return _whole(logits, largest), _whole(logits - distance, largest), _whole(logits + distance, largest)
+    if kind == "logits":
+        # Both the logit and the least one move by the distance.
+        above = logits - logits.amin(dim=1, keepdim=True)
+        ends = (above, above - 2 * distance, above + 2 * distance)
+        return _whole(ends[0], LARGEST), _whole(ends[1], LARGEST), _whole(ends[2], LARGEST)
     # Where logits z move by at most d, dp_i = p_i (dz_i - sum p_j dz_j) is at most 2 d p_i (1 - p_i) <= d / 2.
     # 2^-40 is far more than float64 loses in a softmax of some thousand classes.
     softmax, distance = logits.softmax(dim=1), distance / 2 + 2**-40
@@ -135,16 +146,17 @@ def _whole(scores: Tensor, largest: int) -> Tensor:
 
 
 MarginsOf = Callable[[Scores, Labels, Touched], VoteMargins]
-"""What a kind of sum proves where placements touch cells: `sum_margins`, or `masked_margins` with its windows."""
+"""What a kind of sum proves where placements touch cells: `sum_margins`, or with windows `masked_margins` or
+`doubly_masked_margins`."""
 
 
-def winners(totals: Annotated[Tensor, "n k"], ties: Ties) -> Labels:
+def winners(totals: Annotated[Tensor, "... k"], ties: Ties) -> Annotated[Tensor, "..."]:
     """The class of the largest total; of several that of the lowest index, or none."""
-    largest = totals.amax(dim=1, keepdim=True)
-    best = (totals == largest).int().argmax(dim=1)
+    largest = totals.amax(dim=-1, keepdim=True)
+    best = (totals == largest).int().argmax(dim=-1)
     if ties == "lowest":
         return best
-    return best.where((totals == largest).sum(dim=1) == 1, ABSTAINED)
+    return best.where((totals == largest).sum(dim=-1) == 1, ABSTAINED)
 
 
 def sum_totals(values: CellScores) -> Annotated[Tensor, "n k"]:
@@ -189,6 +201,65 @@ def masked_margins(scores: Scores, labels: Labels, touched: Touched, windows: Wi
     return _zero_at(labels, torch.stack(margins, dim=1))
 
 
+def doubly_masked_winners(values: CellScores, windows: Windows, ties: Ties) -> tuple[Labels, CellCounts]:
+    """What double masking makes of cells, and for how many windows each class leads in what they leave over.
+
+    It is the class that leads for most windows, unless one of the others leads for some window and stays ahead with
+    each second window too. Two such classes would both lead outside of the union of their windows, so there is one.
+    """
+    left_over = values.sum(dim=2, keepdim=True) - values @ windows.to(values).T
+    alone = winners(left_over.mT, ties)
+    classes = torch.arange(values.shape[1], device=values.device)
+    counts = (alone[:, None, :] == classes[:, None]).to(values).sum(dim=2)
+    abstained = (alone == ABSTAINED).sum(dim=1)
+    frequent = counts.argmax(dim=1).where(counts.amax(dim=1) > abstained, ABSTAINED)
+    found, split = frequent.clone(), (alone != frequent[:, None]).any(dim=1).nonzero().flatten()
+    for index in range(len(windows) if len(split) else 0):
+        own = alone[split, index]
+        said = winners(_outside(values[split], windows, index).mT, ties)
+        stays = (said == own[:, None]).all(dim=1)
+        found[split] = own.where(stays & (own != frequent[split]), found[split])
+    return found, counts
+
+
+def doubly_masked_margins(
+    scores: Scores, labels: Labels, touched: Touched, windows: Windows, ties: Ties
+) -> VoteMargins:
+    """The least lead of the label behind the best window that holds all touched cells and any second one; 0 at the
+    label.
+
+    Such sums hold nothing that the patch touches. Where no window holds all touched cells, nothing is proven. The best
+    window is the one behind which the label wins, if there is one, and whose least lead is largest.
+    """
+    ends = scores.upper.scatter(1, *_rows_of(labels, scores.lower))
+    least = torch.stack([_least_leads(ends, labels, windows, index) for index in range(len(windows))], dim=1)
+    # In halves of a unit, so that a class which wins a tie against the label asks for one more.
+    classes = torch.arange(least.shape[2], device=labels.device)
+    wins_ties = (labels[:, None] < classes) & (ties == "lowest")
+    strength = 2 * least + torch.where(wins_ties, 1, -1)[:, None, :]
+    strength = strength.scatter(2, labels[:, None, None].expand(-1, len(windows), 1), torch.inf).amin(dim=2)
+    is_held = touched.to(least) @ (1 - windows.to(least)).T == 0
+    margins = []
+    for holders in is_held:
+        best = strength.masked_fill(~holders, -torch.inf).argmax(dim=1)
+        found = least[torch.arange(len(least), device=best.device), best]
+        margins.append(found if bool(holders.any()) else torch.full_like(found, -torch.inf))
+    return _zero_at(labels, torch.stack(margins, dim=1))
+
+
+def _least_leads(ends: CellScores, labels: Labels, windows: Windows, index: int) -> Annotated[Tensor, "n k"]:
+    """The least lead of the label over each class behind this window and any second one."""
+    sums = _outside(ends, windows, index)
+    own = sums.gather(1, labels[:, None, None].expand(-1, 1, sums.shape[2]))
+    return (own - sums).amin(dim=2)
+
+
+def _outside(values: CellScores, windows: Windows, index: int) -> Annotated[Tensor, "n k windows"]:
+    """What cells give each class that lie neither in the window of this index nor in each of the windows."""
+    kept = values * ~windows[index]
+    return kept.sum(dim=2, keepdim=True) - kept @ windows.to(kept).T
+
+
 def scores_between(
     lower: CellScores, upper: CellScores, kind: ScoreKind, slack: float, most: int
 ) -> tuple[CellScores, CellScores]:
@@ -224,6 +295,12 @@ def bounded_margins(
 
 def _of(labels: Labels, values: CellScores) -> Annotated[Tensor, "n cells"]:
     return values[torch.arange(len(labels), device=labels.device), labels]
+
+
+def _rows_of(labels: Labels, values: CellScores) -> tuple[Tensor, Tensor]:
+    """Where the rows of the labels are, and what they hold, as `scatter` takes them."""
+    index = labels[:, None, None].expand(-1, 1, values.shape[2])
+    return index, values.gather(1, index)
 
 
 def _zero_at(labels: Labels, margins: VoteMargins) -> VoteMargins:
@@ -319,6 +396,31 @@ def slow_margins(
     return margins
 
 
+def slow_doubly_masked_margins(
+    scores: Scores, labels: Labels, touched: Touched, windows: Windows, ties: Ties
+) -> VoteMargins:
+    """`doubly_masked_margins`, one image, placement and pair of windows at a time; a reference."""
+    count, classes, _ = scores.values.shape
+    margins = scores.lower.new_full((count, len(touched), classes), -torch.inf)
+    for image, label in enumerate(labels.tolist()):
+        for place, cells in enumerate(touched):
+            best = -torch.inf
+            for window in windows:
+                if bool((cells & ~window).any()):
+                    continue
+                leads = torch.zeros(classes, dtype=scores.lower.dtype)
+                needs = list[float]()
+                for other in set(range(classes)) - {label}:
+                    own, rival = scores.lower[image, label], scores.upper[image, other]
+                    pairs = (float((own - rival)[~(window | second)].sum()) for second in windows)
+                    leads[other] = min(pairs)
+                    needs.append(float(leads[other]) + (0.5 if ties == "lowest" and label < other else -0.5))
+                if min(needs) > best:
+                    best, margins[image, place] = min(needs), leads
+            margins[image, place, label] = 0
+    return margins
+
+
 class VoteClassifier(BatchedClassifier):
     """Predicts the class that cells give most, and proves it where the cells that a patch does not touch decide."""
 
@@ -341,14 +443,15 @@ class VoteClassifier(BatchedClassifier):
     def touched(self, threat: Patch, images: Images) -> Touched:
         """Which cells see a pixel that the patch covers, at each of its placements."""
 
-    def totals(self, scores: CellScores, images: Images) -> Annotated[Tensor, "n k"]:
-        """What cells give each class together, in images of this size."""
-        return sum_totals(scores)
+    def decide(self, values: CellScores, images: Images) -> tuple[Labels, CellCounts]:
+        """What is predicted of images of this size whose cells give this, and what cells give each class together."""
+        totals = sum_totals(values)
+        return winners(totals, self.ties), totals
 
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         """The class of the largest total."""
         check_images(self.model, images, progress)
-        return winners(self.totals(self.local_scores(images, progress).values, images), self.ties)
+        return self.decide(self.local_scores(images, progress).values, images)[0]
 
     def certify(
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
@@ -360,9 +463,8 @@ class VoteClassifier(BatchedClassifier):
         touched = self.touched(patch, images)
         scores = self.local_scores(images, progress, with_probe=True)
         check_labels(labels, scores.values.shape[1])
-        totals = self.totals(scores.values, images)
-        predictions, placements = winners(totals, self.ties), None
-        is_right, margins_of = predictions == labels, self._margins_of(images)
+        (predictions, totals), placements = self.decide(scores.values, images), None
+        is_right, margins_of = predictions == labels, self.margins_of(images)
         if patches == 1:
             proven = proven_placements(margins_of, scores, labels, touched, self.ties)
             placements = proven & is_right[:, None]
@@ -372,7 +474,8 @@ class VoteClassifier(BatchedClassifier):
         ballots = Ballots(totals.long(), totals.long())
         return Certificates(certified, predictions, labels, placements=placements, ballots=ballots)
 
-    def _margins_of(self, images: Images) -> MarginsOf:
+    def margins_of(self, images: Images) -> MarginsOf:
+        """The condition that images of this size are proven by."""
         return sum_margins
 
     def _patch_and_count(self, threat: AnyThreat) -> tuple[Patch, int]:

@@ -1,5 +1,6 @@
 """Parts of images are drawn as votes see them, and local scores are trained at the weakest of all placements."""
 
+import itertools
 import json
 
 import pytest
@@ -9,7 +10,15 @@ from hypothesis import strategies as st
 
 from patchcert.certificates.band_votes import encode_visible
 from patchcert.certificates.local_votes import LocalVotes
-from patchcert.certificates.votes import Scores, masked_margins, masked_totals, sum_margins, sum_totals
+from patchcert.certificates.votes import (
+    UNITS,
+    Scores,
+    doubly_masked_margins,
+    masked_margins,
+    masked_totals,
+    sum_margins,
+    sum_totals,
+)
 from patchcert.cli.app import run
 from patchcert.errors import PatchcertError
 from patchcert.models import ModelSpec, build
@@ -137,23 +146,41 @@ def test_masked_sums_are_trained_on_no_more_than_the_certified_margins(seed):
     assert (found <= weakest(certified, labels)).all()
 
 
-@pytest.mark.parametrize("aggregation", ["sum", "masked-sum"])
+def test_double_masking_is_trained_on_the_certified_margins_at_the_weakest_pair():
+    strategy = LocalMargins(aggregation="double-masked", scores="logits")
+    bound, batch = subject(LOCAL), make_batch()
+    windows = strategy.windows(bound, bound.threat)
+    values = trained_scores(bound.model(batch.images), strategy.scores).detach()
+    found = weakest_margins(strategy, values, batch.labels, windows)
+    scores = Scores(values, values, values, 10**6)
+    behind_each = doubly_masked_margins(scores, batch.labels, windows, windows, "lowest")
+    assert torch.allclose(found, weakest(behind_each, batch.labels), atol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "masked-sum", "double-masked"])
 def test_epsilon_leads_from_clean_margins_to_those_of_the_weakest_placement(aggregation):
     strategy, bound, batch = LocalMargins(aggregation=aggregation), subject(LOCAL), make_batch()
     windows = strategy.windows(bound, bound.threat)
     scores = trained_scores(bound.model(batch.images), strategy.scores).detach()
     found = [weakest_margins(strategy, scores, batch.labels, windows, share) for share in (0.0, 0.5, 1.0)]
-    totals = sum_totals(scores) if aggregation == "sum" else masked_totals(scores, windows)
+    totals = masked_totals(scores, windows) if aggregation == "masked-sum" else sum_totals(scores)
     assert torch.allclose(found[0], logit_margins(totals, batch.labels), atol=1e-5)
-    assert (found[0] >= found[1]).all()
-    assert (found[1] >= found[2]).all()
+    if aggregation != "double-masked":  # where leads are negative, fewer cells are fewer of those
+        assert (found[0] >= found[1]).all()
+        assert (found[1] >= found[2]).all()
     assert torch.equal(found[2], weakest_margins(strategy, scores, batch.labels, windows))
     held = weakest_margins(strategy, scores, batch.labels, windows, torch.tensor(0.5))
     assert torch.allclose(held, found[1])
 
 
-@pytest.mark.parametrize("scores", ["one-hot", "heaviside", "clipped", "softmax"])
-@pytest.mark.parametrize("aggregation", ["sum", "masked-sum"])
+@pytest.mark.parametrize(
+    ("aggregation", "scores"),
+    [
+        *itertools.product(("sum", "masked-sum"), ("one-hot", "heaviside", "clipped", "softmax")),
+        ("double-masked", "softmax"),
+        ("double-masked", "logits"),
+    ],
+)
 def test_margins_have_a_gradient_and_scores_are_those_that_are_deployed(aggregation, scores):
     strategy, bound, batch = (
         LocalMargins(aggregation=aggregation, scores=scores),
@@ -163,19 +190,19 @@ def test_margins_have_a_gradient_and_scores_are_those_that_are_deployed(aggregat
     objective = strategy.bind(bound)
     objective.worst_case(batch, 1.0, seeded()).margins.sum().backward()
     assert sum(float(each.grad.abs().sum()) for each in bound.model.parameters() if each.grad is not None) > 0
-    votes = LocalVotes(bound.model.eval(), "sum", scores)
+    votes = LocalVotes(bound.model.eval(), aggregation, scores, None if aggregation == "sum" else 2)
     deployed = votes.local_scores(batch.images)
     trained = trained_scores(bound.model(batch.images), strategy.scores).detach()
-    assert torch.allclose(trained.double(), deployed.values / deployed.most, atol=1e-4)
+    unit = UNITS if scores == "logits" else deployed.most
+    assert torch.allclose(trained.double(), deployed.values / unit, atol=1e-4)
 
 
-@pytest.mark.parametrize("aggregation", ["sum", "masked-sum"])
+@pytest.mark.parametrize("aggregation", ["sum", "masked-sum", "double-masked"])
 def test_clean_logits_are_those_of_the_classifier(aggregation):
     strategy, bound, batch = LocalMargins(aggregation=aggregation, scale=3.0), subject(LOCAL), make_batch()
     network = strategy.bind(bound).network
     bound.model.eval()
-    masked = {"masked": 2} if aggregation == "masked-sum" else {}
-    votes = LocalVotes(bound.model, aggregation, **masked)
+    votes = LocalVotes(bound.model, aggregation, masked=None if aggregation == "sum" else 2)
     totals = votes.totals(votes.local_scores(batch.images).values, batch.images)
     assert torch.allclose(network.values(batch.images)[-1].double(), totals * 3.0 / 64, atol=1e-5)
 
@@ -213,6 +240,11 @@ SMALL = (
         (
             "strips-mnist-5x5",
             ("model.filters=4", "strategy.aggregation=masked-sum", "strategy.scores=positive"),
+            "LocalVotes",
+        ),
+        (
+            "strips-mnist-5x5",
+            ("model.filters=4", "strategy.aggregation=double-masked", "strategy.scores=logits"),
             "LocalVotes",
         ),
         (

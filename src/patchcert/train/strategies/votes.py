@@ -18,7 +18,7 @@ from patchcert.certificates.local_votes import (
     touched_cells,
     trace_local,
 )
-from patchcert.certificates.votes import LARGEST, Windows, masked_totals, maximal, sum_totals
+from patchcert.certificates.votes import LARGEST, UNLIMITED, Windows, masked_totals, maximal, sum_totals
 from patchcert.errors import PatchcertError, SpecError, at_least
 from patchcert.tensors import Images, Labels, Margins
 from patchcert.threats import Patch
@@ -129,7 +129,8 @@ class LocalMargins(Strategy):
 
     Margins are those of the mean local score, times `scale`. Scores have the gradients of smooth ones (`soften`). A
     masked sum is trained on a bound that is cheaper than its certificate and never above it: the label loses the
-    weightiest window as it is, also where it overlaps the patch. While epsilon grows to 1, the mean cross entropy of
+    weightiest window as it is, also where it overlaps the patch. With double masking the margin against each class is
+    that behind the two windows that leave least of it. While epsilon grows to 1, the mean cross entropy of
     single cells, as if each were a classifier of its own, is added with a weight that falls from `alone` to 0.
     `bfloat16` and `compiled` are as for `masked`.
     """
@@ -148,10 +149,10 @@ class LocalMargins(Strategy):
             raise SpecError(f"scale is {self.scale}; expected above 0")
         if not 0 <= self.alone < math.inf:
             raise SpecError(f"alone is {self.alone}; expected a weight of at least 0")
-        if self.aggregation == "sum" and self.scores == "positive":
+        if self.aggregation == "sum" and self.scores in UNLIMITED:
             raise SpecError(
-                "scores is 'positive', but a sum of scores without upper limit cannot be certified",
-                hint='set strategy.aggregation = "masked-sum", or other scores',
+                f"scores is {self.scores!r}, but a sum of scores without upper limit cannot be certified",
+                hint='set strategy.aggregation = "double-masked", or other scores',
             )
 
     def bind(self, subject: Subject) -> Objective:
@@ -176,7 +177,7 @@ class LocalMargins(Strategy):
     def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
         """With the masks of the patch that was trained against, if any."""
         settings: dict[str, Any] = {"aggregation": self.aggregation, "scores": self.scores}
-        if self.aggregation == "masked-sum":
+        if self.aggregation != "sum":
             assert isinstance(threat, Patch)
             settings["masked"] = (threat.height, threat.width)
         return "local-votes", settings
@@ -192,7 +193,7 @@ def trained_scores(logits: Annotated[Tensor, "n k _ _"], kind: LocalScores) -> A
     """The scores as they are deployed, up to rounding to units, with a gradient."""
     logits = logits.flatten(2)
     soft = soften(logits, kind)
-    if kind == "softmax":
+    if kind in ("softmax", "logits"):
         return soft
     if kind == "one-hot":
         hard = torch.zeros_like(soft).scatter(1, logits.argmax(dim=1, keepdim=True), 1.0)
@@ -235,6 +236,8 @@ def weakest_margins(
     A placement that touches only some of the cells of another is never weaker, so windows that are inside another do
     not matter. With epsilon 0 they are the margins of the clean image.
     """
+    if strategy.aggregation == "double-masked":
+        return _margins_behind_two(scores, labels, windows, epsilon)
     masks = windows.to(scores)
     inside = scores @ masks.T  # n k windows
     totals = scores.sum(dim=2, keepdim=True)
@@ -245,6 +248,17 @@ def weakest_margins(
         kept, reached = totals - heaviest - epsilon * inside, totals - torch.lerp(heaviest, inside, epsilon)
     own = kept.gather(1, labels[:, None, None].expand(-1, 1, kept.shape[2]))
     return (own - reached).amin(dim=2).scatter(1, labels[:, None], 0.0)
+
+
+def _margins_behind_two(
+    scores: Annotated[Tensor, "n k cells"], labels: Labels, windows: Windows, epsilon: float | Tensor
+) -> Margins:
+    """The least margins over all pairs of windows of what both of them leave over; 0 at the label."""
+    leads = scores.gather(1, labels[:, None, None].expand(-1, 1, scores.shape[2])) - scores
+    first, second = torch.triu_indices(len(windows), len(windows), device=windows.device)
+    pairs = windows[first] | windows[second]
+    left_over = leads.sum(dim=2, keepdim=True) - epsilon * (leads @ pairs.to(leads).T)
+    return left_over.amin(dim=2).scatter(1, labels[:, None], 0.0)
 
 
 @final
@@ -258,6 +272,6 @@ class _Totals(nn.Module):
 
     def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
         scores = trained_scores(self.run.logits(images), self.strategy.scores)
-        is_sum = self.strategy.aggregation == "sum"
-        totals = sum_totals(scores) if is_sum else masked_totals(scores, self.windows)
+        is_masked = self.strategy.aggregation == "masked-sum"
+        totals = masked_totals(scores, self.windows) if is_masked else sum_totals(scores)
         return totals * (self.strategy.scale / scores.shape[2])
