@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -163,10 +164,20 @@ def test_settings_that_do_not_fit_double_masking_are_refused():
         pc.LocalVotes(model, scores="logits")
 
 
-def test_predictions_that_lead_for_no_window_contradict_their_evidence():
-    votes = torch.tensor([[3, 0, 1], [0, 4, 0]]).numpy()
-    meta = {"classifier": {"aggregation": "double-masked", "ties": "lowest"}}
-    for predictions, expected in (([2, 1], ""), ([0, 2], "row 1 does not follow"), ([1, 1], "row 0")):
-        columns = {"votes": votes, "prediction": torch.tensor(predictions).numpy()}
-        assert expected in pc.LocalVotes.contradiction(columns, meta)
-        assert bool(expected) == bool(pc.LocalVotes.contradiction(columns, meta))
+@pytest.mark.parametrize(
+    ("predictions", "votes", "ties", "is_contradicted"),
+    [
+        ([0, 1], [[3, 0, 1], [0, 4, 0]], "lowest", False),
+        ([2, 1], [[3, 0, 1], [0, 4, 0]], "lowest", False),  # one window may outdo the others
+        ([0, 2], [[3, 0, 1], [0, 4, 0]], "lowest", True),
+        ([0, -1], [[3, 0, 1], [0, 4, 0]], "lowest", True),
+        ([0, 1], [[3, 0, 1], [0, 3, 0]], "lowest", True),
+        ([0, 1], [[3, 0, 1], [-1, 5, 0]], "lowest", True),
+        ([0, -1], [[3, 0, 1], [0, 1, 0]], "abstain", False),
+        ([0, -7], [[3, 0, 1], [0, 1, 0]], "abstain", True),
+    ],
+)
+def test_predictions_follow_from_windows_that_vote(predictions, votes, ties, is_contradicted):
+    meta = {"classifier": {"aggregation": "double-masked", "ties": ties}}
+    columns = {"votes": np.array(votes), "prediction": np.array(predictions)}
+    assert bool(pc.LocalVotes.contradiction(columns, meta)) == is_contradicted

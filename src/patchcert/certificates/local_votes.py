@@ -193,8 +193,8 @@ class LocalVotes(VoteClassifier):
     large scores, which need no upper limit. `double-masked` is double masking (`DoubleMasking`) of cells instead of
     pixels: the class that leads in what most windows leave over wins, unless another one leads outside some window, and
     outside of it and each second window too. Sums behind windows that hold all touched cells show nothing of a patch,
-    so that scores need no limit either; of the three it proves most. Which cells a placement touches is read off the
-    traced graph, exactly and for any stamp.
+    so that scores need no limit either, and of the patch that windows are made for it proves all that the others prove.
+    Which cells a placement touches is read off the traced graph, exactly and for any stamp.
 
     A cell that the patch does not touch counts towards a proof with the least score (or for other classes the most)
     that it has when every logit moves by half of `slack` times the image's largest.
@@ -395,7 +395,10 @@ class LocalVotes(VoteClassifier):
             return super().contradiction(columns, meta)
         votes, predictions = columns["votes"], columns["prediction"]
         own = votes[np.arange(len(votes)), predictions.clip(0)]
-        row = first_row((votes < 0).any(axis=1) | ((predictions != ABSTAINED) & (own == 0)))
+        is_led = (predictions == ABSTAINED) | ((predictions >= 0) & (own > 0))
+        if meta["classifier"]["ties"] == "lowest":  # every window votes
+            is_led &= (predictions >= 0) & (votes.sum(axis=1) == votes[:1].sum())
+        row = first_row((votes < 0).any(axis=1) | ~is_led)
         return "" if row is None else f"the prediction of row {row} does not follow from its votes"
 
     @cached_property
@@ -464,6 +467,7 @@ class LocalVotes(VoteClassifier):
 
 
 _PROBED = 4
+_SPREAD = 8.0
 _NEIGHBOURS = 8
 """Pixels next to each other, in rows and columns, that are probed: tiles of transforms are no larger."""
 
@@ -518,8 +522,11 @@ class _SoftVotes(nn.Module):
             return self.votes.totals(scores, images) / scores.shape[2]
         windows = self.votes.windows(images)
         hidden = torch.cat([windows, windows | windows.roll(max(1, len(windows) // 2), 0)])
-        left_over = scores @ (~hidden).to(scores).T / scores.shape[2]
-        return left_over.log_softmax(dim=1).logsumexp(dim=2) - math.log(len(hidden))
+        left_over = scores @ (~hidden).to(scores).T
+        # Classes are as far apart as makes a softmax neither flat nor without a gradient, whatever unit scores have.
+        spread = (left_over.amax(dim=1) - left_over.amin(dim=1)).mean(dim=1).detach()
+        scaled = left_over * (_SPREAD / spread.clamp(min=1e-6))[:, None, None]
+        return scaled.log_softmax(dim=1).logsumexp(dim=2) - math.log(len(hidden))
 
 
 def soften(logits: Annotated[Tensor, "n k cells"], kind: LocalScores) -> Annotated[Tensor, "n k cells"]:

@@ -23,6 +23,8 @@ from patchcert.train.run_folder import ENVIRONMENT, METRICS, SPEC
 
 NEAR_TIES = 1e-3
 """The share of images whose prediction may differ from machine to machine; among the results none does."""
+CONTESTED = 20
+"""Rows with votes for more than one class, without which two networks may well have the same votes."""
 _OWN_PREDICTIONS = predictor_of(MODEL)
 """What `Evidence.about` calls a model that is asked as it is."""
 
@@ -121,17 +123,25 @@ def _proofs_agree(found: Sequence[Evidence]) -> Iterator[Finding]:
 
 
 def _no_rows_are_copied(found: Sequence[Evidence]) -> Iterator[Finding]:
-    """Margins and leads are those of one network and question, votes those of one network; but for rows that all have
-    the same number, such as 0 where masks withstand an attack, and tell nothing apart."""
+    """Margins and leads are those of one network and question, votes those of one network; but for rows that tell
+    nothing apart."""
     seen: dict[tuple[str, bytes], Evidence] = {}
     for each in found:
         for name in ("margin", "lead", "votes"):
-            if name not in each.columns or len(np.unique(each.columns[name])) < 2:
+            if name not in each.columns or not _tells_apart(each.columns[name]):
                 continue
             first = seen.setdefault((name, each.columns[name].tobytes()), each)
             is_same = first.weights == each.weights and (name == "votes" or first.question == each.question)
             if not is_same and each.path is not None:
                 yield Finding(each.path, f"has every {name} of {first.where}, which is about something else")
+
+
+def _tells_apart(values: NDArray[Any]) -> bool:
+    """Not where all rows have one number, such as 0 where masks withstand an attack, nor where nearly all have all of
+    their votes for one class."""
+    if values.ndim == 1:
+        return len(np.unique(values)) > 1
+    return int(((values > 0).sum(axis=1) > 1).sum()) >= CONTESTED
 
 
 def _against_manifest(manifest: Manifest, folder: Path, beside: Sequence[Path]) -> Iterator[Finding]:

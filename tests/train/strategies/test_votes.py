@@ -26,7 +26,7 @@ from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch
 from patchcert.train.spec import read_spec
 from patchcert.train.strategies import Bands, Blocks, LocalMargins
-from patchcert.train.strategies.votes import trained_scores, weakest_margins
+from patchcert.train.strategies.votes import trained_scores, unions_of_two, weakest_margins
 from patchcert.train.strategy import Batch, Subject, logit_margins
 
 PARTS = ModelSpec("resnet18_parts", 1, 8, 8, 3, filters=2)
@@ -151,7 +151,7 @@ def test_double_masking_is_trained_on_the_certified_margins_at_the_weakest_pair(
     bound, batch = subject(LOCAL), make_batch()
     windows = strategy.windows(bound, bound.threat)
     values = trained_scores(bound.model(batch.images), strategy.scores).detach()
-    found = weakest_margins(strategy, values, batch.labels, windows)
+    found = weakest_margins(strategy, values, batch.labels, unions_of_two(windows))
     scores = Scores(values, values, values, 10**6)
     behind_each = doubly_masked_margins(scores, batch.labels, windows, windows, "lowest")
     assert torch.allclose(found, weakest(behind_each, batch.labels), atol=1e-5)

@@ -158,12 +158,13 @@ class LocalMargins(Strategy):
     def bind(self, subject: Subject) -> Objective:
         """The margins at the weakest placement, by the model in training mode."""
         windows = self.windows(subject, subject.patch)
+        left_out = unions_of_two(windows) if self.aggregation == "double-masked" else windows
         forward = Forward.of(subject, self.bfloat16, self.compiled)
 
         def worst_case(batch: Batch, epsilon: float | Tensor, generator: Generator) -> WorstCase:
             logits = forward.logits(batch.own_images)
             margins = weakest_margins(
-                self, trained_scores(logits, self.scores), batch.own_labels, windows, epsilon
+                self, trained_scores(logits, self.scores), batch.own_labels, left_out, epsilon
             )
             margins = margins * (self.scale / windows.shape[1])
             if self.alone == 0 or (isinstance(epsilon, float) and epsilon == 1):
@@ -224,41 +225,35 @@ def touched_windows(subject: Subject, threat: Patch) -> Windows:
     return maximal(touched_cells(threat, seen, blank))
 
 
+def unions_of_two(windows: Windows) -> Windows:
+    """What any two windows hold together, each window with itself among them."""
+    first, second = torch.triu_indices(len(windows), len(windows), device=windows.device)
+    return windows[first] | windows[second]
+
+
 def weakest_margins(
     strategy: LocalMargins,
     scores: Annotated[Tensor, "n k cells"],
     labels: Labels,
-    windows: Windows,
+    left_out: Windows,
     epsilon: float | Tensor = 1.0,
 ) -> Margins:
-    """The least margins over all placements, 0 at the label: one minimum over sums of windows.
+    """The least margins over all placements, 0 at the label: one minimum over sums of windows, or of unions of two.
 
     A placement that touches only some of the cells of another is never weaker, so windows that are inside another do
     not matter. With epsilon 0 they are the margins of the clean image.
     """
-    if strategy.aggregation == "double-masked":
-        return _margins_behind_two(scores, labels, windows, epsilon)
-    masks = windows.to(scores)
+    masks, totals = left_out.to(scores), scores.sum(dim=2, keepdim=True)
     inside = scores @ masks.T  # n k windows
-    totals = scores.sum(dim=2, keepdim=True)
-    if strategy.aggregation == "sum":
+    if strategy.aggregation == "double-masked":
+        kept = reached = totals - epsilon * inside
+    elif strategy.aggregation == "sum":
         kept, reached = totals - epsilon * inside, totals + epsilon * (masks.sum(dim=1) - inside)
     else:
         heaviest = inside.amax(dim=2, keepdim=True)
         kept, reached = totals - heaviest - epsilon * inside, totals - torch.lerp(heaviest, inside, epsilon)
     own = kept.gather(1, labels[:, None, None].expand(-1, 1, kept.shape[2]))
     return (own - reached).amin(dim=2).scatter(1, labels[:, None], 0.0)
-
-
-def _margins_behind_two(
-    scores: Annotated[Tensor, "n k cells"], labels: Labels, windows: Windows, epsilon: float | Tensor
-) -> Margins:
-    """The least margins over all pairs of windows of what both of them leave over; 0 at the label."""
-    leads = scores.gather(1, labels[:, None, None].expand(-1, 1, scores.shape[2])) - scores
-    first, second = torch.triu_indices(len(windows), len(windows), device=windows.device)
-    pairs = windows[first] | windows[second]
-    left_over = leads.sum(dim=2, keepdim=True) - epsilon * (leads @ pairs.to(leads).T)
-    return left_over.amin(dim=2).scatter(1, labels[:, None], 0.0)
 
 
 @final
