@@ -69,8 +69,8 @@ def test_schedules_are_different_trainings(finished, mlp):
     assert [row.seeds.count for row in rows_of(finished)] == [1, 1]
 
 
-def test_only_proofs_of_all_test_images_against_the_trained_patch_count(finished, mlp):
-    finished.collect(mlp, {pc.Patch(2): (90, 80)})
+def test_only_proofs_of_all_test_images_against_squares_or_the_trained_patch_count(finished, mlp):
+    finished.collect(mlp, {pc.Patch((2, 3)): (90, 80), pc.Patch(2, placements="corners"): (90, 85)})
     assert rows_of(finished) == ()
     finished.collect(replace(mlp, seed=3), {PATCH: (90, 80)}, limit=100, weights_seed=1)
     assert rows_of(finished) == ()
@@ -100,12 +100,12 @@ def test_of_a_run_without_metrics_the_time_of_training_is_not_known(finished, ml
     assert count(proofs_of_run(run))[0].cost.training_seconds is None
 
 
-def test_proofs_against_another_patch_count_where_training_knows_of_none(finished, mlp):
-    proofs = {PATCH: (90, 60), pc.Patch(2): (90, 75)}
+def test_proofs_against_other_shapes_count_where_training_knows_of_none(finished, mlp):
+    proofs = {PATCH: (90, 60), pc.Patch(2): (90, 75), pc.Patch((2, 3)): (90, 70)}
     finished.collect(mlp, proofs)
-    assert [row.patch for row in rows_of(finished)] == ["5x5"]
+    assert sorted(row.patch for row in rows_of(finished)) == ["2x2", "5x5"]
     finished.collect(read_spec("bands-mnist"), proofs, weights_seed=1)
-    assert sorted(row.patch for row in rows_of(finished)) == ["2x2", "5x5", "5x5"]
+    assert sorted(row.patch for row in rows_of(finished)) == ["2x2", "2x2", "2x3", "5x5", "5x5"]
 
 
 def test_refined_proofs_are_found_by_the_weights_of_the_zoo(tmp_path):

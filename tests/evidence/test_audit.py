@@ -15,7 +15,7 @@ from forged_evidence import forge, restate
 from patchcert.cli.audit import Checkout
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence, EvidenceFolder
-from patchcert.evidence.audit import audit_evidence, audit_results, same_predictions
+from patchcert.evidence.audit import CONTESTED, _tells_apart, audit_evidence, audit_results, same_predictions
 from patchcert.evidence.manifest import MANIFEST, ListedFile, ListedRun, Manifest
 from patchcert.evidence.results import collect
 from patchcert.files import sha256
@@ -639,3 +639,17 @@ def test_evidence_beside_the_results_that_is_replaced_leaves_its_counts_in_the_m
     forge(beside, lambda columns: demote(columns, 1))
     (line,) = before.updated(folder, [beside]).superseded
     assert (line.run, line.counted) == (TRIAL.name, Evidence.read(TRIAL).certified)
+
+
+@pytest.mark.parametrize(
+    ("values", "tells"),
+    [
+        (np.zeros(50), False),
+        (np.arange(50) / 50, True),
+        (np.tile([26, 0], (50, 1)), False),
+        (np.concatenate([np.tile([26, 0], (50, 1)), np.tile([20, 6], (CONTESTED - 1, 1))]), False),
+        (np.concatenate([np.tile([26, 0], (50, 1)), np.tile([20, 6], (CONTESTED, 1))]), True),
+    ],
+)
+def test_rows_that_two_networks_may_share_tell_nothing_apart(values, tells):
+    assert _tells_apart(values) == tells

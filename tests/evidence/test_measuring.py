@@ -331,12 +331,19 @@ def test_slow_predictions_are_measured_on_few_images(monkeypatch):
     calls = []
 
     class Slow:
+        def __init__(self, batch=1):
+            self.batch = batch
+
+        def images_at_once(self):
+            return self.batch
+
         def predict(self, images):
             calls.append(len(images))
             return torch.zeros(len(images))
 
     monkeypatch.setattr(measuring, "PREDICTED_SECONDS", 0.0)
     assert measuring.prediction_time(Slow(), torch.zeros(100, 1, 2, 2))["images"] == 1
+    assert measuring.prediction_time(Slow(16), torch.zeros(100, 1, 2, 2))["images"] == 16
     monkeypatch.setattr(measuring, "PREDICTED_SECONDS", 1e9)
     calls.clear()
     assert measuring.prediction_time(Slow(), torch.zeros(100, 1, 2, 2))["images"] == 100

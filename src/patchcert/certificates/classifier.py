@@ -207,6 +207,10 @@ class Classifier(ABC):
         """How many images an interruptible proof certifies at a time; None where verdicts do not depend on it."""
         return 256
 
+    def images_at_once(self) -> int:
+        """How many images a prediction looks at, whether they are asked for or blank."""
+        return 1
+
     def passes(self, height: int, width: int) -> int | None:
         """How many forward passes of the model a prediction of one image takes at least; None where it is not known."""
         return None

@@ -381,6 +381,10 @@ class LocalVotes(VoteClassifier):
         """Receptive fields are found once for each block, so that few large ones are best where passes are quick."""
         return 256 if device.type == "cpu" else 2048
 
+    def images_at_once(self) -> int:
+        """Those of a batch, whose shape is the same for one image."""
+        return self.batch_size
+
     def passes(self, height: int, width: int) -> int | None:
         return 2 if self.mirrored else 1
 

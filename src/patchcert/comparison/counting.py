@@ -118,16 +118,19 @@ class Proof:
 
 
 def proofs_of_results(results: Results) -> tuple[Proof, ...]:
-    """Certificates of all test images against the patch that a run was trained against, or against any where that does
-    not matter in training, in results of training."""
+    """Certificates of all test images against squares, and against other patches that a run was trained against or that
+    do not matter in its training, in results of training."""
     found = ((result, each) for result in results.all() for each in result.evidence)
     return tuple(
         Proof(each, Network.of_result(result, each))
         for result, each in found
         if each.kind == "certify"
         and each.selection.is_whole_test_set
-        and (each.threat == result.spec.threat or not result.spec.strategy.has_threat)
         and isinstance(each.threat, Patch)
+        and (
+            each.threat in (result.spec.threat, Patch(each.threat.height))
+            or not result.spec.strategy.has_threat
+        )
     )
 
 
