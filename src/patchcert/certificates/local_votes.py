@@ -472,6 +472,7 @@ class LocalVotes(VoteClassifier):
 
 _PROBED = 4
 _SPREAD = 8.0
+"""How far the classes of what is left over are apart where an attack looks at it, on average over windows."""
 _NEIGHBOURS = 8
 """Pixels next to each other, in rows and columns, that are probed: tiles of transforms are no larger."""
 

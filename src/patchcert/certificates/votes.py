@@ -308,8 +308,8 @@ def _zero_at(labels: Labels, margins: VoteMargins) -> VoteMargins:
 
 
 def maximal(windows: Windows) -> Windows:
-    """Each window once, without those inside another: of scores that are not negative, none is weightier, and what
-    touches no more than one of them holds is held without it."""
+    """Each window once, without those inside another: of scores that are not negative none is weightier, and the outer
+    one holds whatever they hold."""
     distinct = windows.unique(dim=0)
     counts = distinct.double()
     is_inside = counts @ (1 - counts).T == 0  # of distinct windows, a set is inside itself or a larger one
