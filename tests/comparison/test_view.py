@@ -120,6 +120,26 @@ def test_the_plot_has_a_line_for_each_patch_and_the_best_that_others_state():
     assert "70.00% certified" in drawing.attrib["aria-label"]
 
 
+def test_points_name_the_network_where_two_share_a_method():
+    rows = [replace(OURS, network="resnet50, 64 filters"), replace(OURS, network="vit", certified=40.0)]
+    (panel,) = panels([*rows, replace(OURS, method="another", network="vit")])
+    assert [point.label for line in panel.lines for point in line.points] == [
+        "bands of 4 columns, resnet50",
+        "another",
+        "bands of 4 columns, vit",
+    ]
+
+
+def test_panels_stand_two_by_two():
+    made = panels([replace(OURS, data=name) for name in ("cifar10", "imagenet", "mnist")])
+    assert [(panel.left, panel.top) for panel in made] == [(0, 0), (580, 0), (0, 360)]
+    drawing = ElementTree.fromstring(
+        plot([replace(OURS, data=name) for name in ("cifar10", "imagenet", "mnist")])
+    )
+    assert drawing.attrib["viewBox"] == "0 0 1160.0 720.0"
+    assert all(float(circle.attrib["cy"]) < 720 for circle in drawing.findall(".//{*}circle"))
+
+
 def test_rows_whose_cost_or_threat_is_another_are_not_drawn():
     for row in (
         replace(OURS, cost=Cost()),

@@ -16,8 +16,10 @@ from patchcert.report.tables import Cell, Column, Table
 
 TITLE = "Kinds of proof compared"
 UNKNOWN = "-"
-PANEL, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520.0, 360.0, 48.0, 200.0, 34.0, 46.0
+PANEL, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 580.0, 360.0, 48.0, 276.0, 34.0, 46.0
 LABEL_GAP = 14.0
+ACROSS = 2
+"""Panels beside each other, so that their words can be read on a page."""
 STYLES = ("first", "second", "third", "fourth")
 _STATED = {
     "evidence": "stated, with the sum of its evidence",
@@ -99,7 +101,7 @@ def _headline(row: Row) -> tuple[Cell, ...]:
         row.data,
         row.patch,
         _PRECISION.sub("", row.method),
-        row.network and row.network.partition(",")[0],
+        _short(row),
         row.clean,
         row.certified,
         None if seeds is None else _seed_words(replace(seeds, counted=None)),
@@ -198,6 +200,7 @@ class Panel:
     rows: tuple[Row, ...]
     others: tuple[Row, ...]
     left: float
+    top: float
 
     @cached_property
     def x(self) -> Axis:
@@ -209,16 +212,19 @@ class Panel:
 
     @cached_property
     def y(self) -> Axis:
-        return replace(nice_axis("", 0.0, 100.0, suffix="%"), start=HEIGHT - BOTTOM, end=TOP)
+        return replace(
+            nice_axis("", 0.0, 100.0, suffix="%"), start=self.top + HEIGHT - BOTTOM, end=self.top + TOP
+        )
 
     @cached_property
     def lines(self) -> tuple[PlotLine, ...]:
         """One for each patch, the smallest first."""
         patches = dict.fromkeys(row.patch for row in sorted(self.rows, key=_area))
         wanted = [self.y.place(row.certified) for row in self.rows]
-        heights = dict(zip(map(id, self.rows), spread(wanted, LABEL_GAP, TOP, HEIGHT - BOTTOM), strict=True))
+        heights = spread(wanted, LABEL_GAP, self.y.end, self.y.start)
+        by_row = dict(zip(map(id, self.rows), heights, strict=True))
         return tuple(
-            self._line(patch, STYLES[number % len(STYLES)], heights) for number, patch in enumerate(patches)
+            self._line(patch, STYLES[number % len(STYLES)], by_row) for number, patch in enumerate(patches)
         )
 
     def _line(self, patch: str, style: str, heights: dict[int, float]) -> PlotLine:
@@ -228,7 +234,7 @@ class Panel:
             PlotPoint(
                 self.x.place(math.log10(_cost(row))),
                 self.y.place(row.certified),
-                _PRECISION.sub("", row.method),
+                _point_words(row, rows),
                 f"{row.method}, {row.network}, {patch}: {row.certified:.2f}% certified, "
                 f"{_cost(row):.3g} multiply-adds",
                 heights[id(row)],
@@ -263,7 +269,8 @@ def panels(rows: Sequence[Row]) -> tuple[Panel, ...]:
             name,
             tuple(row for row in drawn if row.data == name),
             tuple(row for row in stated if row.data == name),
-            number * PANEL,
+            number % ACROSS * PANEL,
+            number // ACROSS * HEIGHT,
         )
         for number, name in enumerate(data)
     )
@@ -271,6 +278,18 @@ def panels(rows: Sequence[Row]) -> tuple[Panel, ...]:
 
 def _is_drawn(row: Row) -> bool:
     return row.promise == "recovery" and row.pixels == "native" and row.placements == "everywhere"
+
+
+def _point_words(row: Row, drawn: Sequence[Row]) -> str:
+    """The method, and the network where another one is drawn with the same."""
+    method = _PRECISION.sub("", row.method)
+    networks = {other.network for other in drawn if other.method == row.method}
+    return method if len(networks) == 1 else f"{method}, {_short(row)}"
+
+
+def _short(row: Row) -> str:
+    """The network without its sizes."""
+    return (row.network or UNKNOWN).partition(",")[0]
 
 
 def _cost(row: Row) -> float:
@@ -287,7 +306,8 @@ def plot(rows: Sequence[Row]) -> str:
         for line in panel.lines
     )
     template = page_environment("patchcert.comparison").get_template("plot.svg.j2")
-    return template.render(panels=made, width=PANEL * max(1, len(made)), height=HEIGHT, summary=summary)
+    width, height = PANEL * max(1, min(ACROSS, len(made))), HEIGHT * max(1, math.ceil(len(made) / ACROSS))
+    return template.render(panels=made, width=width, height=height, summary=summary)
 
 
 def page(rows: Sequence[Row]) -> str:
