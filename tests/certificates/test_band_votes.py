@@ -50,6 +50,7 @@ def bands(model, **settings):
     [
         partial(bands),
         partial(bands, orientation="both", wrap=False, threshold=0.45),
+        partial(bands, aggregation="double-masked", scores="logits", masked=2),
         pytest.param(
             lambda model: BlockVotes(SeesParts(model), size=2, ties="abstain", batch_size=64),
             marks=pytest.mark.slow,
@@ -171,6 +172,12 @@ def test_the_classical_count_of_several_patches_proves_less_and_odd_questions_ar
         votes.certified_by_count(images, torch.tensor([1, 2]), Patch(1))
 
 
+def test_votes_that_are_double_masked_are_not_counted():
+    votes = BandVotes(BrightParts(), width=1, aggregation="double-masked", masked=2)
+    with pytest.raises(InvalidInput, match="votes are not counted with aggregation='double-masked'"):
+        votes.certified_by_count(torch.zeros(1, 1, 4, 6), torch.tensor([0]), Patch(2))
+
+
 def test_weights_of_16_bits_need_the_lead_of_their_type():
     model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Flatten(), nn.Linear(48, 2)).eval()
     assert BandVotes(model).needed_lead == BandVotes(model.double()).needed_lead == 2**-14
@@ -260,6 +267,21 @@ def test_base_models_whose_votes_are_no_function_of_their_part_are_refused(model
         (lambda model: BandVotes(model, ties="first"), "ties is 'first'; expected one of lowest, abstain"),
         (lambda model: BandVotes(model, orientation="diagonal"), "orientation is 'diagonal'"),
         (lambda model: BandVotes(model, slack=-1.0), "slack is -1.0"),
+        (
+            lambda model: BandVotes(model, scores="positive"),
+            "scores is 'positive'; expected one of votes, softmax",
+        ),
+        (lambda model: BandVotes(model, scores="softmax"), "a sum counts votes"),
+        (
+            lambda model: BandVotes(
+                model, scores="logits", aggregation="double-masked", masked=5, threshold=0.3
+            ),
+            "thresholds make votes",
+        ),
+        (
+            lambda model: BandVotes(model, aggregation="double-masked"),
+            "leave out what a patch of `masked` pixels",
+        ),
         (lambda model: BandVotes(model.forward), "the model must be a torch.nn.Module, got method"),
     ],
 )
@@ -308,6 +330,14 @@ def test_the_description_names_what_decides():
         "slack": 2**-14,
     }
     assert pc.BlockVotes(nn.Identity(), size=8).describe()["size"] == 8
+    masked = pc.BandVotes(nn.Identity(), aggregation="double-masked", scores="logits", masked=(2, 3))
+    described = masked.describe()
+    assert (described["aggregation"], described["scores"], described["masked"]) == (
+        "double-masked",
+        "logits",
+        [2, 3],
+    )
+    assert BandVotes.described(masked.model, described).describe() == described
 
 
 def test_stored_rows_that_do_not_follow_from_votes_are_found():
@@ -344,9 +374,10 @@ def test_every_certified_image_leads_by_what_it_must(wrap, stride):
     assert BandVotes.contradiction(columns, meta) == ""
 
 
-def test_attacks_follow_softened_votes_and_break_nothing_certified():
-    votes = BandVotes(BrightParts(), width=1)
-    images = torch.rand(12, 1, 4, 8, generator=torch.Generator().manual_seed(5)) * 0.8
+@pytest.mark.parametrize("settings", [{}, {"aggregation": "double-masked", "scores": "softmax", "masked": 2}])
+def test_attacks_follow_softened_votes_and_break_nothing_certified(settings):
+    votes = BandVotes(BrightParts(), width=1, **settings)
+    images = torch.rand(12, 1, 4, 8, generator=torch.Generator().manual_seed(5)) * 0.9
     labels = votes.predict(images)
     certified = votes.certify(images, labels, Patch(2)).certified
     images.requires_grad_()

@@ -14,8 +14,8 @@ from patchcert.bounds.geometry import Geometry
 from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.bounds.operations import Monotone, Operation
 from patchcert.certificates import batches
-from patchcert.certificates.local_votes import LocalVotes, local_sight, receptive_field, sight, soften
-from patchcert.certificates.votes import slow_margins
+from patchcert.certificates.local_votes import LocalVotes, local_sight, receptive_field, sight
+from patchcert.certificates.votes import slow_margins, soften
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError, UnsupportedLayer
 from patchcert.testing import check_certifier
 from patchcert.testing.brute_force import members

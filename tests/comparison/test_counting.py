@@ -132,6 +132,11 @@ def test_refined_proofs_are_found_by_the_weights_of_the_zoo(tmp_path):
         ),
         (pc.BandVotes(nn.Identity(), width=8, stride=4), 8, "bands of 8 columns at every 4"),
         (pc.BlockVotes(nn.Identity()), 1024, "blocks of 12x12"),
+        (
+            pc.BandVotes(nn.Identity(), aggregation="double-masked", masked=5),
+            32,
+            "bands of 4 columns, double masked",
+        ),
         (pc.LocalVotes(nn.Identity()), 1, "local votes, sum"),
         (
             pc.LocalVotes(nn.Identity(), aggregation="masked-sum", scores="positive", masked=5),

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final, get_args
 
 import numpy as np
 import torch
@@ -13,7 +13,10 @@ from patchcert.certificates.batches import FixedBatches, MeanVote, Precision, ch
 from patchcert.certificates.checks import check_inputs, check_labels, check_some, weight_dtype
 from patchcert.certificates.classifier import AnyThreat, Columns, first_row
 from patchcert.certificates.votes import (
+    Aggregation,
+    ScoreKind,
     Scores,
+    SoftVotes,
     Ties,
     Touched,
     VoteClassifier,
@@ -28,6 +31,7 @@ from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch, threat_from_dict
 
 Orientation = Literal["column", "row", "both"]
+PartScores = Literal["votes", "softmax", "logits"]
 Views = Annotated[Tensor, "cells h w"]
 """True on the pixels that each vote sees."""
 
@@ -90,24 +94,48 @@ class PartVotes(VoteClassifier):
     for nothing. Which votes a patch can change is looked up for each placement, exactly and for any stamp: those that
     see one of its pixels. A vote counts towards a proof only if it stays the same when every logit moves by half of
     `slack` times the image's largest: the largest logit must lead by more than the slack.
+
+    With `aggregation="double-masked"` and `masked`, the side of the patch, double masking of parts decides instead
+    (`VoteClassifier` says how). It also takes `scores` that say more than votes: the softmax of a part, or by how much
+    a logit exceeds the part's least.
     """
 
     wrap: bool = True
     stride: int = 1
     threshold: float | None = None
+    aggregation: Aggregation = "sum"
+    scores: PartScores = "votes"
+    masked: int | tuple[int, int] | None = None
     ties: Ties = "lowest"
     precision: Precision = "float32"
     slack: float | None = None
     batch_size: int = 512
+    optional: ClassVar[tuple[str, ...]] = ("aggregation", "scores", "masked")
 
     def __post_init__(self) -> None:
+        if self.scores not in get_args(PartScores):
+            raise InvalidInput(
+                f"scores is {self.scores!r}; expected one of {', '.join(get_args(PartScores))}"
+            )
         super().__post_init__()
         check_counts(stride=self.stride)
+        if self.scores != "votes" and (self.aggregation == "sum" or self.threshold is not None):
+            raise InvalidInput(
+                f"scores is {self.scores!r} with aggregation={self.aggregation!r} and threshold={self.threshold}: a "
+                "sum counts votes, and thresholds make votes",
+                hint="give aggregation='double-masked', masked=5 for patches of 5x5, and no threshold; or no scores",
+            )
         if self.threshold is not None and not 0 < self.threshold < 1:
             raise InvalidInput(
                 f"threshold is {self.threshold!r}; a vote asks for a softmax of more than 0 and less than 1",
                 hint="0.2 to 0.4 are usual; None votes for the largest logit alone",
             )
+
+    @property
+    def score_kind(self) -> ScoreKind:
+        if self.scores != "votes":
+            return self.scores
+        return "one-hot" if self.threshold is None else "threshold"
 
     @abstractmethod
     def views(self, height: int, width: int) -> Views:
@@ -116,6 +144,11 @@ class PartVotes(VoteClassifier):
     def certified_by_count(self, images: Images, labels: Labels, threat: AnyThreat) -> Annotated[Tensor, "n"]:
         """What the classical count of touched votes proves, which is never more than `certify` does."""
         check_inputs(self.model, images, labels)
+        if self.aggregation != "sum":
+            raise InvalidInput(
+                f"votes are not counted with aggregation={self.aggregation!r}",
+                hint="use certify, or a sum of votes",
+            )
         patch, patches = self._patch_and_count(threat)
         touched, scores = self.touched(patch, images), self.local_scores(images)
         check_labels(labels, scores.values.shape[1])
@@ -144,8 +177,7 @@ class PartVotes(VoteClassifier):
             if progress is not None:
                 progress((int(rows[-1]) + 1) / each, len(images))
         logits = torch.cat(found).unflatten(0, (len(images), each))
-        kind = "one-hot" if self.threshold is None else "threshold"
-        return cell_scores(logits.mT, kind, self.needed_lead, self.threshold)
+        return cell_scores(logits.mT, self.score_kind, self.needed_lead, self.threshold)
 
     def images_per_block(self, device: torch.device) -> int | None:
         """As many as a few seconds serve."""
@@ -166,6 +198,8 @@ class PartVotes(VoteClassifier):
         """
         settings, (channels, height, width) = meta["classifier"], meta["data"]["image"]
         described = cls.described(nn.Identity(), settings)
+        if described.aggregation != "sum":
+            return super().contradiction(columns, meta)
         patch, _ = described._patch_and_count(threat_from_dict(meta["threat"]))
         touched = described.touched(patch, torch.zeros(1, channels, height, width))
         (places, parts), least = touched.shape, int(touched.sum(dim=0).min())
@@ -183,13 +217,17 @@ class PartVotes(VoteClassifier):
         return super().contradiction(columns, meta) or unfit
 
     def surrogate(self) -> nn.Module:
-        """The mean of the base model's softmax over all parts, in logarithms."""
+        """The mean of the base model's softmax over all parts, in logarithms, or `SoftVotes` of what windows leave."""
 
         def copies(images: Images) -> Iterator[Tensor]:
             for view in self.views(*images.shape[2:]).to(images.device):
                 yield encode_visible(images, view[None])
 
-        return MeanVote(self.model, copies)
+        if self.aggregation == "sum":
+            return MeanVote(self.model, copies)
+        return SoftVotes(
+            self, self.model, lambda images: torch.stack([self.model(each) for each in copies(images)], dim=2)
+        )
 
     def _base(self, images: Images, views: Views, with_probe: bool) -> FixedBatches:
         shown = encode_visible(images[:1], views[:1])

@@ -170,6 +170,8 @@ class Classifier(ABC):
     """What in `describe` decides verdicts, but no prediction."""
     undescribed: ClassVar[tuple[str, ...]] = ("model", "batch_size")
     """Fields that are no settings, or decide neither."""
+    optional: ClassVar[tuple[str, ...]] = ()
+    """Settings that `describe` leaves out where they have their default: older evidence does not know them."""
 
     @abstractmethod
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
@@ -188,9 +190,13 @@ class Classifier(ABC):
     def describe(self) -> dict[str, Any]:
         """The method's name and every setting that decides a verdict, as plain JSON; evidence is named by it.
 
-        Unless a method says otherwise, these are all fields but the `undescribed` ones.
+        Unless a method says otherwise, these are all fields but the `undescribed` ones, and `optional` ones at their
+        default.
         """
-        names = [each.name for each in fields(self) if each.name not in self.undescribed]  # pyright: ignore[reportArgumentType]
+        each_field = fields(self)  # pyright: ignore[reportArgumentType]
+        defaults = {each.name for each in each_field if getattr(self, each.name) == each.default}
+        left_out = {*self.undescribed, *defaults.intersection(self.optional)}
+        names = [each.name for each in each_field if each.name not in left_out]
         settings = {name: getattr(self, name) for name in names}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
         return {"name": type(self).__name__, **plain}

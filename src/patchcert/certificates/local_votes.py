@@ -3,13 +3,11 @@
 Sums of 0/1 scores are certified as BagCert does (Metzen and Yatsura 2021).
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
-from typing import Annotated, Any, ClassVar, Literal, final, get_args
+from functools import reduce
+from typing import Annotated, ClassVar, Literal, final, get_args
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,36 +24,25 @@ from patchcert.certificates.checks import (
     float_weights,
     weight_dtype,
 )
-from patchcert.certificates.classifier import ABSTAINED, AnyThreat, Certificates, Columns, first_row
+from patchcert.certificates.classifier import AnyThreat, Certificates
 from patchcert.certificates.votes import (
-    UNLIMITED,
-    CellCounts,
-    CellScores,
-    MarginsOf,
+    Aggregation,
+    ScoreKind,
     Scores,
+    SoftVotes,
     Ties,
     Touched,
     VoteClassifier,
-    Windows,
     bounded_margins,
     cell_scores,
-    doubly_masked_margins,
-    doubly_masked_winners,
     is_won,
-    masked_margins,
-    masked_totals,
-    maximal,
     scores_between,
-    sum_margins,
-    sum_totals,
-    winners,
 )
 from patchcert.errors import InvalidInput, ModelError, UnsupportedLayer
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
 
-Aggregation = Literal["sum", "masked-sum", "double-masked"]
 LocalScores = Literal["one-hot", "heaviside", "clipped", "softmax", "positive", "logits"]
 Sight = Annotated[Tensor, "pixels rows columns"]
 """True where a cell of a map sees a pixel of the image; pixels row by row."""
@@ -186,15 +173,9 @@ def touched_cells(threat: Patch, seen: Sight, images: Images) -> Touched:
 class LocalVotes(VoteClassifier):
     """Classifies by the sum of local scores, each of which sees a small part of the image: one pass, and a few sums.
 
-    The model takes images to a map (n, classes, rows, columns) of logits. Inside the classifier they become scores of
-    at least 0 (`scores`; see `votes.ScoreKind`), in whole units, so that every sum is exact. `sum` predicts the class
-    with the largest sum. `masked-sum` first leaves out, class by class, the window of cells that gives it most; windows
-    are the cells that a patch of `masked` pixels (a side, or height and width) can touch. A patch then gains nothing by
-    large scores, which need no upper limit. `double-masked` is double masking (`DoubleMasking`) of cells instead of
-    pixels: the class that leads in what most windows leave over wins, unless another one leads outside some window, and
-    outside of it and each second window too. Sums behind windows that hold all touched cells show nothing of a patch,
-    so that scores need no limit either, and of the patch that windows are made for it proves all that the others prove.
-    Which cells a placement touches is read off the traced graph, exactly and for any stamp.
+    The model takes images to a map (n, classes, rows, columns) of logits. Inside the classifier they become `scores`
+    (`votes.ScoreKind`), which `aggregation` puts together (`VoteClassifier` says how). Which cells a placement touches
+    is read off the traced graph, exactly and for any stamp.
 
     A cell that the patch does not touch counts towards a proof with the least score (or for other classes the most)
     that it has when every logit moves by half of `slack` times the image's largest.
@@ -217,25 +198,14 @@ class LocalVotes(VoteClassifier):
     mirrored: bool = False
     batch_size: int = 128
     of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack", "bounded")
+    optional: ClassVar[tuple[str, ...]] = ("bounded", "mirrored")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, kinds in (("aggregation", get_args(Aggregation)), ("scores", get_args(LocalScores))):
-            if getattr(self, name) not in kinds:
-                raise InvalidInput(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(kinds)}")
-        if (self.aggregation == "sum") != (self.masked is None):
+        if self.scores not in get_args(LocalScores):
             raise InvalidInput(
-                f"aggregation is {self.aggregation!r} with masked={self.masked}: a masked sum and double masking leave "
-                "out what a patch of `masked` pixels can touch, a sum nothing",
-                hint="give aggregation='double-masked' and masked=5 for patches of 5x5, or neither",
+                f"scores is {self.scores!r}; expected one of {', '.join(get_args(LocalScores))}"
             )
-        if self.aggregation == "sum" and self.scores in UNLIMITED:
-            raise InvalidInput(
-                f"a sum of scores without upper limit ({self.scores!r}) can be moved anywhere by one cell",
-                hint="choose scores='one-hot', 'heaviside', 'clipped' or 'softmax', or aggregation='double-masked'",
-            )
-        if self.masked is not None:
-            Patch(self.masked)
         if self.bounded and self.mirrored:
             raise InvalidInput(
                 "bounded=True with mirrored=True: intervals bound the scores of one pass, not the mean of two",
@@ -252,6 +222,10 @@ class LocalVotes(VoteClassifier):
                 f"{', '.join(_BOUNDED)} scores in float32",
                 hint="leave out bounded, or choose scores='clipped' and precision='float32'",
             )
+
+    @property
+    def score_kind(self) -> ScoreKind:
+        return self.scores
 
     def certify(
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
@@ -315,35 +289,6 @@ class LocalVotes(VoteClassifier):
         network, (height, width) = trace_local(self.model, images.shape[1:]), images.shape[2:]
         return touched_cells(threat, local_sight(network, height, width, self.mirrored), images)
 
-    def windows(self, images: Images) -> Windows:
-        """The sets of cells of which one or two are left out; part of the classifier, and so kept once found."""
-        size = (images.shape[2], images.shape[3])
-        if size not in self._windows:
-            assert self.masked is not None
-            self._windows[size] = maximal(self.touched(Patch(self.masked), images))
-        return self._windows[size].to(images.device)
-
-    def decide(self, values: CellScores, images: Images) -> tuple[Labels, CellCounts]:
-        """By the sum, or masked sum, of scores of images of this size, or by the number of windows for which a class
-        leads."""
-        if self.aggregation == "double-masked":
-            return doubly_masked_winners(values, self.windows(images), self.ties)
-        totals = self.totals(values, images)
-        return winners(totals, self.ties), totals
-
-    def totals(self, scores: CellScores, images: Images) -> Annotated[Tensor, "n k"]:
-        """The sum of scores, for a masked sum without the weightiest window."""
-        is_masked = self.aggregation == "masked-sum"
-        return masked_totals(scores, self.windows(images)) if is_masked else sum_totals(scores)
-
-    def margins_of(self, images: Images) -> MarginsOf:
-        if self.aggregation == "sum":
-            return sum_margins
-        windows = self.windows(images)
-        if self.aggregation == "masked-sum":
-            return partial(masked_margins, windows=windows)
-        return partial(doubly_masked_margins, windows=windows, ties=self.ties)
-
     @torch.no_grad()
     def local_scores(
         self, images: Images, progress: Progress | None = None, with_probe: bool = False
@@ -373,10 +318,6 @@ class LocalVotes(VoteClassifier):
             logits.double().mean(dim=1), self.scores, self.needed_lead, sizes=sizes[:, None, None]
         )
 
-    def describe(self) -> dict[str, Any]:
-        left_out = [name for name in ("bounded", "mirrored") if not getattr(self, name)]
-        return {name: value for name, value in super().describe().items() if name not in left_out}
-
     def images_per_block(self, device: torch.device) -> int | None:
         """Receptive fields are found once for each block, so that few large ones are best where passes are quick."""
         return 256 if device.type == "cpu" else 2048
@@ -389,25 +330,9 @@ class LocalVotes(VoteClassifier):
         return 2 if self.mirrored else 1
 
     def surrogate(self) -> nn.Module:
-        """The mean local score, softened where it is 0 or 1; behind two masks, the mean of what the model says then."""
-        return _SoftVotes(self)
-
-    @classmethod
-    def contradiction(cls, columns: Columns, meta: Mapping[str, Any]) -> str:
-        """The prediction follows from votes; with double masking it leads for one window at least."""
-        if meta["classifier"]["aggregation"] != "double-masked":
-            return super().contradiction(columns, meta)
-        votes, predictions = columns["votes"], columns["prediction"]
-        own = votes[np.arange(len(votes)), predictions.clip(0)]
-        is_led = (predictions == ABSTAINED) | ((predictions >= 0) & (own > 0))
-        if meta["classifier"]["ties"] == "lowest":  # every window votes
-            is_led &= (predictions >= 0) & (votes.sum(axis=1) == votes[:1].sum())
-        row = first_row((votes < 0).any(axis=1) | ~is_led)
-        return "" if row is None else f"the prediction of row {row} does not follow from its votes"
-
-    @cached_property
-    def _windows(self) -> dict[tuple[int, int], Windows]:
-        return {}
+        """`SoftVotes` of the mean logits of all passes."""
+        flat = _FlatMaps(self.model, self.mirrored)
+        return SoftVotes(self, flat, lambda images: flat.by_pass(flat(images)).mean(dim=1))
 
     @torch.no_grad()
     def _check_trace(self, network: Network, images: Images) -> None:
@@ -471,8 +396,6 @@ class LocalVotes(VoteClassifier):
 
 
 _PROBED = 4
-_SPREAD = 8.0
-"""How far the classes of what is left over are apart where an attack looks at it, on average over windows."""
 _NEIGHBOURS = 8
 """Pixels next to each other, in rows and columns, that are probed: tiles of transforms are no larger."""
 
@@ -507,39 +430,3 @@ class _FlatMaps(nn.Module):
     def by_pass(self, rows: Annotated[Tensor, "n _"]) -> Annotated[Tensor, "n passes k cells"]:
         """The numbers of each image, by pass, class and cell."""
         return rows.unflatten(1, (2 if self.mirrored else 1, self.classes, -1))
-
-
-@final
-class _SoftVotes(nn.Module):
-    """What an attack differentiates in place of votes."""
-
-    def __init__(self, votes: LocalVotes) -> None:
-        super().__init__()
-        self.votes, self.model = votes, _FlatMaps(votes.model, votes.mirrored)
-        self.training = votes.model.training
-
-    def forward(self, images: Images) -> Annotated[Tensor, "n k"]:
-        """The mean over cells; a masked sum's without the window that gives a class most. Of double masking the mean
-        softmax of what each window, and two of them, leave over, in logarithms."""
-        logits = self.model.by_pass(self.model(images)).mean(dim=1)
-        scores = soften(logits, self.votes.scores)
-        if self.votes.aggregation != "double-masked":
-            return self.votes.totals(scores, images) / scores.shape[2]
-        windows = self.votes.windows(images)
-        hidden = torch.cat([windows, windows | windows.roll(max(1, len(windows) // 2), 0)])
-        left_over = scores @ (~hidden).to(scores).T
-        # Classes are as far apart as makes a softmax neither flat nor without a gradient, whatever unit scores have.
-        spread = (left_over.amax(dim=1) - left_over.amin(dim=1)).mean(dim=1).detach()
-        scaled = left_over * (_SPREAD / spread.clamp(min=1e-6))[:, None, None]
-        return scaled.log_softmax(dim=1).logsumexp(dim=2) - math.log(len(hidden))
-
-
-def soften(logits: Annotated[Tensor, "n k cells"], kind: LocalScores) -> Annotated[Tensor, "n k cells"]:
-    """Scores near those of the kind that have a gradient everywhere, where votes and limits have none."""
-    if kind in ("one-hot", "softmax"):
-        return logits.softmax(dim=1)
-    if kind == "positive":
-        return F.softplus(logits)
-    if kind == "logits":
-        return logits - logits.amin(dim=1, keepdim=True)
-    return (4 * logits - 2).sigmoid() if kind == "clipped" else logits.sigmoid()

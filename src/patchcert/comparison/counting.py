@@ -360,8 +360,13 @@ def _masks(kind: str, settings: Settings) -> str:
     return ", ".join([kind, f"{rows}x{columns} masks", *more])
 
 
-def _strided(words: str, settings: Settings) -> str:
-    return f"{words} at every {settings['stride']}" if settings.get("stride", 1) > 1 else words
+def _parts(words: str, settings: Settings) -> str:
+    words = f"{words} at every {settings['stride']}" if settings.get("stride", 1) > 1 else words
+    return f"{words}, {_aggregated(settings)}" if "aggregation" in settings else words
+
+
+def _aggregated(settings: Settings) -> str:
+    return settings["aggregation"].replace("-", " ")
 
 
 _REFINED = {None: "intervals", "linear": "intervals and linear bounds", "split": "intervals, refined"}
@@ -370,10 +375,8 @@ _METHODS: Mapping[str, Callable[[Settings], str]] = {
     "IntervalBounds": lambda how: _REFINED[how.get("refine")],
     "DoubleMasking": lambda how: _masks("masking", how),
     "MaskedDetection": lambda how: _masks("detection", how),
-    "BandVotes": lambda how: _strided(f"bands of {how['width']} {_BANDS[how['orientation']]}", how),
-    "BlockVotes": lambda how: _strided(f"blocks of {how['size']}x{how['size']}", how),
-    "LocalVotes": lambda how: (
-        f"local votes, {how['aggregation'].replace('-', ' ')}{', mirrored' if how.get('mirrored') else ''}"
-    ),
+    "BandVotes": lambda how: _parts(f"bands of {how['width']} {_BANDS[how['orientation']]}", how),
+    "BlockVotes": lambda how: _parts(f"blocks of {how['size']}x{how['size']}", how),
+    "LocalVotes": lambda how: f"local votes, {_aggregated(how)}{', mirrored' if how.get('mirrored') else ''}",
     "RandomAblation": lambda how: f"random ablation, {how['retained']} pixels kept",
 }

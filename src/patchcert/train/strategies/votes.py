@@ -10,15 +10,17 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.certificates.band_votes import Orientation, Views, band_views, block_views, encode_visible
-from patchcert.certificates.local_votes import (
+from patchcert.certificates.local_votes import LocalScores, local_sight, touched_cells, trace_local
+from patchcert.certificates.votes import (
+    LARGEST,
+    UNLIMITED,
     Aggregation,
-    LocalScores,
-    local_sight,
+    Windows,
+    masked_totals,
+    maximal,
     soften,
-    touched_cells,
-    trace_local,
+    sum_totals,
 )
-from patchcert.certificates.votes import LARGEST, UNLIMITED, Windows, masked_totals, maximal, sum_totals
 from patchcert.errors import PatchcertError, SpecError, at_least
 from patchcert.tensors import Images, Labels, Margins
 from patchcert.threats import Patch
