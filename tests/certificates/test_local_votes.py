@@ -15,7 +15,8 @@ from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.bounds.operations import Monotone, Operation
 from patchcert.certificates import batches
 from patchcert.certificates.local_votes import LocalVotes, local_sight, receptive_field, sight
-from patchcert.certificates.votes import slow_margins, soften
+from patchcert.certificates.vote_classifier import soften
+from patchcert.certificates.votes import slow_margins
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError, UnsupportedLayer
 from patchcert.testing import check_certifier
 from patchcert.testing.brute_force import members

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from patchcert.certificates.batches import FixedBatches, MeanVote, Precision, check_counts, copies_at_once
 from patchcert.certificates.checks import check_inputs, check_labels, check_some, weight_dtype
 from patchcert.certificates.classifier import AnyThreat, Columns, first_row
+from patchcert.certificates.vote_classifier import SoftVotes, VoteClassifier
 from patchcert.certificates.votes import (
     Aggregation,
     ScoreKind,
     Scores,
-    SoftVotes,
     Ties,
     Touched,
-    VoteClassifier,
     cell_scores,
     is_won_by_count,
     sum_totals,

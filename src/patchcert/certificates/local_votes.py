@@ -25,14 +25,13 @@ from patchcert.certificates.checks import (
     weight_dtype,
 )
 from patchcert.certificates.classifier import AnyThreat, Certificates
+from patchcert.certificates.vote_classifier import SoftVotes, VoteClassifier
 from patchcert.certificates.votes import (
     Aggregation,
     ScoreKind,
     Scores,
-    SoftVotes,
     Ties,
     Touched,
-    VoteClassifier,
     bounded_margins,
     cell_scores,
     is_won,

@@ -11,6 +11,7 @@ from torch import Generator, Tensor, nn
 
 from patchcert.certificates.band_votes import Orientation, Views, band_views, block_views, encode_visible
 from patchcert.certificates.local_votes import LocalScores, local_sight, touched_cells, trace_local
+from patchcert.certificates.vote_classifier import soften
 from patchcert.certificates.votes import (
     LARGEST,
     UNLIMITED,
@@ -18,7 +19,6 @@ from patchcert.certificates.votes import (
     Windows,
     masked_totals,
     maximal,
-    soften,
     sum_totals,
 )
 from patchcert.errors import PatchcertError, SpecError, at_least
