@@ -103,6 +103,15 @@ def test_whoever_watches_knows_how_long_it_takes_and_changes_nothing(tmp_path):
     assert same_weights(watched.model(), train_run(tiny(), tmp_path / "alone", CPU).model())
 
 
+@pytest.fixture
+def interrupts_raise():
+    """What Python does with an interrupt in the foreground; a process in the background is started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts_raise")
 def test_a_first_interrupt_is_answered_at_once_and_a_second_one_interrupts():
     answers = []
     with stop_on_interrupt(lambda: answers.append("yes")) as stop:
