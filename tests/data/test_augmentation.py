@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patchcert.data.augmentation import random_colours, random_crop, random_flip, random_turns
+from patchcert.data.augmentation import random_colours, random_crop, random_flip, random_turns, random_warps
 from patchcert.errors import InvalidInput
 from patchcert.testing.conformance import seeded
 
@@ -83,6 +83,27 @@ def test_a_turn_keeps_the_shape_of_things_on_images_that_are_not_square():
     images[:, :, 8:13, 18:23] = 1
     turned = random_turns(images, 45.0, 0.0, seeded(0))
     assert (turned.sum(dim=(1, 2, 3)) - 25).abs().max() < 1.5
+
+
+def test_half_of_the_images_are_warped_and_the_others_stay():
+    images = torch.rand(1000, 1, 9, 7, generator=seeded(0))
+    warped = random_warps(images, 2.0, seeded(1))
+    is_same = ((warped - images).abs() < 1e-5).all(dim=(1, 2, 3))
+    assert 440 < is_same.sum() < 560
+    assert warped.min() >= 0
+    assert warped.max() <= 1
+
+
+@pytest.mark.parametrize(("height", "width"), [(21, 41), (28, 28)])
+def test_a_warp_moves_things_by_the_stated_pixels_at_most_along_both_axes(height: int, width: int):
+    rows, columns = (torch.arange(size, dtype=torch.float32) for size in (height, width))
+    images = torch.stack([rows[:, None].expand(-1, width), columns.expand(height, -1)])[None].expand(
+        2000, -1, -1, -1
+    )
+    inside = (..., slice(5, height - 5), slice(5, width - 5))
+    moved = (random_warps(images, 2.0, seeded(0)) - images)[inside].abs()
+    assert 1.5 < moved[:, 0].max() < 2 + 1e-4
+    assert 1.5 < moved[:, 1].max() < 2 + 1e-4
 
 
 def test_colours_stay_within_the_stated_factors_and_in_range():

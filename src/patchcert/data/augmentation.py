@@ -58,3 +58,22 @@ def random_turns(images: Images, degrees: float, stretch: float, generator: Gene
     ]
     grid = F.affine_grid(torch.stack(rows, dim=1), list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, align_corners=False)
+
+
+_KNOTS = 5
+"""Places along each side that `random_warps` moves; those between follow."""
+
+
+def random_warps(images: Images, pixels: float, generator: Generator) -> Images:
+    """Each image, with probability one half, pulled about: knots of a coarse lattice move by up to `pixels` either way,
+    and what lies between them follows. Pixels are interpolated, and zero where nothing was.
+    """
+    count, _, height, width = images.shape
+    luck = 2 * torch.rand(count, 2, _KNOTS, _KNOTS, generator=generator, device=images.device) - 1
+    is_warped = torch.rand(count, generator=generator, device=images.device) < 0.5
+    across, down = F.interpolate(luck, (height, width), mode="bilinear", align_corners=True).unbind(dim=1)
+    # grid_sample asks where in [-1, 1] each pixel comes from: `width` pixels across and `height` down lie between.
+    moved = torch.stack([across * (2 * pixels / width), down * (2 * pixels / height)], dim=3)
+    still = torch.eye(2, 3, device=images.device).expand(count, -1, -1)
+    grid = F.affine_grid(still, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid + moved * is_warped[:, None, None, None], align_corners=False)

@@ -50,8 +50,9 @@ class DataSettings:
     """Which images to learn from, and how they are varied.
 
     `rotation` (in degrees) and `stretch` are the most by which images, each with a chance of one half, are turned and
-    stretched; `colours` is that of brightness, contrast and saturation. `size` is what the images of a folder are
-    brought to, height x width; other data sets have a size of their own.
+    stretched, and `warp` (in pixels) the most by which parts of them are pulled about; `colours` is that of brightness,
+    contrast and saturation. `size` is what the images of a folder are brought to, height x width; other data sets have
+    a size of their own.
     """
 
     name: str = "mnist"
@@ -61,6 +62,7 @@ class DataSettings:
     crop_padding: int = 0
     rotation: float = 0.0
     stretch: float = 0.0
+    warp: float = 0.0
     colours: float = 0.0
     size: str | None = None
 
@@ -70,6 +72,7 @@ class DataSettings:
         at_least(0, "crop_padding", self.crop_padding)
         at_least(0, "rotation", self.rotation)
         _below_one("stretch", self.stretch)
+        at_least(0, "warp", self.warp)
         _below_one("colours", self.colours)
         if self.size is None:
             return

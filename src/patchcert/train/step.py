@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 
 from patchcert.bounds.rounding import fast_arithmetic, precise_arithmetic
 from patchcert.data import Split
-from patchcert.data.augmentation import random_colours, random_crop, random_flip, random_turns
+from patchcert.data.augmentation import random_colours, random_crop, random_flip, random_turns, random_warps
 from patchcert.train.batch_norms import batch_norms
 from patchcert.train.distributed import ALONE, World
 from patchcert.train.recipe import Observation
@@ -185,6 +185,8 @@ class TrainingStep:
             images = random_crop(images, settings.crop_padding, self.trainee.generator)
         if settings.rotation or settings.stretch:
             images = random_turns(images, settings.rotation, settings.stretch, self.trainee.generator)
+        if settings.warp:
+            images = random_warps(images, settings.warp, self.trainee.generator)
         if settings.colours:
             images = random_colours(images, settings.colours, self.trainee.generator)
         return Batch(images, labels, self.plan.world.rows(len(index)))
