@@ -74,6 +74,7 @@ def commands(trained, out):
         "train": tiny_training(out / "run"),
         "certify": ["certify", str(trained), "--limit", "3", "--device", "cpu", "--out", str(out / "e.npz")],
         "attack": [*attack, "--out", str(out / "e.npz")],
+        "join": ["join", str(trained), str(trained), "--out", str(out / "joined.safetensors")],
         "trim": ["trim", str(trained), "--device", "cpu", "--out", str(out / "new" / "run")],
         "report": ["report", str(trained), "--out", str(out / "page.html")],
         "explain": ["explain", str(trained), "3", "--device", "cpu", "--out", str(out / "page.html")],
@@ -101,7 +102,17 @@ def left_in(folder):
     return sorted(str(path.relative_to(folder)) for path in files)
 
 
-REPEATED = ("train", "certify", "attack", "trim", "report", "zoo copy", "zoo add", "reproduce --write")
+REPEATED = (
+    "train",
+    "certify",
+    "attack",
+    "join",
+    "trim",
+    "report",
+    "zoo copy",
+    "zoo add",
+    "reproduce --write",
+)
 
 
 @pytest.mark.parametrize("name", commands(Path(), Path()))

@@ -31,6 +31,8 @@ patchcert export zoo:mnist-5x5-cnn2 --onnx cnn2.onnx
 patchcert export zoo:mnist-5x5-mlp --vnnlib properties --placements corners --limit 10
 patchcert bench
 patchcert bench --only mlp --json
+patchcert join runs/mlp-2019 runs/mlp-2020 runs/mlp-2021 --out runs/joined.safetensors
+patchcert join zoo:mnist-5x5-mlp runs/mlp --out runs/joined.safetensors
 patchcert trim runs/cnn5w --out runs/cnn5w-trimmed
 patchcert trim runs/cnn5w --half --out runs/cnn5w-trimmed
 patchcert zoo list

@@ -1,6 +1,7 @@
 """Classifiers by name: those of Chiang et al. (2020), your own, and files that hold their weights."""
 
 from patchcert.models import architectures as architectures
+from patchcert.models.joining import join as join
 from patchcert.models.layers import Normalize as Normalize
 from patchcert.models.onnx import OnnxNetwork as OnnxNetwork
 from patchcert.models.onnx import load_onnx as load_onnx

@@ -9,21 +9,15 @@ certified again.
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from patchcert.errors import ModelError
-from patchcert.models.layers import Normalize
-from patchcert.models.registry import ModelSpec, build
-from patchcert.models.storage import find_misfits
+from patchcert.models.chains import Affine, check_chain, rebuild
+from patchcert.models.registry import ModelSpec
 from patchcert.progress import Progress
 from patchcert.tensors import Images
-
-Affine = nn.Conv2d | nn.Linear
-
-_KNOWN = (Normalize, nn.Conv2d, nn.Linear, nn.ReLU, nn.Flatten)
 
 
 def trim(
@@ -34,20 +28,12 @@ def trim(
     A layer of which nothing is left is refused, and so are models that are not a chain of convolutions, linear
     layers and ReLUs.
     """
-    _check_chain(model)
+    check_chain(model, "trimmed")
     opened = find_open(model, images, progress, batch)
     widths = tuple(int(channels.sum()) for channels in opened.values())
     narrow = replace(spec, hidden=None, widths=widths)
     weights = {**model.state_dict(), **dict(_parts(model, opened))}
-    trimmed = build(narrow, torch.Generator())
-    misfits = find_misfits(weights, trimmed.state_dict())
-    if misfits:
-        raise ModelError(
-            f"the architecture {spec.name!r} cannot be built with the widths {widths}: {misfits}",
-            hint="give the description of this very model, whose builder must read spec.widths",
-        )
-    trimmed.load_state_dict(weights, assign=True)
-    return trimmed.to(images.device).eval(), narrow
+    return rebuild(narrow, weights).to(images.device), narrow
 
 
 @torch.no_grad()
@@ -101,14 +87,3 @@ def _parts(model: nn.Sequential, opened: dict[str, Tensor]) -> Iterator[tuple[st
         if bias is not None:
             yield f"{name}.bias", (bias if after is None else bias[after]).detach().clone()
         before = after
-
-
-def _check_chain(model: nn.Sequential) -> None:
-    """Every layer is known, and a ReLU follows every convolution and linear layer but the last."""
-    layers = list(model.named_children())
-    for name, layer in layers:
-        if not isinstance(layer, _KNOWN) or getattr(layer, "groups", 1) != 1:
-            raise ModelError(f"the layer {name} ({type(layer).__name__}) cannot be trimmed")
-    for (name, layer), (_, following) in pairwise(layers):
-        if isinstance(layer, Affine) != isinstance(following, nn.ReLU):
-            raise ModelError(f"the layer {name} ({type(layer).__name__}) is followed by {following}")

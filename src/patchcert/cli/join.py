@@ -1,0 +1,58 @@
+"""`patchcert join TARGET TARGET ...`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from patchcert.cli.output import print_json, say
+from patchcert.cli.target import open_target
+from patchcert.errors import InvalidInput
+
+
+def join(
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            help="Trained networks of one architecture: run folders, .safetensors files with a model, zoo:NAME."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The file of weights to be made, .safetensors.", dir_okay=False)],
+) -> None:
+    """Put trained networks side by side in a wider one, whose logits are the mean of theirs.
+
+    It is a network of its own: what was proven of its members says nothing about it. Certify the file next, or begin
+    another training with it.
+    """
+    from patchcert.files import sha256
+    from patchcert.models import join as join_models
+    from patchcert.models import save
+
+    if out.suffix != ".safetensors":
+        raise InvalidInput(f"--out is {out}; expected a file whose name ends in .safetensors")
+    if out.exists():
+        raise InvalidInput(f"{out} is there already", hint="name a new file")
+    opened = [open_target(target) for target in targets]
+    specs = [each.spec for each in opened]
+    nameless = [target for target, spec in zip(targets, specs, strict=True) if spec is None]
+    if nameless:
+        raise InvalidInput(
+            f"{nameless[0]} does not say which architecture its network is of",
+            hint="save it with patchcert.models.save(model, spec, path)",
+        )
+    joined, wide = join_models([each.model for each in opened], [spec for spec in specs if spec is not None])
+    save(joined, wide, out)
+    parameters = sum(parameter.numel() for parameter in joined.parameters())
+    say(f"{len(targets)} networks are one of {parameters:,} parameters; next: patchcert certify {out}")
+    print_json(
+        {
+            "out": str(out),
+            "members": [
+                {"target": target, "weights_sha256": each.weights_sha256}
+                for target, each in zip(targets, opened, strict=True)
+            ],
+            "widths": list(wide.widths),
+            "parameters": parameters,
+            "weights_sha256": sha256(out),
+        }
+    )

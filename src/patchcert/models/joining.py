@@ -1,0 +1,75 @@
+"""Puts trained networks of one architecture side by side in a wider one, whose logits are the mean of theirs.
+
+Networks that learned from other seeds err on other images, and a patch that moves one of them moves the others less:
+their mean is proven for more images than each. It is an ordinary network of the same architecture, certified as
+such; what was proven of its members says nothing about it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from patchcert.errors import ModelError
+from patchcert.models.chains import Affine, check_chain, rebuild
+from patchcert.models.registry import ModelSpec
+
+
+def join(models: Sequence[nn.Module], specs: Sequence[ModelSpec]) -> tuple[nn.Sequential, ModelSpec]:
+    """The network of all models side by side, and its description; `specs` are those of the models, which may differ
+    in their widths alone.
+
+    Members may be of any width. Models that are not a chain of convolutions, linear layers and ReLUs are refused.
+    """
+    _check_alike(specs)
+    for model in models:
+        check_chain(model, "joined")
+    members = [_affine_layers(model) for model in models]
+    names = list(members[0])
+    widths = tuple(sum(len(member[name].weight) for member in members) for name in names[:-1])
+    wide = replace(specs[0], hidden=None, widths=widths)
+    weights = dict(models[0].state_dict())
+    for place, name in enumerate(names):
+        layers = [member[name] for member in members]
+        is_first, is_last = place == 0, place == len(names) - 1
+        weights[f"{name}.weight"] = _joined([layer.weight.detach() for layer in layers], is_first, is_last)
+        if layers[0].bias is not None:
+            biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+            weights[f"{name}.bias"] = torch.stack(biases).mean(0) if is_last else torch.cat(biases)
+    return rebuild(wide, weights), wide
+
+
+def _joined(weights: Sequence[Tensor], is_first: bool, is_last: bool) -> Tensor:
+    """The weights of a layer of all members: the first layer sees the same image, the last sums up in the same logits,
+    and between them no member sees another."""
+    if is_first and is_last:
+        return torch.stack(list(weights)).mean(0)
+    if is_first:
+        return torch.cat(list(weights))
+    if is_last:
+        return torch.cat(list(weights), dim=1) / len(weights)
+    rows, columns = (sum(weight.shape[axis] for weight in weights) for axis in (0, 1))
+    blocks = weights[0].new_zeros(rows, columns, *weights[0].shape[2:])
+    row = column = 0
+    for weight in weights:
+        blocks[row : row + weight.shape[0], column : column + weight.shape[1]] = weight
+        row, column = row + weight.shape[0], column + weight.shape[1]
+    return blocks
+
+
+def _affine_layers(model: nn.Module) -> dict[str, nn.Conv2d | nn.Linear]:
+    return {name: layer for name, layer in model.named_children() if isinstance(layer, Affine)}
+
+
+def _check_alike(specs: Sequence[ModelSpec]) -> None:
+    if len(specs) < 2:
+        raise ModelError(f"{len(specs)} networks are to be joined; expected two at least")
+    plain = [replace(spec, hidden=None, widths=(), filters=None) for spec in specs]
+    for one, other in pairwise(plain):
+        if one != other:
+            raise ModelError(
+                f"networks that differ in more than their widths cannot be joined: {one} and {other}",
+                hint="join networks of one architecture, for the same images and classes",
+            )
