@@ -37,7 +37,7 @@ def test_logits_are_the_mean_of_those_of_the_members(spec, generator):
 
 
 def test_members_may_differ_in_width_and_files_keep_the_joined_network(generator, tmp_path):
-    specs = [replace(SPECS[0], hidden=12), replace(SPECS[0], hidden=None, widths=(5,))]
+    specs = [replace(SPECS[0], mean=(0.0,), std=(1.0,)), replace(SPECS[0], hidden=None, widths=(5,))]
     members = [build(spec, generator) for spec in specs]
     joined, wide = join(members, specs)
     assert wide.widths == (17,)

@@ -66,10 +66,15 @@ def _affine_layers(model: nn.Module) -> dict[str, nn.Conv2d | nn.Linear]:
 def _check_alike(specs: Sequence[ModelSpec]) -> None:
     if len(specs) < 2:
         raise ModelError(f"{len(specs)} networks are to be joined; expected two at least")
-    plain = [replace(spec, hidden=None, widths=(), filters=None) for spec in specs]
-    for one, other in pairwise(plain):
+    for one, other in pairwise(_without_widths(spec) for spec in specs):
         if one != other:
             raise ModelError(
                 f"networks that differ in more than their widths cannot be joined: {one} and {other}",
                 hint="join networks of one architecture, for the same images and classes",
             )
+
+
+def _without_widths(spec: ModelSpec) -> ModelSpec:
+    """What all members have in common; a mean of 0 and a deviation of 1 are no normalisation."""
+    plain = replace(spec, hidden=None, widths=(), filters=None)
+    return plain if spec.normalises else replace(plain, mean=(), std=())
