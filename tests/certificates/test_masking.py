@@ -297,6 +297,7 @@ def test_what_models_and_settings_may_not_be_is_said():
         ({"slack": 0.0}, "slack is 0.0"),
         ({"precision": "float8"}, "precision is 'float8'"),
         ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 10**12}, "a batch of 1,000,000,000,000 copies of .* does not fit into memory"),
         ({"slack": 1.0}, "slack is 1.0"),
     ):
         with pytest.raises(InvalidInput, match=message):

@@ -431,3 +431,97 @@ def test_wrapped_models_are_certified_as_what_they_wrap(wrap):
     plain, wrapped = (pc.certify(each, images, labels, pc.Patch(1)) for each in (model, wrap(model)))
     assert torch.equal(plain.margins, wrapped.margins)
     assert torch.equal(plain.certified, wrapped.certified)
+
+
+class Flipped(nn.DataParallel):
+    """Looks like a wrapper, and says the opposite of what it wraps."""
+
+    def forward(self, images):
+        return self.module(images) * -1
+
+
+def _hooked(wrapper):
+    wrapper.register_forward_hook(lambda _module, _images, logits: -logits)
+    return wrapper
+
+
+def _hooked_before(wrapper):
+    wrapper.register_forward_pre_hook(lambda _module, images: (1 - images[0],))
+    return wrapper
+
+
+def _replaced(wrapper):
+    wrapper.forward = lambda images: -network()(images)
+    return wrapper
+
+
+def _compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "words"),
+    [
+        (lambda: _hooked(nn.DataParallel(network())), "has forward hooks"),
+        (lambda: _hooked_before(nn.DataParallel(network())), "has forward hooks"),
+        (lambda: _replaced(nn.DataParallel(network())), "has been replaced"),
+        (lambda: _hooked(_compiled(network())), "has forward hooks"),
+        (lambda: _replaced(_compiled(network())), "has been replaced"),
+        (lambda: nn.DataParallel(_hooked(_compiled(network()))), "has forward hooks"),
+    ],
+)
+def test_a_wrapper_that_says_something_else_is_refused(wrapped, words):
+    images, labels = batch()
+    with pytest.raises(UnsupportedLayer, match=words):
+        pc.certify(wrapped(), images, labels, pc.Patch(1))
+
+
+def test_a_class_of_ones_own_is_certified_as_what_it_says_whatever_it_is_called():
+    images, _ = batch()
+    model = network()
+    labels = model(images).argmax(dim=1)
+    flipped = Flipped(model).eval()
+    own = type("OptimizedModule", (Flipped,), {"_orig_mod": model})(model).eval()
+    assert pc.certify(model, images, labels, pc.Patch(1)).clean_accuracy == 1
+    for other in (flipped, own):
+        found = pc.certify(other, images, labels, pc.Patch(1))
+        assert torch.equal(found.predictions, (-model(images)).argmax(dim=1))
+        assert torch.equal(found.predictions, pc.IntervalBounds(other).predict(images))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_interval_bounds_of_a_model_of_16_bits_are_refused(dtype):
+    """One pixel can change what such a model says, by rounding alone, with all margins above 0."""
+    images, labels = batch()
+    with pytest.raises(InvalidInput, match="whose rounding can change what it says") as caught:
+        pc.certify(network().to(dtype), images.to(dtype), labels, pc.Patch(1))
+    assert "certify model.float()" in caught.value.hint
+
+
+def _weighing(pixel):
+    """The logits are (1, 0), but for zero times what white pixels add up to, which float32 may not hold."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 2)).eval()
+    with torch.no_grad():
+        model[1].weight[:], model[1].bias[:], model[3].weight[:] = pixel, 0.0, 0.0
+        model[3].bias[:] = torch.tensor([1.0, 0.0])
+    return model
+
+
+@pytest.mark.parametrize("settings", [{"dtype": torch.float64}, {"refine": "linear"}, {"refine": "split"}])
+def test_what_overflows_in_the_type_of_the_model_is_not_certified_in_a_wider_one(settings):
+    black, white = torch.zeros(1, 1, 2, 2), torch.ones(1, 1, 2, 2)
+    label = torch.tensor([0])
+    model = _weighing(3e38)
+    assert model(black).tolist() == [[1.0, 0.0]]
+    assert model(white).isnan().all()
+    for each, proven in ((model, False), (_weighing(1e37), True)):
+        found = pc.IntervalBounds(each, **settings).certify(black, label, pc.Patch(2))
+        assert found.certified.tolist() == [proven]
+
+
+def test_one_image_whose_logits_overflow_leaves_others_as_they_are():
+    images = torch.stack([torch.zeros(1, 2, 2), torch.ones(1, 2, 2)])
+    model, labels = _weighing(3e38), torch.zeros(2, dtype=torch.long)
+    assert model(images).isfinite().all(dim=1).tolist() == [True, False]
+    for dtype in (torch.float32, torch.float64):
+        assert not pc.certify(model, images, labels, pc.SparsePixels(1), dtype=dtype).certified[1]

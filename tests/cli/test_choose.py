@@ -85,6 +85,9 @@ def test_mistakes_are_named(refused, trials, tmp_path):
     assert "--only bsae is no trial" in refused(choose(trials, tmp_path / "runs", "--only", "bsae"))
     trials.write_text(TRIALS.replace('name = "clean"', 'name = "base"'))
     assert "each of a name of its own" in refused(choose(trials, tmp_path / "runs"))
+    for name in ("../clean", "", ".."):
+        trials.write_text(TRIALS.replace('name = "clean"', f'name = "{name}"'))
+        assert "expected a name that a folder can have" in refused(choose(trials, tmp_path / "runs"))
     trials.write_text(TRIALS.replace("images = 20", "images = 501"))
     assert "expected 1 to held_out = 500" in refused(choose(trials, tmp_path / "runs"))
 

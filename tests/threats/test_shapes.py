@@ -146,6 +146,12 @@ def test_impossible_pixel_counts_are_refused(pixels):
         shapes.diamond(pixels)
 
 
+def test_stamps_larger_than_any_image_are_refused():
+    for draw in (lambda: shapes.rectangle(10**8, 10**8), lambda: shapes.line(10**9)):
+        with pytest.raises(InvalidThreat, match="has more pixels than any image: at most 67,108,864"):
+            draw()
+
+
 def test_misspelt_shapes_are_refused_with_advice():
     with pytest.raises(
         InvalidThreat, match="unknown shape 'dimond'\nhint: known shapes are square, line, diamond"

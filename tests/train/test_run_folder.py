@@ -107,7 +107,8 @@ def test_metrics_are_truncated_to_the_epoch_and_a_torn_line_is_dropped(tmp_path)
     assert [row["epoch"] for row in run.metrics()] == [0, 1, 2]
 
 
-def test_a_damaged_environment_is_named(tmp_path):
-    (tmp_path / "environment.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_damaged_environment_is_named(tmp_path, text):
+    (tmp_path / "environment.json").write_text(text)
     with pytest.raises(RunError, match=r"environment\.json is damaged: it is no JSON"):
         Run(tmp_path, read_spec("paper-mnist")).environment()

@@ -1,5 +1,7 @@
 """The schedule tables of the paper's runs hold value by value; scaling keeps the proportions."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,6 +104,7 @@ def test_a_smooth_ramp_starts_slowly_and_meets_the_line_half_way():
         (lambda: LearningRateSchedule(decay_every=0), "decay_every is 0; expected at least 1"),
         (lambda: Schedule(0), "epochs is 0; expected at least 1"),
         (lambda: Schedule().scaled(0), "the scale is 0; expected a number above 0"),
+        (lambda: Schedule().scaled(math.inf), "the scale is inf; expected a number above 0, 1000 at most"),
     ],
 )
 def test_impossible_schedules_are_refused_by_name(make, message):

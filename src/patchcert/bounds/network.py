@@ -3,10 +3,12 @@ and of intervals; what has no bound is refused."""
 
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -186,14 +188,33 @@ def trace(model: nn.Module, image_shape: Sequence[int] | None = None) -> Network
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that DataParallel or torch.compile wraps, and computes; others as they are."""
+    """The module that DataParallel or torch.compile wraps, and computes; others as they are.
+
+    A wrapper with hooks or with another forward pass than its class makes may say something else, and is refused.
+    """
     while True:
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, nn.Module):
-            model = model._orig_mod
+        if type(model) in (nn.DataParallel, nn.parallel.DistributedDataParallel):
+            _refuse_changed_call("", model)
+            model = model.get_submodule("module")
+        elif isinstance(model, _compiled_class()):
+            _refuse_hooks("", model)
+            if _is_from_elsewhere(model.forward):
+                raise _replaced("", model)
+            model = model.get_submodule("_orig_mod")
         else:
             return model
+
+
+def _compiled_class() -> type[nn.Module] | tuple[()]:
+    """What torch.compile makes of modules; without one there is no such class yet, and importing it takes seconds."""
+    made = sys.modules.get("torch._dynamo.eval_frame")
+    return () if made is None else made.OptimizedModule
+
+
+def _is_from_elsewhere(function: Callable[..., Any]) -> bool:
+    """Whether the function is not PyTorch's own."""
+    code = getattr(function, "__code__", None)
+    return code is None or Path(torch.__file__).parent not in Path(code.co_filename).parents
 
 
 def _refuse_changed_calls(model: nn.Module) -> None:
@@ -208,17 +229,28 @@ def _refuse_changed_calls(model: nn.Module) -> None:
                 f"{Site(name, type(layer))} is compiled by torch.jit, and its forward pass cannot be read",
                 hint="give the module that it was made from",
             )
-        if layer._forward_hooks or layer._forward_pre_hooks:
-            raise UnsupportedLayer(
-                f"{Site(name, type(layer))} has forward hooks, which may change its result",
-                hint="remove the hooks before asking for bounds",
-            )
-        if _is_called_otherwise(layer):
-            raise UnsupportedLayer(
-                f"the call or forward pass of {Site(name, type(layer))} has been replaced, which tracing does not see",
-                hint="write the change as a class of its own with a forward method; of a compiled model give the "
-                "original",
-            )
+        _refuse_changed_call(name, layer)
+
+
+def _refuse_changed_call(name: str, layer: nn.Module) -> None:
+    _refuse_hooks(name, layer)
+    if _is_called_otherwise(layer):
+        raise _replaced(name, layer)
+
+
+def _refuse_hooks(name: str, layer: nn.Module) -> None:
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        raise UnsupportedLayer(
+            f"{Site(name, type(layer))} has forward hooks, which may change its result",
+            hint="remove the hooks before asking for bounds",
+        )
+
+
+def _replaced(name: str, layer: nn.Module) -> UnsupportedLayer:
+    return UnsupportedLayer(
+        f"the call or forward pass of {Site(name, type(layer))} has been replaced, which tracing does not see",
+        hint="write the change as a class of its own with a forward method; of a compiled model give the original",
+    )
 
 
 def _is_called_otherwise(layer: nn.Module) -> bool:

@@ -142,7 +142,9 @@ class RandomAblation(Classifier):
     The base model takes twice the channels of the image (`encode_ablated`). What is voted on and certified is
     the model as it is carried out here: in `precision`, and always in batches of the same shape, so that the
     votes of both counts come from the same arithmetic. Certificates hold against any K changed pixels, and so against
-    any patch of K pixels, each with a confidence of 1 - `error_rate`.
+    any patch of K pixels, each with a confidence of 1 - `error_rate`. They are about the majority of all copies, of
+    which `predict` draws some: it abstains where the majority of these is too close to be sure, also on images that a
+    member of the threat brought there, and names another class with a probability of at most `error_rate`.
 
     Which pixels are kept follows from the `seed` and the images, so that predictions and certificates of the same batch
     come from the same votes. Who knows the seed can look for images that are unlucky with it: deploy with

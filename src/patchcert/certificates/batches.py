@@ -104,7 +104,7 @@ class FixedBatches:
         self.model, self.size = model if compiled is None else compiled, size
         self.precision: Precision = precision
         self._kernels = place_by_place if by_place else nullcontext
-        self._input = example.new_zeros(size, *example.shape[1:])
+        self._input = _blanks(example, size)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output = self._first_answer()
         check_logits(self._output, self._input)
@@ -171,10 +171,7 @@ class FixedBatches:
         try:
             return self._forward()
         except torch.OutOfMemoryError as error:
-            raise InvalidInput(
-                f"a batch of {self.size} copies of {tuple(self._input.shape[1:])} does not fit into memory",
-                hint="set a smaller batch_size",
-            ) from error
+            raise _too_many(self._input, self.size) from error
         except RuntimeError as error:
             raise ModelError(
                 f"the model does not take images of {tuple(self._input.shape[1:])}: {str(error).splitlines()[0]}",
@@ -199,6 +196,20 @@ class FixedBatches:
 
 
 @torch.no_grad()
+def _blanks(example: Images, size: int) -> Annotated[Tensor, "b c h w"]:
+    try:
+        return example.new_zeros(size, *example.shape[1:])
+    except RuntimeError as error:  # CPUs raise no error of their own for want of memory
+        raise _too_many(example, size) from error
+
+
+def _too_many(example: Images, size: int) -> InvalidInput:
+    return InvalidInput(
+        f"a batch of {size:,} copies of {tuple(example.shape[1:])} does not fit into memory",
+        hint="set a smaller batch_size",
+    )
+
+
 def copies_at_once(model: nn.Module, example: Images, most: int, precision: Precision) -> int:
     """How many copies make a batch, the same in every prediction and proof of a model: `most`, on a CPU fewer where the
     model takes much work for each."""

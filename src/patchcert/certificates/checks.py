@@ -15,6 +15,11 @@ from patchcert.threats import AnyThreat, Patch, Patches, SparsePixels
 def bound_dtype(model: nn.Module, images: Tensor, wanted: torch.dtype | None) -> torch.dtype:
     """The type of the bounds: the wanted one, or at least float32; it holds weights and images exactly."""
     own = weight_dtype(model, images.dtype)
+    if own in (torch.float16, torch.bfloat16):
+        raise InvalidInput(
+            f"the model computes in {own}, whose rounding can change what it says, and bounds do not hold that",
+            hint="certify model.float(), and predict with it; masks and votes take models of 16 bits",
+        )
     dtype = wanted if wanted is not None else torch.promote_types(own, torch.float32)
     if dtype not in (torch.float32, torch.float64):
         raise InvalidInput(
@@ -284,23 +289,32 @@ _POINTS = 8
 def check_rounding(network: Network, logits: Tensor, images: Tensor, own: torch.dtype) -> None:
     """What a model says of images in their batch is what its traced operations give, up to rounding in its own type.
 
-    It is not where the forward pass depends on the batch, or computes in another type than that of the weights. Models
-    of 16 bits round too coarsely to tell, and in very long sums the worst rounding of float32 can hide a coarser type.
+    It is not where the forward pass depends on the batch, or computes in another type than that of the weights. In very
+    long sums the worst rounding of float32 can hide a coarser type. Images whose logits are not finite are left out, as
+    they are not certified: bounds in a wider type may be finite.
     """
-    if own not in (torch.float32, torch.float64):
-        return
     bounds = network.bounds(Interval.point(images), rounding=Rounding.outward(own))
     # The bounds hold the exact logits and are as wide as the worst rounding. Logits of the zoo's models lie inside;
     # under bfloat16 autocast they are 1.6 (cnn5w) to 18 (cnn2) widths outside, in the median over images.
     leeway = bounds.upper - bounds.lower
     apart = torch.maximum(bounds.lower - logits.to(leeway), logits.to(leeway) - bounds.upper)
-    if bool((apart > leeway).any()):
-        worst = int((apart - leeway).nan_to_num(-torch.inf).amax(dim=1).argmax())
+    outside = (apart > leeway).any(dim=1) & logits.isfinite().all(dim=1)
+    if bool(outside.any()):
+        first = int(outside.int().argmax())
         raise ModelError(
-            f"the model gives {logits[worst].tolist()} for an image in its batch, its traced operations "
-            f"{bounds.centre[worst].tolist()}",
+            f"the model gives {logits[first].tolist()} for an image in its batch, its traced operations "
+            f"{bounds.centre[first].tolist()}",
             hint="the forward pass must treat each image alone, and use no autocast or casts of its own",
         )
+
+
+def stays_finite(network: Network, blank: Tensor) -> bool:
+    """Whether no image of the type and shape of a blank one can make a number that the type does not hold.
+
+    Bounds in a wider type do not see where a model overflows, and says NaN; in its own they end at infinity there.
+    """
+    bounds = network.bounds(Interval(blank, blank + 1), rounding=Rounding.outward(blank.dtype))
+    return bool((bounds.lower.isfinite() & bounds.upper.isfinite()).all())
 
 
 def logits_as_given(model: nn.Module, images: Tensor) -> Tensor:
@@ -341,6 +355,7 @@ def _answer(model: nn.Module, images: Tensor) -> Tensor:
         raise ModelError(
             "the model changes the images it is given in place", hint="use inplace=False, or copy them first"
         )
+    check_logits(logits, images)
     return logits
 
 
@@ -350,6 +365,11 @@ def check_logits(logits: Tensor, images: Tensor) -> None:
         raise ModelError(
             f"the model must return one tensor of logits, got {type(logits).__name__}",
             hint="wrap it in a module that returns the logits alone",
+        )
+    if not logits.is_floating_point():
+        raise ModelError(
+            f"the model must return logits that are floats, got {logits.dtype}",
+            hint="return the scores before they are rounded or compared",
         )
     if logits.dim() != 2 or len(logits) != len(images):
         raise ModelError(

@@ -17,13 +17,13 @@ from patchcert.certificates.checks import (
     check_images,
     check_inputs,
     check_labels,
-    check_logits,
     check_rounding,
     check_trace,
     copy_of_type,
     has_finite_weights,
     logits_of,
     model_of_type,
+    stays_finite,
     weight_dtype,
 )
 from patchcert.certificates.classifier import AnyThreat, Certificates, Classifier, Columns, first_row
@@ -91,7 +91,6 @@ class IntervalBounds(Classifier):
         check_images(self.model, images, progress)
         with torch.no_grad(), precise_arithmetic():
             logits = logits_of(self.model, images)
-        check_logits(logits, images)
         if progress is not None:
             progress(len(images), len(images))
         return logits.argmax(dim=1)
@@ -191,8 +190,7 @@ class _Proof:
         dtype = bound_dtype(model, images, bounds.dtype)
         shape, exact_model = images.shape[1:], copy_of_type(model, torch.float64)
         self.network, self.audit = trace(model_of_type(model, dtype), shape), trace(exact_model, shape)
-        self.logits, self.own_dtype = logits_of(model, images), weight_dtype(model, images.dtype)
-        check_logits(self.logits, images)
+        self.logits, self.own_dtype = logits_of(bounds.model, images), weight_dtype(model, images.dtype)
         self.classes = self.logits.shape[1]
         check_labels(labels, self.classes)
         self.images, self.labels, self.threat, self.progress = images.to(dtype), labels, threat, progress
@@ -206,6 +204,9 @@ class _Proof:
             self.sweep = covering_sweep(self.network, self.images, threat, self.budget)
         self.predictions = self.logits.argmax(dim=1)
         is_finite = self.logits.isfinite().all(dim=1) & has_finite_weights(model)
+        if bounds.refine is not None or dtype != self.own_dtype:
+            blank = images.new_zeros(1, *shape, dtype=self.own_dtype)
+            is_finite &= stays_finite(trace(model_of_type(model, self.own_dtype), shape), blank)
         self.is_sound: PerImage = is_finite & (self.predictions == labels)
         self.refinement = self._refinement(bounds)
 

@@ -55,6 +55,9 @@ class Trials:
         names = [trial.name for trial in self.trials]
         if not names or len(set(names)) < len(names):
             raise InvalidInput(f"trials are {names}; expected one at least, each of a name of its own")
+        strange = [name for name in names if name in ("", ".", "..") or Path(name).name != name]
+        if strange:
+            raise InvalidInput(f"a trial is called {strange[0]!r}; expected a name that a folder can have")
         if not 1 <= self.images <= self.held_out:
             raise InvalidInput(f"images is {self.images}; expected 1 to held_out = {self.held_out}")
 

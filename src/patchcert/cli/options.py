@@ -319,5 +319,5 @@ def _read_value(setting: str, value: str, kind: object) -> Any:  # noqa: ANN401 
         if re.fullmatch(r"[\d.,\s]+", value):
             return tuple(float(part) for part in value.split(","))
     except ValueError as error:
-        raise InvalidInput(f"{setting} is not a number", hint="write it like window=7.") from error
+        raise InvalidInput(f"{setting} is not a number", hint="write it in digits, like 7 or 0.5.") from error
     return value

@@ -24,6 +24,9 @@ Stamp = Annotated[Tensor, "height width"]
 StampLike = SupportsIndex | Sequence[SupportsIndex] | Sequence[Sequence[bool]] | np.ndarray | Tensor
 Rows = tuple[str, ...]
 
+MOST_PIXELS = 2**26
+"""Of a stamp and what is around it: more than any image that a classifier sees, and still held in memory."""
+
 
 def square(side: int) -> Stamp:
     """A square, all covered."""
@@ -36,6 +39,11 @@ def rectangle(height: int, width: int) -> Stamp:
         raise InvalidThreat(
             f"a patch needs a height and width of at least 1, got {height}x{width}",
             hint="give positive sizes",
+        )
+    if height * width > MOST_PIXELS:
+        raise InvalidThreat(
+            f"a patch of {height}x{width} has more pixels than any image: at most {MOST_PIXELS:,}",
+            hint="sizes are in pixels of the image",
         )
     return torch.ones(height, width, dtype=torch.bool, device="cpu")
 

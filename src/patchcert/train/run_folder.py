@@ -106,13 +106,14 @@ class Run:
     def environment(self) -> dict[str, Any]:
         """Versions, device, commit and data sums of the training; empty before it began."""
         file = self.path / ENVIRONMENT
+        hint = "delete it, or train the run again in another folder"
         try:
-            return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         except ValueError as error:
-            raise RunError(
-                f"{file} is damaged: it is no JSON",
-                hint="delete it, or train the run again in another folder",
-            ) from error
+            raise RunError(f"{file} is damaged: it is no JSON", hint=hint) from error
+        if not isinstance(facts, dict):
+            raise RunError(f"{file} is damaged: it is no JSON object", hint=hint)
+        return facts
 
     def write_environment(self, facts: Mapping[str, Any]) -> None:
         """Record where and with what the run is trained."""

@@ -149,9 +149,9 @@ class Schedule:
 
     def scaled(self, factor: float) -> "Schedule":
         """Every part shrunk (or stretched) in proportion, each at least 1 epoch where it was above 0."""
-        if not factor > 0:
+        if not 0 < factor <= 1000:
             hint = "0.1 runs a tenth of the epochs"
-            raise InvalidInput(f"the scale is {factor}; expected a number above 0", hint=hint)
+            raise InvalidInput(f"the scale is {factor}; expected a number above 0, 1000 at most", hint=hint)
         return Schedule(
             scale(self.epochs, factor), self.epsilon.scaled(factor), self.learning_rate.scaled(factor)
         )
