@@ -90,6 +90,9 @@ def test_runs_are_the_same_experiment_whatever_their_seed_and_schedule(mlp):
     assert experiment_key(replace(mlp.scaled(0.1), seed=5)) == key
     assert experiment_key(replace(mlp, optimiser=replace(mlp.optimiser, tf32=True))) == key
     assert experiment_key(replace(mlp, model=replace(mlp.model, name="cnn2"))) != key
+    begun = [replace(mlp.model, weights="a.safetensors", weights_sha256=sum) for sum in ("1", "2")]
+    one, other = (experiment_key(replace(mlp, model=model)) for model in begun)
+    assert one == other != key
 
 
 def test_a_run_that_was_resumed_elsewhere_names_both_devices(finished, mlp, tmp_path):

@@ -155,10 +155,15 @@ def _check_attacks_proven(attacked: Evidence, proven: Sequence[Evidence]) -> Non
 
 
 def experiment_key(spec: Spec) -> str:
-    """The same for runs that differ only in seed, schedule, rounding of training steps and housekeeping."""
-    optimiser = spec.optimiser.exact()
+    """The same for runs that differ only in seed, schedule, rounding of training steps and housekeeping.
+
+    So may the weights that they begin with, where they are given: others are drawn by the seed.
+    """
+    model, optimiser = spec.model, spec.optimiser.exact()
+    if model.weights is not None:
+        model = replace(model, weights_sha256="of whichever weights")
     return replace(
-        spec, seed=FIRST_SEED, schedule=Schedule(), optimiser=optimiser, run=RunSettings()
+        spec, seed=FIRST_SEED, schedule=Schedule(), optimiser=optimiser, run=RunSettings(), model=model
     ).fingerprint()
 
 
