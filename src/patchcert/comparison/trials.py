@@ -94,7 +94,7 @@ def _check_trained(asked: Mapping[str, Any], trial: Mapping[str, Any], runs: Seq
     changes = (*asked.get("set", ()), *trial.get("set", ()), f"data.validation={asked.get('held_out', 5000)}")
     specs = [read_spec(run / SPEC) for run in runs]
     for run, spec in zip(runs, specs, strict=True):
-        if read_spec(run / SPEC, changes) != spec:
+        if read_spec(run / SPEC, changes).fingerprint() != spec.fingerprint():
             raise InvalidInput(f"{run} was not trained with the settings of the trial {trial['name']}")
     seeds = sorted(spec.seed for spec in specs)
     if seeds != sorted(asked.get("seeds", seeds)):
