@@ -256,6 +256,8 @@ def test_impossible_settings_are_refused():
         RandomAblation(CornerModel(), retained=0)
     with pytest.raises(InvalidInput, match="whole numbers"):
         RandomAblation(CornerModel(), retained=4.5)
+    with pytest.raises(InvalidInput, match="an error rate between 0 and 1, got .* and 5%"):
+        RandomAblation(CornerModel(), error_rate="5%")
     with pytest.raises(InvalidInput, match="precision is 'half'; expected one of float32, tf32, bfloat16"):
         RandomAblation(CornerModel(), retained=5, precision="half")
     with pytest.raises(InvalidInput, match="20 pixels cannot be retained in images of 4x4"):

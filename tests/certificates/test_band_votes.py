@@ -264,6 +264,7 @@ def test_base_models_whose_votes_are_no_function_of_their_part_are_refused(model
             "threshold is 0.0; a vote asks for a softmax of more than 0",
         ),
         (lambda model: BandVotes(model, threshold=1.5), "threshold is 1.5"),
+        (lambda model: BandVotes(model, threshold=".3"), "threshold is '.3'"),
         (lambda model: BandVotes(model, ties="first"), "ties is 'first'; expected one of lowest, abstain"),
         (lambda model: BandVotes(model, orientation="diagonal"), "orientation is 'diagonal'"),
         (lambda model: BandVotes(model, slack=-1.0), "slack is -1.0"),

@@ -326,8 +326,12 @@ def test_a_loader_is_certified_batch_by_batch(wrap):
 def test_loaders_of_something_else_are_refused():
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).eval()
     images = torch.rand(2, 1, 6, 6)
-    with pytest.raises(InvalidInput, match=r"the loader gave a Tensor, expected a pair \(images, labels\)"):
+    with pytest.raises(InvalidInput, match=r"the loader gave a Tensor, expected a pair of tensors"):
         pc.certify_loader(model, [images], pc.Patch(2))
+    with pytest.raises(InvalidInput, match="the loader gave a list, expected a pair of tensors"):
+        pc.certify_loader(model, [[images.tolist(), [0, 1]]], pc.Patch(2))
+    with pytest.raises(InvalidInput, match="the loader is a NoneType; expected batches of images and labels"):
+        pc.certify_loader(model, None, pc.Patch(2))
     with pytest.raises(InvalidInput, match="the loader gave no images"):
         pc.certify_loader(model, [], pc.Patch(2))
     with pytest.raises(InvalidInput, match="the device 'toaster' cannot be used"):

@@ -258,7 +258,7 @@ def test_every_mistake_comes_with_a_hint():
     assert "put normalisation into the model" in caught.value.hint
 
 
-@pytest.mark.parametrize("budget", ["2GiB", 0, -1, 2.5])
+@pytest.mark.parametrize("budget", ["2GiB", 0, -1, 2.5, True])
 def test_a_memory_budget_is_a_positive_number_of_bytes(budget):
     images, labels = batch()
     with pytest.raises(InvalidInput, match=r"memory_budget is .* expected a positive number of bytes"):

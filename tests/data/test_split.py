@@ -41,6 +41,10 @@ def test_parts_keep_images_and_labels_together():
     assert split()[torch.tensor([7, 1])].labels.tolist() == [7, 1]
     assert len(split().take(3)) == 3
     assert len(split().take(300)) == 10
+    with pytest.raises(
+        InvalidInput, match="take was asked for -1 images; expected a whole number of at least 0"
+    ):
+        split().take(-1)
 
 
 def test_the_validation_set_is_the_last_images():

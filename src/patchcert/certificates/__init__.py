@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from patchcert.certificates.checks import check_weights, float_weights, usable_device
 from patchcert.certificates.classifier import ABSTAINED as ABSTAINED
@@ -77,11 +77,17 @@ def certify_loader(
     if device is not None:
         classifier.model.to(usable_device(device))
     place = next(iter(float_weights(classifier.model)), torch.empty(0)).device
+    if not isinstance(loader, Iterable):
+        raise InvalidInput(
+            f"the loader is a {type(loader).__name__}; expected batches of images and labels",
+            hint="give a torch.utils.data.DataLoader, or a list of pairs",
+        )
     total, done, parts = len(getattr(loader, "dataset", ())), 0, list[Certificates]()
     for batch in loader:
-        if not isinstance(batch, Sequence) or len(batch) != 2:
+        is_pair = isinstance(batch, Sequence) and len(batch) == 2
+        if not is_pair or not all(isinstance(part, Tensor) for part in batch):
             raise InvalidInput(
-                f"the loader gave a {type(batch).__name__}, expected a pair (images, labels)",
+                f"the loader gave a {type(batch).__name__}, expected a pair of tensors (images, labels)",
                 hint="let the data set return an image in [0, 1] and its label",
             )
         images, labels = (part.to(place) for part in batch)

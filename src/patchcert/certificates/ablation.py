@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
 from typing import Annotated, Any, final
 
 import numpy as np
@@ -162,7 +163,8 @@ class RandomAblation(Classifier):
 
     def __post_init__(self) -> None:
         whole = (self.retained, self.selection_samples, self.estimation_samples, self.batch_size)
-        if not all(type(value) is int for value in whole) or min(whole) < 1 or not 0 < self.error_rate < 1:
+        is_share = isinstance(self.error_rate, Real) and 0 < self.error_rate < 1
+        if not all(type(value) is int for value in whole) or min(whole) < 1 or not is_share:
             raise InvalidInput(
                 "random ablation needs whole numbers retained, samples and batch_size of at least 1 and an error rate "
                 f"between 0 and 1, got {whole} and {self.error_rate}",

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal, final, get_args
 
 import numpy as np
@@ -124,7 +125,7 @@ class PartVotes(VoteClassifier):
                 "sum counts votes, and thresholds make votes",
                 hint="give aggregation='double-masked', masked=5 for patches of 5x5, and no threshold; or no scores",
             )
-        if self.threshold is not None and not 0 < self.threshold < 1:
+        if self.threshold is not None and not (isinstance(self.threshold, Real) and 0 < self.threshold < 1):
             raise InvalidInput(
                 f"threshold is {self.threshold!r}; a vote asks for a softmax of more than 0 and less than 1",
                 hint="0.2 to 0.4 are usual; None votes for the largest logit alone",

@@ -80,7 +80,7 @@ class IntervalBounds(Classifier):
 
     def __post_init__(self) -> None:
         memory = self.memory_budget
-        if memory is not None and (not isinstance(memory, int) or memory < 1):
+        if memory is not None and (type(memory) is not int or memory < 1):
             raise InvalidInput(
                 f"memory_budget is {memory!r}; expected a positive number of bytes", hint="2 GiB are 2**31"
             )

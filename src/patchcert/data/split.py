@@ -48,6 +48,8 @@ class Split:
 
     def take(self, count: int) -> "Split":
         """The first `count` images; all of them if there are fewer."""
+        if type(count) is not int or count < 0:
+            raise InvalidInput(f"take was asked for {count!r} images; expected a whole number of at least 0")
         return self[:count]
 
     def to(self, device: torch.device | str) -> "Split":
