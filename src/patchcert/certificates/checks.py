@@ -334,8 +334,8 @@ def logits_of(model: nn.Module, images: Tensor) -> Tensor:
     """What the model says as it is, in its own type."""
     own = next(iter(float_weights(model)), images)
     batches = _batches(images.to(own.dtype))
-    try:
-        return torch.cat([_answer(model, batch) for batch in batches])
+    try:  # the answers of a model that torch.compile records as a graph last until it is asked again
+        return torch.cat([_answer(model, batch).clone() for batch in batches])
     except RuntimeError as error:
         raise ModelError(
             f"the model does not take images of {tuple(images.shape[1:])}: {str(error).splitlines()[0]}",
