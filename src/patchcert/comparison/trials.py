@@ -38,10 +38,11 @@ class TrialResult:
         return fmean(_per_cent(each.certified, each) for each in self.proofs)
 
     def cells(self) -> tuple[Any, ...]:
-        """Its row: of several seeds the mean, and for what is certified the deviation of a sample."""
+        """Its row, without sums of files: of several seeds the mean, and for what is certified the deviation of a sample."""
         shares = [_per_cent(each.certified, each) for each in self.proofs]
         right = fmean(_per_cent(each.correct, each) for each in self.proofs)
-        settings = ", ".join(f"`{each}`" for each in self.settings) or "as given"
+        shown = [each for each in self.settings if not each.startswith("model.weights_sha256=")]
+        settings = ", ".join(f"`{each}`" for each in shown) or "as given"
         spread = f" ± {stdev(shares):.1f}" if len(shares) > 1 else ""
         return self.name, settings, len(shares), right, f"{self.certified:.1f}{spread}"
 
