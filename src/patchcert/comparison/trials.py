@@ -38,7 +38,7 @@ class TrialResult:
         return fmean(_per_cent(each.certified, each) for each in self.proofs)
 
     def cells(self) -> tuple[Any, ...]:
-        """Its row, without sums of files: of several seeds the mean, and for what is certified the deviation of a sample."""
+        """Its row, without sums of files: of seeds the mean, and for what is certified the deviation of a sample."""
         shares = [_per_cent(each.certified, each) for each in self.proofs]
         right = fmean(_per_cent(each.correct, each) for each in self.proofs)
         shown = [each for each in self.settings if not each.startswith("model.weights_sha256=")]
