@@ -193,3 +193,10 @@ def test_networks_of_parts_and_of_maps_have_a_size(name):
     parameters, multiply_adds = network_size(ModelSpec(name, 3, 8, 8, filters=4, **settings))
     assert parameters > 0
     assert multiply_adds > parameters
+
+
+def test_training_that_began_with_other_weights_has_no_time_of_its_own(finished, mlp):
+    begun = replace(mlp, model=replace(mlp.model, weights="other.safetensors", weights_sha256="0" * 64))
+    finished.collect(begun, {PATCH: (90, 60)}, seconds=60.0)
+    (row,) = rows_of(finished)
+    assert row.cost.training_seconds is None

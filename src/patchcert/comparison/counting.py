@@ -44,7 +44,8 @@ CERTIFICATES = 10_000
 class Network:
     """What is known of a network beside its proofs: where it stands, its size, and what its training took.
 
-    Of evidence that belongs to no run nothing of it is known.
+    Of evidence that belongs to no run nothing of it is known, and of training that began with the weights of other
+    networks not how long it took with theirs.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Network:
             training=_training(spec),
             seed=spec.seed,
             loss=result.training_loss,
-            seconds=result.training_seconds,
+            seconds=result.training_seconds if spec.model.weights is None else None,
             device=result.device,
         )
 
@@ -94,7 +95,7 @@ class Network:
             training=_training(run.spec),
             seed=run.spec.seed,
             loss=last_loss(run),
-            seconds=run.training_seconds or None,
+            seconds=(run.training_seconds or None) if run.spec.model.weights is None else None,
             device=str(run.environment().get("device", "")),
         )
 
