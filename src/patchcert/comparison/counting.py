@@ -20,8 +20,8 @@ from patchcert.evidence.results import (
     Result,
     Results,
     comparable_loss,
-    experiment_key,
     last_loss,
+    recipe_key,
     shared_device,
 )
 from patchcert.files import sha256
@@ -65,7 +65,7 @@ class Network:
             name=result.path.name,
             words=_words(spec),
             model=_model_spec(spec, evidence),
-            training=_training(spec),
+            training=recipe_key(spec),
             seed=spec.seed,
             loss=result.training_loss,
             seconds=result.training_seconds if spec.model.weights is None else None,
@@ -92,7 +92,7 @@ class Network:
             name=run.path.name,
             words=_words(run.spec),
             model=run.model_spec(),
-            training=_training(run.spec),
+            training=recipe_key(run.spec),
             seed=run.spec.seed,
             loss=last_loss(run),
             seconds=(run.training_seconds or None) if run.spec.model.weights is None else None,
@@ -331,11 +331,6 @@ def _words(spec: Spec) -> str:
         "pixels seen": model.receptive_field,
     }
     return ", ".join([model.name, *(f"{value} {name}" for name, value in settings.items() if value)])
-
-
-def _training(spec: Spec) -> str:
-    """The same for runs that differ in their seed alone."""
-    return f"{experiment_key(spec)} {spec.schedule}"
 
 
 def _patch_words(threat: AnyThreat) -> str:

@@ -167,6 +167,11 @@ def experiment_key(spec: Spec) -> str:
     ).fingerprint()
 
 
+def recipe_key(spec: Spec) -> str:
+    """The same for runs of one experiment that have the same schedule as well."""
+    return f"{experiment_key(spec)} {spec.schedule}"
+
+
 @final
 class Results:
     """All results of runs in a folder, found by what was trained."""

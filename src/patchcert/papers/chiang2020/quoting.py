@@ -30,7 +30,7 @@ from patchcert.errors import InvalidInput, PatchcertError
 from patchcert.evidence.audit import Finding
 from patchcert.evidence.manifest import ListedFile, ListedRun, Manifest, Superseded
 from patchcert.evidence.record import Evidence
-from patchcert.evidence.results import Results
+from patchcert.evidence.results import Results, recipe_key
 from patchcert.models import ModelSpec, build
 from patchcert.papers.chiang2020.counting import CountedRow, Rule, count_rows
 from patchcert.papers.chiang2020.tables import (
@@ -365,11 +365,9 @@ def _run(sources: Sources, name: str, what: str, shape: str = "") -> float | Non
 
 
 def _seeds_of(sources: Sources, run: ListedRun) -> tuple[ListedRun, ...]:
-    """The run and those that differ from it in their seed alone."""
-    specs = {each.path.name: each.spec for each in sources.found.all()}
-    own = specs[run.run]
-    alike = {name for name, spec in specs.items() if replace(spec, seed=own.seed) == own}
-    return tuple(each for each in sources.manifest.runs if each.run in alike)
+    """The run and those that are other seeds of it."""
+    recipes = {each.path.name: recipe_key(each.spec) for each in sources.found.all()}
+    return tuple(each for each in sources.manifest.runs if recipes[each.run] == recipes[run.run])
 
 
 def _proof_lines(sources: Sources, run: ListedRun, threat: str) -> tuple[int, int, int]:
