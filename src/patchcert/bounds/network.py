@@ -196,7 +196,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         if type(model) in (nn.DataParallel, nn.parallel.DistributedDataParallel):
             _refuse_changed_call("", model)
             model = model.get_submodule("module")
-        elif isinstance(model, _compiled_class()):
+        elif type(model) is _compiled_class():
             _refuse_hooks("", model)
             if _is_from_elsewhere(model.forward):
                 raise _replaced("", model)
@@ -205,10 +205,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _compiled_class() -> type[nn.Module] | tuple[()]:
-    """What torch.compile makes of modules; without one there is no such class yet, and importing it takes seconds."""
+def _compiled_class() -> type[nn.Module] | None:
+    """What torch.compile makes of modules; before it has made one nobody has imported that, which takes seconds."""
     made = sys.modules.get("torch._dynamo.eval_frame")
-    return () if made is None else made.OptimizedModule
+    return None if made is None else made.OptimizedModule
 
 
 def _is_from_elsewhere(function: Callable[..., Any]) -> bool:

@@ -195,7 +195,6 @@ class FixedBatches:
         self._graph = graph
 
 
-@torch.no_grad()
 def _blanks(example: Images, size: int) -> Annotated[Tensor, "b c h w"]:
     try:
         return example.new_zeros(size, *example.shape[1:])
@@ -210,6 +209,7 @@ def _too_many(example: Images, size: int) -> InvalidInput:
     )
 
 
+@torch.no_grad()
 def copies_at_once(model: nn.Module, example: Images, most: int, precision: Precision) -> int:
     """How many copies make a batch, the same in every prediction and proof of a model: `most`, on a CPU fewer where the
     model takes much work for each."""
