@@ -524,4 +524,10 @@ def test_one_image_whose_logits_overflow_leaves_others_as_they_are():
     model, labels = _weighing(3e38), torch.zeros(2, dtype=torch.long)
     assert model(images).isfinite().all(dim=1).tolist() == [True, False]
     for dtype in (torch.float32, torch.float64):
-        assert not pc.certify(model, images, labels, pc.SparsePixels(1), dtype=dtype).certified[1]
+        both, alone = (
+            pc.certify(model, images[:count], labels[:count], pc.SparsePixels(1), dtype=dtype)
+            for count in (2, 1)
+        )
+        assert not both.certified[1]
+        assert both.certified[0] == alone.certified[0]
+        torch.testing.assert_close(both.margins[:1], alone.margins, equal_nan=True)

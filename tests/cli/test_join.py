@@ -20,19 +20,8 @@ def test_a_joined_file_is_the_mean_and_can_be_certified(tmp_path, answered):
     assert shown["widths"] == list(spec.widths)
     assert shown["weights_sha256"] == sha256(out)
     assert [member["target"] for member in shown["members"]] == MEMBERS
-    command = [
-        "certify",
-        str(out),
-        "--data",
-        "mnist-mini",
-        "--patch",
-        "2",
-        "--limit",
-        "20",
-        "--device",
-        "cpu",
-    ]
-    assert answered(run(command))["images"] == 20
+    options = ["--data", "mnist-mini", "--patch", "2", "--limit", "20", "--device", "cpu"]
+    assert answered(run(["certify", str(out), *options]))["images"] == 20
 
 
 def test_mistakes_are_told_before_anything_is_written(tmp_path, refused):
@@ -40,7 +29,7 @@ def test_mistakes_are_told_before_anything_is_written(tmp_path, refused):
     assert "expected a file whose name ends in .safetensors" in refused(
         run(["join", *MEMBERS, "--out", str(tmp_path / "joined")])
     )
-    assert "1 networks are to be joined; expected two at least" in refused(
+    assert "expected two networks at least to join, got 1" in refused(
         run(["join", MEMBERS[0], "--out", str(out)])
     )
     assert "differ in more than their widths" in refused(

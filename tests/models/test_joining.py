@@ -65,7 +65,7 @@ def test_bounds_are_no_looser_than_the_mean_of_those_of_the_members(spec, genera
 def test_what_cannot_be_joined_is_refused(generator):
     spec = SPECS[0]
     model = build(spec, generator)
-    with pytest.raises(ModelError, match="1 networks are to be joined; expected two at least"):
+    with pytest.raises(ModelError, match="expected two networks at least to join, got 1"):
         join([model], [spec])
     taller = replace(spec, height=7)
     with pytest.raises(ModelError, match=r"differ in more than their widths cannot be joined.*height=7"):

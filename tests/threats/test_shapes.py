@@ -147,9 +147,10 @@ def test_impossible_pixel_counts_are_refused(pixels):
 
 
 def test_stamps_larger_than_any_image_are_refused():
-    for draw in (lambda: shapes.rectangle(10**8, 10**8), lambda: shapes.line(10**9)):
-        with pytest.raises(InvalidThreat, match="has more pixels than any image: at most 67,108,864"):
-            draw()
+    draws = shapes.line, shapes.square, shapes.diamond, shapes.parallelogram
+    for draw in draws:
+        with pytest.raises(InvalidThreat, match="pixels is larger than any image: at most 67,108,864"):
+            draw(10**10)
 
 
 def test_misspelt_shapes_are_refused_with_advice():

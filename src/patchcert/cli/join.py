@@ -1,13 +1,17 @@
 """`patchcert join TARGET TARGET ...`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from patchcert.cli.output import print_json, say
 from patchcert.cli.target import open_target
 from patchcert.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from patchcert.cli.target import Target
+    from patchcert.models import ModelSpec
 
 
 def join(
@@ -32,15 +36,9 @@ def join(
         raise InvalidInput(f"--out is {out}; expected a file whose name ends in .safetensors")
     if out.exists():
         raise InvalidInput(f"{out} is there already", hint="name a new file")
-    opened = [open_target(target) for target in targets]
-    specs = [each.spec for each in opened]
-    nameless = [target for target, spec in zip(targets, specs, strict=True) if spec is None]
-    if nameless:
-        raise InvalidInput(
-            f"{nameless[0]} does not say which architecture its network is of",
-            hint="save it with patchcert.models.save(model, spec, path)",
-        )
-    joined, wide = join_models([each.model for each in opened], [spec for spec in specs if spec is not None])
+    opened = {target: open_target(target) for target in targets}
+    specs = [_described(target, opened[target]) for target in targets]
+    joined, wide = join_models([opened[target].model for target in targets], specs)
     save(joined, wide, out)
     parameters = sum(parameter.numel() for parameter in joined.parameters())
     say(f"{len(targets)} networks are one of {parameters:,} parameters; next: patchcert certify {out}")
@@ -48,11 +46,19 @@ def join(
         {
             "out": str(out),
             "members": [
-                {"target": target, "weights_sha256": each.weights_sha256}
-                for target, each in zip(targets, opened, strict=True)
+                {"target": target, "weights_sha256": opened[target].weights_sha256} for target in targets
             ],
             "widths": list(wide.widths),
             "parameters": parameters,
             "weights_sha256": sha256(out),
         }
     )
+
+
+def _described(name: str, target: "Target") -> "ModelSpec":
+    if target.spec is None:
+        raise InvalidInput(
+            f"{name} does not say which architecture its network is of",
+            hint="save it with patchcert.models.save(model, spec, path)",
+        )
+    return target.spec

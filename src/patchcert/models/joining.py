@@ -1,7 +1,7 @@
 """Puts trained networks of one architecture side by side in a wider one, whose logits are the mean of theirs.
 
 Networks that learned from other seeds err on other images, and a patch that moves one of them moves the others less:
-their mean is proven for more images than each. It is an ordinary network of the same architecture, certified as
+their mean can be proven for more images than each. It is an ordinary network of the same architecture, certified as
 such; what was proven of its members says nothing about it.
 """
 
@@ -65,7 +65,7 @@ def _affine_layers(model: nn.Module) -> dict[str, nn.Conv2d | nn.Linear]:
 
 def _check_alike(specs: Sequence[ModelSpec]) -> None:
     if len(specs) < 2:
-        raise ModelError(f"{len(specs)} networks are to be joined; expected two at least")
+        raise ModelError(f"expected two networks at least to join, got {len(specs)}")
     for one, other in pairwise(_without_widths(spec) for spec in specs):
         if one != other:
             raise ModelError(

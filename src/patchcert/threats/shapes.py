@@ -25,7 +25,7 @@ StampLike = SupportsIndex | Sequence[SupportsIndex] | Sequence[Sequence[bool]] |
 Rows = tuple[str, ...]
 
 MOST_PIXELS = 2**26
-"""Of a stamp and what is around it: more than any image that a classifier sees, and still held in memory."""
+"""Under a stamp: more than images have that a classifier sees, and still held in memory."""
 
 
 def square(side: int) -> Stamp:
@@ -40,12 +40,16 @@ def rectangle(height: int, width: int) -> Stamp:
             f"a patch needs a height and width of at least 1, got {height}x{width}",
             hint="give positive sizes",
         )
-    if height * width > MOST_PIXELS:
+    _check_count(height * width)
+    return torch.ones(height, width, dtype=torch.bool, device="cpu")
+
+
+def _check_count(pixels: int) -> None:
+    if pixels > MOST_PIXELS:
         raise InvalidThreat(
-            f"a patch of {height}x{width} has more pixels than any image: at most {MOST_PIXELS:,}",
+            f"a patch of {pixels:,} pixels is larger than any image: at most {MOST_PIXELS:,}",
             hint="sizes are in pixels of the image",
         )
-    return torch.ones(height, width, dtype=torch.bool, device="cpu")
 
 
 def line(length: int, vertical: bool = False) -> Stamp:
@@ -60,6 +64,7 @@ def diamond(pixels: int) -> Stamp:
     free centre, a 2x2 lattice turned by 45 degrees. For any other square number side^2 it has rows of
     1, 2, ..., side, ..., 2, 1 pixels, each centred as far as whole pixels allow, leaning left.
     """
+    _check_count(pixels)
     radius = (isqrt(max(2 * pixels - 1, 0)) - 1) // 2
     if pixels >= 1 and 2 * radius * (radius + 1) + 1 == pixels:
         return _ball(radius)
@@ -79,6 +84,7 @@ def parallelogram(pixels: int, mirrored: bool = False, transposed: bool = False)
 
     `mirrored` shears it to the left, `transposed` by columns instead of rows.
     """
+    _check_count(pixels)
     side = _root(pixels, "parallelogram")
     rows = torch.arange(side, device="cpu")[:, None]
     columns = torch.arange(2 * side - 1, device="cpu")[None, :]
