@@ -176,6 +176,8 @@ def test_what_was_altered_is_made_again(forged):
         ("run cd50fe1e72720725 spread '2x2 square'", 0.115),
         ("run 5d80627705ab1ae2 seeds", 3),
         ("run c229aae437870b75 seeds", 1),
+        ("run a8c9528c646fcb8f seeds", 4),
+        ("run a8c9528c646fcb8f seeds '2x2 square'", 3),  # one of the four was not certified against it
         ("superseded 22526a400f41b9e1 certified", 67.80),
         ("superseded 46902b72277c3492 certified", 17.75),
         ("superseded 46902b72277c3492 loss", 1.93),

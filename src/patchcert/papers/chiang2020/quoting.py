@@ -348,7 +348,10 @@ _ROW: Mapping[str, Callable[[CountedRow], float | None]] = {
 
 
 def _run(sources: Sources, name: str, what: str, shape: str = "") -> float | None:
-    """Of one run by its fingerprint, whichever seed counts; against the threat of its training, or another shape."""
+    """Of one run by its fingerprint, whichever seed counts; against the threat of its training, or another shape.
+
+    Mean, spread and number of seeds are of those that were certified against the threat.
+    """
     run = next((each for each in sources.manifest.runs if each.run == name), None)
     if run is None:
         raise InvalidInput(f"there is no run {name}")
@@ -356,8 +359,8 @@ def _run(sources: Sources, name: str, what: str, shape: str = "") -> float | Non
         return run.training_loss if what == "loss" else run.training_seconds
     threat = f"Patch({shape}, everywhere)" if shape else run.training.split(", ", 3)[3].rpartition("), ")[0]
     if what in ("mean", "spread", "seeds"):
-        proofs = [_proof_lines(sources, each, threat) for each in _seeds_of(sources, run)]
-        shares = [_share(lines, "certified") for lines in proofs]
+        seeds = [each for each in _seeds_of(sources, run) if _proofs_against(sources, each, threat)]
+        shares = [_share(_proof_lines(sources, each, threat), "certified") for each in seeds]
         if what == "spread":
             return stdev(shares) if len(shares) > 1 else None
         return fmean(shares) if what == "mean" else len(shares)
