@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from patchcert.bounds import trace
 from patchcert.models import ModelSpec, build
-from patchcert.work import multiply_adds
+from patchcert.work import bytes_made, multiply_adds
 
 ARCHITECTURES = ["mlp", "cnn2", "cnn5_bn", "resnet8", "bagnet_clipped"]
 
@@ -44,6 +44,30 @@ def test_gradients_that_a_function_takes_itself_count():
             return torch.autograd.grad(layer(point).sum(), point)
 
     assert multiply_adds(steepest, torch.zeros(2, 5)) == 2 * 15 + 2 * 15
+
+
+def test_bytes_of_all_results_count():
+    images = torch.zeros(2, 9)
+    assert bytes_made(nn.ReLU(), images) == 4 * 18
+    assert bytes_made(lambda values: values.double().sum(dim=1), images) == 8 * 18 + 8 * 2
+
+
+@pytest.mark.parametrize("name", ["cnn2", "resnet8", "resnet18", "bagnet_clipped", "stripnet"])
+def test_a_gradient_keeps_no_more_bytes_than_are_made(name):
+    model, kept = build(ModelSpec(name, 3, 16, 16)).eval(), dict[int, int]()
+    weights = {each.data_ptr() for each in model.state_dict().values()}
+    images = torch.rand(1, 3, 16, 16)
+
+    def keep(tensor):
+        if tensor.data_ptr() not in weights | {images.data_ptr()}:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    made = bytes_made(model, images)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        said = model(images.requires_grad_())
+    assert said.requires_grad
+    assert 0 < sum(kept.values()) <= made
 
 
 def test_compiled_models_are_counted_as_they_were_written():

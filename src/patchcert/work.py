@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 
@@ -22,6 +23,15 @@ def multiply_adds(function: Callable[[Tensor], object], inputs: Tensor) -> int:
     with counter, _uncompiled():
         function(inputs)
     return counter.operations // 2  # a product and a sum are two of what is counted
+
+
+@torch.no_grad()
+def bytes_made(function: Callable[[Tensor], object], inputs: Tensor) -> int:
+    """The bytes of all results on the way, views too: no fewer than what a gradient through the call keeps of them."""
+    counter = _Counter()
+    with counter, _uncompiled():
+        function(inputs)
+    return counter.bytes
 
 
 def count_at_once(
@@ -45,11 +55,11 @@ def _uncompiled() -> AbstractContextManager[object]:
 
 @final
 class _Counter(TorchDispatchMode):
-    """Counts the operations for which PyTorch has a formula."""
+    """Counts the operations for which PyTorch has a formula, and the bytes of all results."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = 0
+        self.operations = self.bytes = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -68,4 +78,5 @@ class _Counter(TorchDispatchMode):
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             self.operations += formula(*args, **named, out_val=result)
+        self.bytes += sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result

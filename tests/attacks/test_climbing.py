@@ -16,12 +16,14 @@ from patchcert.attacks.climbing import (
     Effort,
     Record,
     ascents_at_once,
+    fitting_at_once,
     segments_of,
 )
 from patchcert.attacks.views import View, patch_views, put, stamp_cells
 from patchcert.models import ModelSpec, build
 from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch
+from patchcert.work import bytes_made
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,6 +104,31 @@ def test_work_is_not_counted_where_batches_are_as_small_as_can_be():
         raise AssertionError("nobody needs to know")
 
     assert ascents_at_once(never, torch.zeros(1, 2), FEWEST_AT_ONCE) == FEWEST_AT_ONCE
+
+
+@pytest.mark.parametrize("copies", [1, 16])
+def test_on_a_gpu_a_step_keeps_what_fits_into_memory(copies):
+    model, image = build(ModelSpec("resnet8", 3, 16, 16)).eval(), torch.zeros(1, 3, 16, 16)
+
+    def look(point):
+        return torch.stack([model(point) for _ in range(copies)]).mean(dim=0)
+
+    memory = 10 * copies * bytes_made(model, image)
+    assert fitting_at_once(look, image, 1024, memory) in (9, 10)  # the mean is made too
+    assert fitting_at_once(look, image, 4, memory) == 4
+    assert fitting_at_once(look, image, 1024, 1) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_networks_too_large_for_a_whole_batch_are_attacked_in_parts():
+    model = build(ModelSpec("resnet18_parts", 3, 32, 32)).eval().cuda()
+    surrogate, image = pc.BandVotes(model).surrogate(), torch.zeros(1, 3, 32, 32).cuda()
+    count = ascents_at_once(surrogate, image, 16384)
+    assert 8 <= count < 16384
+    images = image.repeat(count, 1, 1, 1).requires_grad_()
+    (gradient,) = torch.autograd.grad(surrogate(images).sum(), images)
+    assert gradient.isfinite().all()
 
 
 def effort_of(images: int, looks: int) -> tuple[Effort, list[float]]:

@@ -155,7 +155,7 @@ def test_a_recorded_run_equals_a_plain_one(kind):
     plain, plain_rows = trained(kind, "off")
     recorded, recorded_rows = trained(kind, "on")
     leeway = (
-        5e-3 if kind in {"guided", "pooled", "masked"} else 1e-3
+        5e-3 if kind in {"guided", "pooled", "masked", "weakest"} else 1e-3
     )  # a last digit can turn which placement counts
     for mine, theirs in zip(recorded, plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=leeway)

@@ -21,7 +21,7 @@ from patchcert.attacks.base import (
 from patchcert.attacks.views import AscentLogits, OnCells, PerAscent, View, put
 from patchcert.errors import InvalidInput, at_least
 from patchcert.tensors import Images, Labels, Logits, PerImage
-from patchcert.work import count_at_once
+from patchcert.work import bytes_made, count_at_once
 
 Loss = Literal["cross-entropy", "margin"]
 
@@ -39,12 +39,27 @@ WORK_AT_ONCE = 2**34
 FEWEST_AT_ONCE = 4
 
 
+# Half of a GPU for what a step keeps for its gradient; the other half for gradients on their way, and for others.
+SHARE_OF_MEMORY = 0.5
+
+
 def ascents_at_once(look: Callable[[Tensor], Logits], point: Tensor, batch_size: int) -> int:
-    """How many ascents run side by side, at most a batch: on a CPU so few that a step of theirs takes about a second.
+    """How many ascents run side by side, at most a batch: on a CPU so few that a step of theirs takes about a second, on
+    a GPU so few that one fits into its memory.
 
     `point` is where one ascent looks from.
     """
+    if point.is_cuda:
+        memory = torch.cuda.get_device_properties(point.device).total_memory
+        return fitting_at_once(look, point, batch_size, int(SHARE_OF_MEMORY * memory))
     return count_at_once(look, point, batch_size, WORK_AT_ONCE, FEWEST_AT_ONCE)
+
+
+def fitting_at_once(
+    look: Callable[[Tensor], Logits], point: Tensor, batch_size: int, memory: int
+) -> int:
+    """How many ascents keep no more bytes for their gradients than there are, at most a batch and at least one."""
+    return min(batch_size, max(1, memory // max(bytes_made(look, point), 1)))
 
 
 @final
