@@ -112,6 +112,20 @@ def test_certificate_search_takes_the_given_margins():
         wrong.run(model, images, labels, threat)
 
 
+@pytest.mark.parametrize(("columns", "most"), [(7, 1), (7, 3), (7, 6), (7, 7), (7, 9), (8, 4)])
+def test_a_sweep_of_fewer_placements_is_spread_evenly(columns, most):
+    images, labels = torch.zeros(1, 1, 1, columns), torch.zeros(1, dtype=torch.long)
+    attack = PatchAttack(3, 1.0, restarts=1, search="sweep", sweep_steps=3, sweep_placements=most)
+    found = [
+        bool(attack.run(PixelModel(0, column), images, labels, Patch(1), seeded(0)).succeeded)
+        for column in range(columns)
+    ]
+    gone = torch.tensor(found).nonzero().flatten()
+    assert len(gone) == min(columns, most)
+    assert gone[0] == 0
+    assert all(gone.diff() <= -(-columns // most))
+
+
 def test_vertices_break_what_no_gradient_points_to():
     images, labels = torch.full((3, 1, 6, 6), 0.5), torch.zeros(3, dtype=torch.long)
     climb = PatchAttack(steps=3, restarts=5, search="sweep", sweep_steps=2)
@@ -400,6 +414,7 @@ def test_another_threat_is_refused():
         ({"batch_size": 0}, "batch_size is 0"),
         ({"sweep_steps": -1}, "sweep_steps is -1"),
         ({"sweep_vertices": -1}, "sweep_vertices is -1"),
+        ({"sweep_placements": 0}, "sweep_placements is 0"),
         ({"check_every": 0}, "check_every is 0"),
     ],
 )

@@ -255,3 +255,16 @@ def test_kernels_are_place_by_place_until_the_last_thread_has_left():
         assert switches() == (before[0], True)
     finally:
         torch.backends.cudnn.benchmark = before[1]
+
+
+def test_cudnn_is_off_while_anyone_inside_does_without_it():
+    with place_by_place(cudnn=False):
+        assert not torch.backends.cudnn.enabled
+        with place_by_place():
+            assert not torch.backends.cudnn.enabled
+    with place_by_place():
+        assert torch.backends.cudnn.enabled
+        with place_by_place(cudnn=False):
+            assert not torch.backends.cudnn.enabled
+        assert torch.backends.cudnn.enabled
+    assert torch.backends.cudnn.enabled

@@ -18,6 +18,7 @@ from patchcert.certificates.local_votes import LocalVotes, local_sight, receptiv
 from patchcert.certificates.vote_classifier import soften
 from patchcert.certificates.votes import slow_margins
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError, UnsupportedLayer
+from patchcert.models import ModelSpec, build
 from patchcert.testing import check_certifier
 from patchcert.testing.brute_force import members
 from patchcert.testing.conformance import seeded
@@ -638,3 +639,44 @@ def test_kernels_that_compute_several_places_at_once_are_refused(monkeypatch):
     grey, label = torch.full((1, 3, 12, 12), 0.6), torch.zeros(1, dtype=torch.long)
     with without_onednn(), pytest.raises(ModelError, match="are computed several places at once here"):
         LocalVotes(Magenta().eval()).certify(grey, label, Patch(1))
+
+
+class MixedByCudnn(nn.Module):
+    """Scores of places, to which cuDNN, while it is on, adds a share of all places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Conv2d(3, 2, 3, padding=1)
+
+    def forward(self, images):
+        scores = self.scores(images)
+        share = 0.01 if torch.backends.cudnn.enabled else 0.0
+        return scores + share * scores.mean(dim=(2, 3), keepdim=True) if share else scores
+
+
+def test_kernels_of_cudnn_that_spread_further_are_told_from_others():
+    images = torch.rand(1, 3, 12, 12)
+
+    def spreads(model):
+        flat = nn.Sequential(model, nn.Flatten()).eval()
+        return batches.FixedBatches(flat, images, 8, "float32", by_place=True).spreads_further()
+
+    assert spreads(MixedByCudnn())
+    assert not spreads(nn.Conv2d(3, 2, 3, padding=1))
+    assert torch.backends.cudnn.enabled
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("network", "field"), [("bagnet", 9), ("bagnet_half", 9), ("stripnet", 5)])
+def test_networks_of_local_scores_find_kernels_that_are_place_by_place(network, field):
+    spec = ModelSpec(network, 3, 32, 32, filters=32, receptive_field=field)
+    model = build(spec, seeded()).eval().cuda()
+    images, labels = (
+        torch.rand(4, 3, 32, 32, generator=seeded()).cuda(),
+        torch.zeros(4, dtype=torch.long).cuda(),
+    )
+    votes = LocalVotes(model)
+    found = votes.certify(images, labels, Patch(2))
+    assert torch.equal(found.predictions, votes.predict(images))
+    assert torch.backends.cudnn.enabled

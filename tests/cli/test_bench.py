@@ -17,7 +17,7 @@ def tiny_cases(monkeypatch):
     cases = (Case("mlp", "tiny", 2, 1, 8), Case("cnn2", "tiny", 3, 3, 8))
     monkeypatch.setattr("patchcert.bench.CASES", cases)
     monkeypatch.setattr("patchcert.bench.MASKED_CASES", (MaskedCase("resnet18", 8, 2, 3),))
-    monkeypatch.setattr("patchcert.bench.VOTES_CASES", (VotesCase("stripnet", 30, "sum", "softmax"),))
+    monkeypatch.setattr("patchcert.bench.VOTES_CASES", (VotesCase("stripnet", 3, 30, "sum", "softmax"),))
 
 
 def test_measurements_are_json_that_can_be_shown_again(tiny_cases, tmp_path, capsys, answered):

@@ -44,8 +44,8 @@ SHARE_OF_MEMORY = 0.5
 
 
 def ascents_at_once(look: Callable[[Tensor], Logits], point: Tensor, batch_size: int) -> int:
-    """How many ascents run side by side, at most a batch: on a CPU so few that a step of theirs takes about a second, on
-    a GPU so few that one fits into its memory.
+    """How many ascents run side by side, at most a batch: on a CPU so few that a step of theirs takes about a second,
+    on a GPU so few that it fits into memory.
 
     `point` is where one ascent looks from.
     """
@@ -55,9 +55,7 @@ def ascents_at_once(look: Callable[[Tensor], Logits], point: Tensor, batch_size:
     return count_at_once(look, point, batch_size, WORK_AT_ONCE, FEWEST_AT_ONCE)
 
 
-def fitting_at_once(
-    look: Callable[[Tensor], Logits], point: Tensor, batch_size: int, memory: int
-) -> int:
+def fitting_at_once(look: Callable[[Tensor], Logits], point: Tensor, batch_size: int, memory: int) -> int:
     """How many ascents keep no more bytes for their gradients than there are, at most a batch and at least one."""
     return min(batch_size, max(1, memory // max(bytes_made(look, point), 1)))
 

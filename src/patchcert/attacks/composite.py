@@ -288,16 +288,31 @@ def require_defended(target: AttackedModel) -> Defended:
 
 
 def strongest_attack(
-    threat: Patch | Patches | SparsePixels, steps: int = 150, restarts: int = 20, batch_size: int = 1024
+    threat: Patch | Patches | SparsePixels,
+    steps: int = 150,
+    restarts: int = 20,
+    batch_size: int = 1024,
+    sweep_placements: int | None = None,
 ) -> Attack:
     """For patches, a sweep of all placements with either loss, then restarts at the weakest ones; several in turn.
+
+    Of more than `sweep_placements` a sweep takes that many, spread evenly.
 
     For sparse pixels, the pixels of largest gain with either loss, then the sweeps of the largest square patch
     that has no more pixels.
     """
     losses: tuple[Loss, ...] = ("margin", "cross-entropy")
     sweeps = tuple(
-        PatchAttack(steps, 0.05, restarts, loss, "sweep", sweep_steps, batch_size=batch_size)
+        PatchAttack(
+            steps,
+            0.05,
+            restarts,
+            loss,
+            "sweep",
+            sweep_steps,
+            sweep_placements=sweep_placements,
+            batch_size=batch_size,
+        )
         for loss, sweep_steps in zip(losses, (20, 5), strict=True)
     )
     if isinstance(threat, Patch):

@@ -53,6 +53,8 @@ class PatchAttack(GradientAttack):
     there are no more, otherwise random ones. They need no gradient, which helps against a model whose
     gradient says little: a defense that decides by a threshold is blind to it between two steps.
 
+    A sweep of large images need not go everywhere: of more than `sweep_placements` it takes that many, spread evenly.
+
     Images and restarts share batches of `batch_size`; broken images leave them every `check_every` steps. On a CPU the
     batch of a large network runs in parts (`ascents_at_once`), from the same random starts. The cross entropy of a very
     sure model has no gradient in floating point; the margin always has one.
@@ -65,6 +67,7 @@ class PatchAttack(GradientAttack):
     search: Search = "random"
     sweep_steps: int = 5
     sweep_vertices: int = 0
+    sweep_placements: int | None = None
     placement_margins: PlacementMargins | None = None
     batch_size: int = 1024
     check_every: int = 25
@@ -75,6 +78,8 @@ class PatchAttack(GradientAttack):
         check_choice("search", self.search, get_args(Search))
         at_least(0, "sweep_steps", self.sweep_steps)
         at_least(0, "sweep_vertices", self.sweep_vertices)
+        if self.sweep_placements is not None:
+            at_least(1, "sweep_placements", self.sweep_placements)
         at_least(1, "check_every", self.check_every)
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
@@ -92,7 +97,8 @@ class PatchAttack(GradientAttack):
         if self.search != "sweep":
             return points
         vertices = min(self.sweep_vertices, 2 ** (job.images.shape[1] * patch.pixels))
-        return points + (vertices + self.sweep_steps + 1) * len(patch.placements(*job.images.shape[2:]))
+        swept = self._swept(len(patch.placements(*job.images.shape[2:])))
+        return points + (vertices + self.sweep_steps + 1) * len(swept)
 
     def _order(self, target: AttackedModel, ascents: "_PatchAscents") -> PerPlacement:
         """The placements of every image, in the order in which restarts take them."""
@@ -121,13 +127,22 @@ class PatchAttack(GradientAttack):
     def _swept_leads(self, ascents: "_PatchAscents", placements: int) -> PerPlacement:
         """The largest lead met at every placement by vertices and by a few steps."""
         images, patch, generator = ascents.job.images, ascents.patch, ascents.job.generator
-        every = torch.arange(placements, device=images.device).expand(len(images), -1)
+        every = self._swept(placements).to(images.device).expand(len(images), -1)
         starts = [(vertex, 0) for vertex in vertices(images, patch, self.sweep_vertices, generator)]
         starts.append((noise(images, patch, generator), self.sweep_steps))
         leads = images.new_full((len(images), placements), -torch.inf)
         for start, steps in starts:
-            leads = torch.maximum(leads, ascents.spend(every, lambda start=start: start, placements, steps))
+            leads = torch.maximum(
+                leads, ascents.spend(every, lambda start=start: start, every.shape[1], steps)
+            )
         return leads
+
+    def _swept(self, placements: int) -> Annotated[Tensor, "_"]:
+        """The numbers of the placements that a sweep goes to."""
+        most = self.sweep_placements
+        if most is None or placements <= most:
+            return torch.arange(placements)
+        return torch.arange(most) * placements // most
 
 
 def _patch_of(job: AttackJob) -> Patch:

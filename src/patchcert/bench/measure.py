@@ -26,14 +26,14 @@ from patchcert.train.step import CapturedStep, Plan, Trainee, TrainingStep
 from patchcert.train.strategies import AllPlacements
 from patchcert.train.strategy import Subject, margin_loss
 from patchcert.windows.dense import dense_linear_margins, dense_margins
-from patchcert.windows.linear_placements import covered, linear_placement_margins
+from patchcert.windows.linear_placements import covered, images_at_once, linear_placement_margins
 from patchcert.windows.passes import clean_pass
 from patchcert.windows.sweep import PlacementSweep, default_budget
 
 Call = Callable[[], object]
 
 ATTACK_STEPS, FEWEST_ATTACK_STEPS = 150, 5
-_LINEAR_IMAGES, _LINEAR_PLACEMENTS = 128, 24
+_MOST_LINEAR_IMAGES, _LINEAR_PLACEMENTS = 1_000, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,8 @@ def _linear_bounds(model: nn.Module, case: Case, machine: Machine) -> dict[str, 
     model = zoo.load(name) if name in zoo.names() else model
     network = trace(copy.deepcopy(model).double().to(machine.device))
     rounding = Rounding.outward(torch.float64)
-    images, labels = case.images(_LINEAR_IMAGES, machine.device)
+    count = min(_MOST_LINEAR_IMAGES, images_at_once(machine.device))
+    images, labels = case.images(count, machine.device)
     images = images.double()
     corners = case.threat.placements(case.size, case.size).corners
     largest = max(value.numel() for value in network.values(images[:1]))

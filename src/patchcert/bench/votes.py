@@ -20,9 +20,11 @@ TEST_IMAGES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class VotesCase:
-    """A network of random weights on 32x32 images, the side of the patch, and how its local scores are summed."""
+    """A network of random weights on 32x32 images, how many pixels or columns a score sees, the side of the patch, and
+    how its local scores are summed."""
 
     network: str
+    sees: int
     patch: int
     aggregation: Aggregation
     scores: LocalScores
@@ -36,16 +38,17 @@ class VotesCase:
 
     def classifier(self, filters: int) -> LocalVotes:
         """The votes of the network."""
-        model = build(ModelSpec(self.network, 3, SIZE, SIZE, filters=filters), Generator().manual_seed(0))
+        spec = ModelSpec(self.network, 3, SIZE, SIZE, filters=filters, receptive_field=self.sees)
+        model = build(spec, Generator().manual_seed(0))
         masked = None if self.aggregation == "sum" else self.patch
         return LocalVotes(model.eval(), self.aggregation, self.scores, masked)
 
 
 VOTES_CASES = (
-    VotesCase("stripnet", 5, "sum", "softmax"),
-    VotesCase("bagnet_half", 5, "sum", "softmax"),
-    VotesCase("bagnet_half", 5, "masked-sum", "positive"),
-    VotesCase("stripnet", 5, "double-masked", "logits"),
+    VotesCase("stripnet", 3, 5, "sum", "softmax"),
+    VotesCase("bagnet_half", 9, 5, "sum", "softmax"),
+    VotesCase("bagnet_half", 9, 5, "masked-sum", "positive"),
+    VotesCase("stripnet", 3, 5, "double-masked", "logits"),
 )
 _FILTERS = {"stripnet": 64, "bagnet_half": 256}
 

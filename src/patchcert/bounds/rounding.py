@@ -192,27 +192,32 @@ class _PlaceByPlace:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside = 0
-        self._before = (False, False)
+        self._inside = self._without_cudnn = 0
+        self._before = (False, False, False)
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self, cudnn: bool = True) -> Iterator[None]:
         """Inside, NNPACK is off, whose transforms compute several places together, and cuDNN does not choose by trial,
-        so that equal shapes always meet equal kernels."""
+        so that equal shapes always meet equal kernels. Without `cudnn`, which may choose transforms, it is off too."""
         with self._lock:
             if not self._inside:
-                (nnpack,), benchmark = torch.backends.nnpack.set_flags(False), torch.backends.cudnn.benchmark
-                self._before = (nnpack, benchmark)
+                (nnpack,) = torch.backends.nnpack.set_flags(False)
+                self._before = (nnpack, torch.backends.cudnn.benchmark, torch.backends.cudnn.enabled)
                 torch.backends.cudnn.benchmark = False
-            self._inside += 1
+            self._count(1, cudnn)
         try:
             yield
         finally:
             with self._lock:
-                self._inside -= 1
+                self._count(-1, cudnn)
                 if not self._inside:
-                    nnpack, torch.backends.cudnn.benchmark = self._before
-                    torch.backends.nnpack.set_flags(nnpack)
+                    torch.backends.nnpack.set_flags(self._before[0])
+                    torch.backends.cudnn.benchmark = self._before[1]
+
+    def _count(self, more: int, cudnn: bool) -> None:
+        self._inside += more
+        self._without_cudnn += 0 if cudnn else more
+        torch.backends.cudnn.enabled = self._before[2] and not self._without_cudnn
 
 
 place_by_place = _PlaceByPlace()

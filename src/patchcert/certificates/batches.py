@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal, final, get_args
 
@@ -83,7 +84,8 @@ class FixedBatches:
     a copy does not hang on how many other copies there are; `check_company` tries whether it hangs on which ones. On a
     GPU the forward pass is captured once and replayed, if the model allows it: the same kernels on the same numbers.
     Where the same model is given as torch.compile makes it, that is what runs. Kernels are `by_place` for maps of which
-    each place must hang on what it sees alone.
+    each place must hang on what it sees alone: those of cuDNN where they spread nothing further than PyTorch's own do,
+    which are slower, and else those.
     """
 
     def __init__(
@@ -109,6 +111,9 @@ class FixedBatches:
         self._output = self._first_answer()
         check_logits(self._output, self._input)
         if example.is_cuda:
+            if by_place and self.spreads_further():
+                self._kernels = partial(place_by_place, cudnn=False)
+                self._output = self._forward()
             self._capture()
 
     @property
@@ -155,6 +160,18 @@ class FixedBatches:
                 hint="what it says of an image must not depend on the batch; half precision may be too coarse for it",
             )
 
+    def spreads_further(self) -> bool:
+        """Whether NaN at a pixel reaches other numbers than without cuDNN."""
+        blank, height, width = self._input, *self._input.shape[2:]
+        self._input = blank.clone()
+        for row, pixel in enumerate(neighbours(height, width)[: self.size].tolist()):
+            self._input[row, :, pixel // width, pixel % width] = torch.nan
+        spread = self._forward().isnan()
+        with place_by_place(cudnn=False):
+            alone = self._forward().isnan()
+        self._input = blank
+        return not torch.equal(spread, alone)
+
     @torch.no_grad()
     def _forward(self) -> Annotated[Tensor, "b ..."]:
         with _arithmetic(self.precision, self._input.device), self._kernels():
@@ -193,6 +210,18 @@ class FixedBatches:
             torch.cuda.synchronize()
             return
         self._graph = graph
+
+
+def neighbours(height: int, width: int) -> Annotated[Tensor, "_"]:
+    """Pixels next to each other near the middle, in rows and columns, by their numbers: tiles of transforms are no
+    larger."""
+    rows, columns = (
+        (length // 2 + torch.arange(_NEIGHBOURS)).clamp(max=length - 1) for length in (height, width)
+    )
+    return (rows[:, None] * width + columns).flatten()
+
+
+_NEIGHBOURS = 8
 
 
 def _blanks(example: Images, size: int) -> Annotated[Tensor, "b c h w"]:

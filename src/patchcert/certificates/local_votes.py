@@ -16,7 +16,7 @@ from patchcert.bounds import Interval, Network, Rounding, trace
 from patchcert.bounds.geometry import FeatureMap, Geometry, NotCovered, Places
 from patchcert.bounds.operations import Concatenate, Operation, Permute, Rescale, Reshape
 from patchcert.bounds.rounding import precise_arithmetic, subnormals_kept
-from patchcert.certificates.batches import FixedBatches, Precision, distances, largest
+from patchcert.certificates.batches import FixedBatches, Precision, distances, largest, neighbours
 from patchcert.certificates.checks import (
     check_foreign_rules,
     check_some,
@@ -378,11 +378,8 @@ class LocalVotes(VoteClassifier):
         if any(step.is_foreign for step in network.steps):
             return
         height, width = images.shape[2:]
-        numbers = torch.arange(min(_NEIGHBOURS**2, self.batch_size))
-        rows = (height // 2 + numbers // _NEIGHBOURS).clamp(max=height - 1)
-        columns = (width // 2 + numbers % _NEIGHBOURS).clamp(max=width - 1)
-        areas = torch.zeros(len(numbers), height, width)
-        areas[numbers, rows, columns] = 1
+        pixels = neighbours(height, width)[: self.batch_size]
+        areas = F.one_hot(pixels, height * width).float().unflatten(1, (height, width))
         hidden = images[:1].masked_fill(areas[:, None].to(images.device) > 0, torch.nan)
         reached = reached_cells(network, areas, self.mirrored).flatten(1).to(images.device)
         spread = base.logits(hidden).isnan().unflatten(1, (-1, reached.shape[1])).any(dim=1)
@@ -390,13 +387,11 @@ class LocalVotes(VoteClassifier):
             raise ModelError(
                 f"convolutions of the model {type(self.model).__name__} are computed several places at once here, by "
                 "kernels that let a patch move local scores that do not see it",
-                hint="on a GPU torch.backends.cudnn.enabled = False takes other kernels",
+                hint="try another device, or another version of PyTorch",
             )
 
 
 _PROBED = 4
-_NEIGHBOURS = 8
-"""Pixels next to each other, in rows and columns, that are probed: tiles of transforms are no larger."""
 
 
 @final

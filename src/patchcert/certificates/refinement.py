@@ -22,7 +22,7 @@ from patchcert.certificates.checks import logits_of
 from patchcert.errors import InvalidInput
 from patchcert.tensors import Images, Labels, PerImage, PlacementMargins
 from patchcert.threats import Patch
-from patchcert.windows.linear_placements import IMAGES_AT_ONCE, covered
+from patchcert.windows.linear_placements import covered, images_at_once
 
 Refine = Literal["linear", "split"]
 DEFAULT_BUDGET = 2000
@@ -227,7 +227,7 @@ class _Work:
         found = self.settings.restriction(int(placement), self.pixels)
         if found is None:
             return False
-        for image in left.any(dim=1).nonzero().flatten().split(IMAGES_AT_ONCE):
+        for image in left.any(dim=1).nonzero().flatten().split(images_at_once(left.device)):
             image = image[~self.broken[image]]
             if len(image):
                 some = self._of(image, placement.expand(len(image)), left[image])

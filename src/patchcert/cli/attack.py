@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from patchcert.evidence import Evidence, Selection, Subject
 
 FALSE_PROOF = 1
+SWEPT = 1_024
+"""Placements that `--certified-only` tries on ImageNet, whose images have tens of thousands."""
 
 
 def attack(
@@ -244,7 +246,8 @@ class AttackOptions:
 
         is_printed = examples is not None or self.transform
         if self.certified_only and not is_printed:
-            return strongest_attack(threat, **self._settings(is_imagenet))
+            settings = self._settings(is_imagenet)
+            return strongest_attack(threat, **settings, sweep_placements=SWEPT if is_imagenet else None)
         attack = (
             self._printed(threat, examples, is_imagenet)
             if is_printed
