@@ -4,6 +4,7 @@ import sys
 import types
 
 import pytest
+import torch
 
 from patchcert import __version__
 from patchcert.cli import app
@@ -33,6 +34,30 @@ def raising(error):
         raise error
 
     return probe
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 246.00 MiB.\nmore"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        MemoryError("16 GiB"),
+    ],
+)
+def test_too_little_memory_is_no_false_proof(capsys, command, error):
+    command(raising(error))
+    assert run(["probe"]) == 2
+    said = capsys.readouterr().err
+    assert f"error: memory does not suffice: {str(error).splitlines()[0]}\n" in said
+    assert "--batch-size" in said
+
+
+def test_a_bug_is_no_false_proof(capsys, command):
+    command(raising(ZeroDivisionError("one by none")))
+    with pytest.raises(SystemExit) as ended:
+        app.main(["probe"])
+    assert ended.value.code == 70
+    assert "ZeroDivisionError: one by none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--version", "-V"])

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
@@ -24,8 +25,7 @@ from patchcert.errors import PatchcertError
 from patchcert.files import STORAGE_ERRORS
 
 PROGRAM, IMPORT = "patchcert", "--import"
-USAGE_ERROR = 2
-
+USAGE_ERROR, BUG = 2, 70
 
 COMMANDS = {
     "demo": "Train, certify and attack a small model; no network needed.",
@@ -50,9 +50,14 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command line and exit: 0 done, 2 a mistake that the user can correct, 130 interrupted."""
+    """Run one command line and exit: 0 done, 2 a mistake that the user can correct, 70 a bug, 130 interrupted."""
     wait_gently()
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    try:
+        code = run(sys.argv[1:] if arguments is None else arguments)
+    except Exception:
+        traceback.print_exc()
+        code = BUG
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -71,6 +76,10 @@ def run(arguments: Sequence[str]) -> int:
         _explain(error)
         return USAGE_ERROR
     except Exception as error:
+        if _is_out_of_memory(error):
+            what, _, _ = str(error).partition("\n")
+            print_error(f"memory does not suffice: {what}", _MEMORY_HINT)
+            return USAGE_ERROR
         if not _is_usage_error(error):
             raise
         print_error(_usage_message(error), _usage_hint(arguments))
@@ -193,6 +202,18 @@ def _root(
         import_own(module, f"{IMPORT} {module}")
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+
+
+_MEMORY_HINT = (
+    "take less at once (attack --batch-size, certify --setting batch_size or --memory-budget, train --set "
+    "optimiser.batch_size), or free the device for it."
+)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """On a GPU an error of its own; on a CPU PyTorch has only words for it."""
+    named = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+    return named or (type(error) is RuntimeError and "can't allocate memory" in str(error))
 
 
 def _is_usage_error(error: Exception) -> bool:
