@@ -71,7 +71,79 @@ def test_what_cannot_be_joined_is_refused(generator):
     with pytest.raises(ModelError, match=r"differ in more than their widths cannot be joined.*height=7"):
         join([model, build(taller, generator)], [spec, taller])
     normed = replace(spec, name="mlp_bn")
-    with pytest.raises(ModelError, match=r"\(BatchNorm1d\) cannot be joined"):
-        join([build(normed, generator)] * 2, [normed] * 2)
-    with pytest.raises(ModelError, match="Linear cannot be joined: it is no nn.Sequential of its layers"):
+    other = replace(normed, hidden=13)
+    with pytest.raises(ModelError, match=r"differ in more than nothing cannot be joined.*hidden=13"):
+        join([build(normed, generator), build(other, generator)], [normed, other])
+    with pytest.raises(ModelError, match="Linear is not as the architecture 'mlp' is built"):
         join([nn.Linear(2, 2)] * 2, [spec] * 2)
+    joined, both = join([build(normed, generator)] * 2, [normed] * 2)
+    with pytest.raises(ModelError, match="are joined already"):
+        join([joined] * 2, [both] * 2)
+
+
+class Whole(nn.Module):
+    def __init__(self, inputs, classes):
+        super().__init__()
+        self.network = nn.Linear(inputs, classes)
+
+    def forward(self, images):
+        return self.network(images.flatten(1)).exp()
+
+
+@architecture("a module of a test")
+def _module(spec: ModelSpec) -> nn.Module:
+    return Whole(spec.channels * spec.height * spec.width, spec.classes)
+
+
+@pytest.mark.parametrize("normalises", [True, False])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ModelSpec("mlp_bn", 3, 8, 8, classes=4, hidden=12),
+        ModelSpec("resnet8", 3, 16, 16, classes=4),
+        ModelSpec("stripnet", 3, 16, 16, classes=4, filters=8),
+        ModelSpec("a module of a test", 3, 4, 4, classes=3),
+    ],
+    ids=lambda spec: spec.name,
+)
+def test_other_networks_become_members_of_their_mean(spec, normalises, generator, tmp_path):
+    if normalises:
+        spec = replace(spec, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.2))
+    members = [build(spec, generator) for _ in range(3)]
+    joined, together = join(members, [spec] * 3)
+    images = torch.rand(9, *spec.image_shape, generator=generator)
+    expected = torch.stack([member(images) for member in members]).mean(0)
+    torch.testing.assert_close(joined(images), expected)
+    assert together == replace(spec, members=3)
+    assert not any(module.training for module in joined.modules())
+    save(joined, together, tmp_path / "joined.safetensors")
+    loaded, described = load(tmp_path / "joined.safetensors")
+    assert described == together
+    assert torch.equal(loaded(images), joined(images))
+
+
+def test_a_mean_is_bounded_as_any_network_is(generator):
+    spec = ModelSpec("resnet8", 3, 16, 16, classes=4, members=2)
+    model, images = build(spec, generator), torch.rand(4, 3, 16, 16, generator=generator)
+    labels = model(images).argmax(1)
+    margins = pc.certify(model, images, labels, pc.Patch(1, placements=[(3, 4)])).margins
+    changed = images.clone()
+    changed[:, :, 3, 4] = torch.rand(4, 3, generator=generator)
+    said = model(changed)
+    leads = said.gather(1, labels[:, None]) - said.scatter(1, labels[:, None], -torch.inf).amax(
+        1, keepdim=True
+    )
+    assert margins.isfinite().all()
+    assert (leads[:, 0] >= margins.amin(1) - 1e-5).all()
+
+
+def test_local_votes_of_a_mean_see_what_its_members_see(generator):
+    spec = ModelSpec("stripnet", 3, 16, 16, classes=4, filters=8, receptive_field=3)
+    images = torch.rand(2, 3, 16, 16, generator=generator)
+    alone, together = (
+        pc.LocalVotes(build(each, generator), "double-masked", "logits", 2)
+        for each in (spec, replace(spec, members=2))
+    )
+    assert torch.equal(alone.touched(pc.Patch(2), images), together.touched(pc.Patch(2), images))
+    labels = together.predict(images)
+    assert torch.equal(together.certify(images, labels, pc.Patch(2)).predictions, labels)

@@ -41,7 +41,7 @@ COMMANDS = {
     "report": "Put runs and their evidence into one HTML page.",
     "export": "Write a model as ONNX, and what is claimed of it as VNN-LIB.",
     "bench": "Measure how fast certificates are computed here.",
-    "join": "Put trained networks side by side in a wider one, their mean.",
+    "join": "Put trained networks side by side in one, their mean.",
     "trim": "Remove units that are zero on every training image.",
     "zoo": "List, show and add trained models that come with patchcert.",
     "data": "List, fetch and verify data sets.",

@@ -23,10 +23,11 @@ def join(
     ],
     out: Annotated[Path, typer.Option(help="The file of weights to be made, .safetensors.", dir_okay=False)],
 ) -> None:
-    """Put trained networks side by side in a wider one, whose logits are the mean of theirs.
+    """Put trained networks side by side in one whose logits are the mean of theirs.
 
-    It is a network of its own: what was proven of its members says nothing about it. Certify the file next, or begin
-    another training with it.
+    Chains of layers, which may differ in their widths, become a wider one; others become its members. It is a network
+    of its own: what was proven of its members says nothing about it. Certify the file next, or begin another training
+    with it.
     """
     from patchcert.files import sha256
     from patchcert.models import join as join_models

@@ -329,6 +329,7 @@ def _words(spec: Spec) -> str:
         "filters": model.filters,
         "layers": model.depth,
         "pixels seen": model.receptive_field,
+        "members": model.members,
     }
     return ", ".join([model.name, *(f"{value} {name}" for name, value in settings.items() if value)])
 

@@ -29,6 +29,15 @@ def check_chain(model: nn.Module, done: str) -> None:
             raise ModelError(f"the layer {name} ({type(layer).__name__}) is followed by {following}")
 
 
+def is_chain(model: nn.Module) -> bool:
+    """Whether `check_chain` has nothing against it."""
+    try:
+        check_chain(model, "joined")
+    except ModelError:
+        return False
+    return True
+
+
 def rebuild(spec: ModelSpec, weights: dict[str, Tensor]) -> nn.Sequential:
     """The model of a description with these weights, whose widths are those of `spec.widths`, in eval mode."""
     model = build(spec, torch.Generator())

@@ -1,6 +1,6 @@
 """Layers that PyTorch does not have."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -42,6 +42,22 @@ class Normalize(nn.Module):
     def extra_repr(self) -> str:
         """Shows the values in `print(model)`."""
         return f"mean={_rounded(self.mean)}, std={_rounded(self.std)}"
+
+
+class Mean(nn.Module):
+    """The mean of what several networks say of the same images."""
+
+    def __init__(self, networks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits, or maps of them."""
+        first, *others = self.networks
+        total = first(images)
+        for network in others:
+            total = total + network(images)
+        return total / len(self.networks)
 
 
 def _statistics(name: str, values: float | Sequence[float]) -> list[float]:

@@ -3,14 +3,14 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Generator, nn
 
 from patchcert.errors import ModelError, did_you_mean
-from patchcert.models.layers import Normalize
+from patchcert.models.layers import Mean, Normalize
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class ModelSpec:
     `hidden` replaces the width of the fully connected layers. `widths` replaces the channels or units of every
     layer but the last, in their order; trimmed models have them. `filters` are the channels of a residual network's
     first stage, and `depth` is how many layers it has. `receptive_field` is how many pixels in a row a local score
-    sees. `mean` and `std` hold one value per channel, in pixel units of [0, 1]; empty, they mean no normalisation.
+    sees. Of several `members`, each such a network, the logits are the mean. `mean` and `std` hold one value per
+    channel, in pixel units of [0, 1]; empty, they mean no normalisation.
     """
 
     name: str
@@ -35,11 +36,12 @@ class ModelSpec:
     filters: int | None = None
     depth: int | None = None
     receptive_field: int | None = None
+    members: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("channels", "height", "width", "classes"):
             _check_count(field, getattr(self, field), optional=False)
-        for field in ("hidden", "filters", "depth", "receptive_field"):
+        for field in ("hidden", "filters", "depth", "receptive_field", "members"):
             _check_count(field, getattr(self, field), optional=True)
         object.__setattr__(self, "widths", tuple(self.widths))
         _check_widths(self.widths, self.hidden)
@@ -114,12 +116,12 @@ def build(spec: ModelSpec, generator: Generator | None = None) -> nn.Sequential:
     """
     builder = _find(spec.name)
     if generator is None:
-        module = builder(spec)
+        module = _members(builder, spec)
     else:
         seed = torch.randint(2**62, (), generator=generator, device=generator.device)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(int(seed))  # layers initialise from the global CPU state
-            module = builder(spec)
+            module = _members(builder, spec)
     return _normalised(module, spec).eval()
 
 
@@ -133,6 +135,14 @@ def _find(name: str) -> Builder:
             "on the command line in a module that --import names."
         ).strip(),
     )
+
+
+def _members(builder: Builder, spec: ModelSpec) -> nn.Module:
+    """What the builder makes, or the mean of several."""
+    if spec.members is None:
+        return builder(spec)
+    alone = replace(spec, members=None)
+    return Mean(builder(alone) for _ in range(spec.members))
 
 
 def _normalised(module: nn.Module, spec: ModelSpec) -> nn.Sequential:

@@ -123,6 +123,7 @@ class ModelSettings:
     filters: int | None = None
     depth: int | None = None
     receptive_field: int | None = None
+    members: int | None = None
     weights: str | None = None
     weights_sha256: str | None = None
 
@@ -135,6 +136,7 @@ class ModelSettings:
         at_least(1, "filters", self.filters)
         at_least(1, "depth", self.depth)
         at_least(1, "receptive_field", self.receptive_field)
+        at_least(1, "members", self.members)
 
     def identified(self) -> "ModelSettings":
         """With the sum of the file of weights, where it was not given."""
@@ -175,6 +177,7 @@ class ModelSettings:
             filters=self.filters,
             depth=self.depth,
             receptive_field=self.receptive_field,
+            members=self.members,
         )
 
 
