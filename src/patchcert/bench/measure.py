@@ -285,9 +285,9 @@ def _linear_bounds(model: nn.Module, case: Case, machine: Machine) -> dict[str, 
     model = zoo.load(name) if name in zoo.names() else model
     network = trace(copy.deepcopy(model).double().to(machine.device))
     rounding = Rounding.outward(torch.float64)
-    count = min(_MOST_LINEAR_IMAGES, images_at_once(machine.device))
-    images, labels = case.images(count, machine.device)
-    images = images.double()
+    images, labels = case.images(_MOST_LINEAR_IMAGES, machine.device)
+    count = images_at_once(network, images.double())
+    images, labels = images[:count].double(), labels[:count]
     corners = case.threat.placements(case.size, case.size).corners
     largest = max(value.numel() for value in network.values(images[:1]))
     boxes = min(len(corners), max(1, default_budget(machine.device) // (8 * 12 * 10 * largest)))

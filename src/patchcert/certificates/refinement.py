@@ -227,7 +227,8 @@ class _Work:
         found = self.settings.restriction(int(placement), self.pixels)
         if found is None:
             return False
-        for image in left.any(dim=1).nonzero().flatten().split(images_at_once(left.device)):
+        count = images_at_once(self.settings.audit, self.pixels)
+        for image in left.any(dim=1).nonzero().flatten().split(count):
             image = image[~self.broken[image]]
             if len(image):
                 some = self._of(image, placement.expand(len(image)), left[image])

@@ -12,6 +12,7 @@ from patchcert.bounds.restriction import Places, Restriction
 from patchcert.tensors import Corners, Images, Labels, PlacementMargins
 from patchcert.threats import Patch
 from patchcert.windows.dense import dense_linear_margins
+from patchcert.windows.sweep import default_budget
 
 
 def linear_placement_margins(
@@ -26,7 +27,7 @@ def linear_placement_margins(
 
     Where a placement has no restriction, whole images are bounded.
     """
-    count = images_at_once(images.device)
+    count = images_at_once(network, images)
     parts = [
         _Part(network, some, owners, rounding)
         for some, owners in zip(images.split(count), labels.split(count), strict=True)
@@ -43,10 +44,19 @@ def linear_placement_margins(
     return torch.stack(margins, dim=1)
 
 
-def images_at_once(device: torch.device) -> int:
+def images_at_once(network: Network, images: Images) -> int:
     """On a CPU so few that forms of some hundred units stay in its caches. A GPU takes 20 ms to be told of the 1,600
-    small operations of one placement, however many images there are; forms of a thousand units take some GB then."""
-    return 128 if device.type == "cpu" else 2_048
+    small operations of one placement, however many images there are: as many as its memory holds forms of."""
+    if not images.is_cuda:
+        return 128
+    with torch.no_grad():
+        values = network.values(images[:1])
+    forms = values[-1].numel() * max(value.numel() for value in values)
+    room = default_budget(images.device) // (images.element_size() * _LIVE_COPIES * forms)
+    return max(1, min(room, 2_048))
+
+
+_LIVE_COPIES = 12
 
 
 class _Part:
