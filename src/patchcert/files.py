@@ -5,15 +5,16 @@ Whatever the system refuses while a file is written, such as on a full disk, bec
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from patchcert.errors import StorageError
+from patchcert.errors import RunError, StorageError
 
 STORAGE_ERRORS = {
     errno.ENOSPC: "free some space there, or write to another disk.",
@@ -52,6 +53,20 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
             raise _refused(path, error) from error
         raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path} is damaged: it is no JSON", hint=_DAMAGED) from error
+    if not isinstance(facts, dict):
+        raise RunError(f"{path} is damaged: it is no JSON object", hint=_DAMAGED)
+    return facts
+
+
+_DAMAGED = "restore it, or delete it and make again what it is part of"
 
 
 def write_text(path: Path, text: str) -> None:

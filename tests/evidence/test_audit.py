@@ -271,6 +271,24 @@ def test_a_summary_has_the_circumstances_that_lie_beside_it(copied, facts, notic
     assert noticed in folder.found[f"{run}/summary.json"]
 
 
+@pytest.mark.parametrize(
+    ("name", "noticed"),
+    [
+        ("summary.json", "summary.json is damaged: it is no JSON"),
+        ("environment.json", "environment.json is damaged: it is no JSON"),
+        ("metrics.jsonl", "does not have one row for each of the"),
+    ],
+)
+def test_a_file_that_is_cut_short_is_noticed(copied, name, noticed):
+    run = "065510321976aa3c"
+    folder = copied(run)
+    file = folder.path / run / name
+    file.write_bytes(file.read_bytes()[:-30])
+    found = [each.what for each in audit_results(folder.path).findings]
+    assert any(noticed in what for what in found)
+    assert "does not have the SHA-256 sum that the manifest lists" in found
+
+
 def test_a_deleted_seed_is_noticed_and_stays_in_the_manifest(copied):
     folder = copied(PROVEN, CHANCE)
     shutil.rmtree(folder.path / CHANCE)

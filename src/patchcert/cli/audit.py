@@ -1,6 +1,5 @@
 """`patchcert audit RESULTS`: whether evidence, cards, measurements and documents can be believed."""
 
-import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -194,12 +193,12 @@ class Checkout:
         from patchcert.bench.report import contradictions
         from patchcert.comparison.trials import audit_trials
         from patchcert.evidence.audit import Finding
+        from patchcert.files import read_json
         from patchcert.papers.chiang2020.quoting import audit_documents, audit_paper, audit_published
         from patchcert.zoo.audit import audit_zoo
 
         for file in self.root.glob(PERFORMANCE):
-            facts = json.loads(file.read_text(encoding="utf-8"))
-            yield from (Finding(file, what) for what in contradictions(facts))
+            yield from (Finding(file, what) for what in contradictions(read_json(file)))
         yield from audit_trials(self.root / "trials")
         if (self.root / PAPER).is_dir():
             yield from audit_paper(self.root / PAPER)

@@ -1,9 +1,8 @@
 """Whether a folder of results can be believed: every file is the one listed, and says what its own columns, the true
 labels and the files beside it bear out."""
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from patchcert.errors import PatchcertError
 from patchcert.evidence.manifest import SUMMARY, ListedFile, ListedRun, Manifest, listed_files
 from patchcert.evidence.record import MODEL, Evidence, EvidenceFolder, implies, predictor_of, refuted
 from patchcert.evidence.results import TRIMMED, Result, check_together, devices
-from patchcert.files import sha256
+from patchcert.files import read_json, sha256
 from patchcert.threats import Patch
-from patchcert.train.run_folder import ENVIRONMENT, METRICS, SPEC
+from patchcert.train.run_folder import ENVIRONMENT, METRICS, SPEC, Run
 
 NEAR_TIES = 1e-3
 """The share of images whose prediction may differ from machine to machine; among the results none does."""
@@ -70,9 +69,15 @@ def audit_results(folder: Path, beside: Sequence[Path] = ()) -> Audit:
         files=len(manifest.files),
         findings=tuple(findings),
         without_curve=tuple(run.name for run in trained if not (run / METRICS).is_file()),
-        without_commit=tuple(run.name for run in trained if not _read(run / SUMMARY).get("commit")),
+        without_commit=tuple(run.name for run in trained if not _commit(run)),
         superseded=len(manifest.superseded),
     )
+
+
+def _commit(run: Path) -> str:
+    with suppress(PatchcertError):  # a summary that cannot be read is named already
+        return read_json(run / SUMMARY).get("commit", "")
+    return ""
 
 
 def _readable(files: Sequence[Path]) -> tuple[Evidence, ...]:
@@ -157,8 +162,9 @@ def _against_manifest(manifest: Manifest, folder: Path, beside: Sequence[Path]) 
 def _against_listed_runs(listed: Sequence[ListedRun], folder: Path) -> Iterator[Finding]:
     """Every run has one line, which says what its folder says: figures in documents are taken from these lines."""
     for run in listed:
-        for what in run.differences(folder).values():
-            yield Finding(folder / run.run / SUMMARY, what)
+        with suppress(PatchcertError):  # a summary that cannot be read is named among its run's files
+            for what in run.differences(folder).values():
+                yield Finding(folder / run.run / SUMMARY, what)
     lines = Counter(run.run for run in listed)
     for file in sorted(folder.glob(f"*/{SPEC}")):
         if lines[file.parent.name] != 1:
@@ -309,10 +315,18 @@ def _audit_run(run: Path) -> Iterator[Finding]:
         yield from _adaptive_is_stronger(found)
         yield from _all_that_is_proven_was_attacked(found)
         if folder == run:
-            yield from _audit_summary(run, found)
-            yield from _audit_circumstances(run, found)
+            yield from _readable_findings(run, _audit_summary(run, found))
+            yield from _readable_findings(run, _audit_circumstances(run, found))
     if (run / SPEC).is_file():
-        yield from _audit_curve(run)
+        yield from _readable_findings(run, _audit_curve(run))
+
+
+def _readable_findings(run: Path, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """The findings; a file that cannot be read ends them, and is one."""
+    try:
+        yield from findings
+    except PatchcertError as error:
+        yield Finding(run, error.message)
 
 
 def _together(run: Path, folder: Path) -> Sequence[Evidence]:
@@ -378,7 +392,7 @@ def _is_adaptive(evidence: Evidence) -> bool:
 
 def _audit_summary(run: Path, found: Sequence[Evidence]) -> Iterator[Finding]:
     """The summary, which people read, says what the rows say."""
-    summary, file = _read(run / SUMMARY), run / SUMMARY
+    summary, file = read_json(run / SUMMARY), run / SUMMARY
     if summary.get("fingerprint") != run.name:
         yield Finding(file, f"is of {summary.get('fingerprint')}")
     if any(each.weights != summary.get("weights_sha256") for each in found):
@@ -397,8 +411,8 @@ def _audit_summary(run: Path, found: Sequence[Evidence]) -> Iterator[Finding]:
 
 def _audit_circumstances(run: Path, found: Sequence[Evidence]) -> Iterator[Finding]:
     """The summary has the clean accuracy of the rows, and device and versions of the environment beside it."""
-    summary, file = _read(run / SUMMARY), run / ENVIRONMENT
-    environment = _read(file) if file.is_file() else {}
+    summary, file = read_json(run / SUMMARY), run / ENVIRONMENT
+    environment = read_json(file) if file.is_file() else {}
     proofs = [each for each in found if each.kind == "certify"]
     expected: dict[str, Any] = {}
     if (run / SPEC).is_file():
@@ -413,12 +427,12 @@ def _audit_circumstances(run: Path, found: Sequence[Evidence]) -> Iterator[Findi
 
 def _audit_curve(run: Path) -> Iterator[Finding]:
     """Runs that know the sum of the code that trained them came after curves were kept, and must have theirs."""
-    summary, file = _read(run / SUMMARY), run / METRICS
+    summary, file = read_json(run / SUMMARY), run / METRICS
     if not file.is_file():
-        if _read(run / ENVIRONMENT).get("source_sha256"):
+        if read_json(run / ENVIRONMENT).get("source_sha256"):
             yield Finding(file, "is missing: every run keeps its training curve")
         return
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = Run.open(run).metrics()
     epochs = Result.open(run).spec.schedule.epochs
     if [row["epoch"] for row in rows] != list(range(epochs)):
         yield Finding(file, f"does not have one row for each of the {epochs} epochs")
@@ -433,7 +447,3 @@ def _audit_curve(run: Path) -> Iterator[Finding]:
         )
     if not summary.get("source_sha256"):
         yield Finding(run / SUMMARY, "lacks the sum of the code that trained it")
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ from typing import Any, Self, final
 
 from patchcert.errors import RunError
 from patchcert.evidence.record import Evidence
-from patchcert.files import atomic_write, sha256
+from patchcert.files import atomic_write, read_json, sha256
 from patchcert.train.run_folder import ENVIRONMENT, METRICS, SPEC
 from patchcert.train.spec import Spec, read_spec
 from patchcert.train.toml import to_table
@@ -55,7 +55,7 @@ class ListedRun(_Line):
         """What a run's folder of results says; that of a network which was not trained here has its name alone."""
         spec = read_spec(folder / SPEC) if (folder / SPEC).is_file() else None
         file = folder / SUMMARY
-        summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        summary = read_json(file) if file.is_file() else {}
         return ListedRun(
             run=folder.name,
             training=folder.name if spec is None else training_words(spec),

@@ -13,7 +13,7 @@ import numpy as np
 from patchcert.errors import RunError
 from patchcert.evidence.manifest import SUMMARY, ListedRun, Manifest, Superseded
 from patchcert.evidence.record import Evidence, EvidenceFolder, Question, refuted
-from patchcert.files import copy_file, sha256, write_text
+from patchcert.files import copy_file, read_json, sha256, write_text
 from patchcert.models.storage import is_half
 from patchcert.train.environment import commit_of, source_sha256
 from patchcert.train.run_folder import ENVIRONMENT, EVIDENCE, METRICS, SPEC, Run
@@ -41,7 +41,7 @@ class Circumstances:
     def read(run: Path) -> "Circumstances":
         """Those noted in a run's folder; the usual ones where none are."""
         file = run / CIRCUMSTANCES
-        return Circumstances(**json.loads(file.read_text("utf-8"))) if file.is_file() else Circumstances()
+        return Circumstances(**read_json(file)) if file.is_file() else Circumstances()
 
     def write(self, run: Path) -> None:
         write_text(run / CIRCUMSTANCES, json.dumps(asdict(self)))
@@ -62,7 +62,7 @@ class Result:
     @cached_property
     def summary(self) -> Mapping[str, Any]:
         """What was noted when the result was collected: seconds, training loss, device, versions, scale."""
-        return json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
+        return read_json(self.path / SUMMARY)
 
     @property
     def training_loss(self) -> float | None:
@@ -317,5 +317,5 @@ def _before(run: Run, target: Path) -> dict[str, Any]:
     """What was summed up earlier of the same weights; empty where nothing was."""
     if not (target / SUMMARY).is_file():
         return {}
-    before = json.loads((target / SUMMARY).read_text(encoding="utf-8"))
+    before = read_json(target / SUMMARY)
     return before if before.get("weights_sha256") == sha256(run.weights) else {}

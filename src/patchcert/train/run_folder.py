@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from patchcert.errors import RunError
-from patchcert.files import naming, new_folder, write_text
+from patchcert.files import naming, new_folder, read_json, write_text
 from patchcert.models import ModelSpec, load, round_to_half, save, trim
 from patchcert.progress import Progress
 from patchcert.tensors import Images
@@ -106,14 +106,7 @@ class Run:
     def environment(self) -> dict[str, Any]:
         """Versions, device, commit and data sums of the training; empty before it began."""
         file = self.path / ENVIRONMENT
-        hint = "delete it, or train the run again in another folder"
-        try:
-            facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        except ValueError as error:
-            raise RunError(f"{file} is damaged: it is no JSON", hint=hint) from error
-        if not isinstance(facts, dict):
-            raise RunError(f"{file} is damaged: it is no JSON object", hint=hint)
-        return facts
+        return read_json(file) if file.is_file() else {}
 
     def write_environment(self, facts: Mapping[str, Any]) -> None:
         """Record where and with what the run is trained."""

@@ -13,7 +13,7 @@ import numpy as np
 from patchcert.errors import RunError
 from patchcert.evidence import Evidence, EvidenceFolder
 from patchcert.evidence.results import SUMMARY, TRIMMED, Circumstances, fingerprint, is_altered
-from patchcert.files import copy_file, new_folder, sha256, write_text
+from patchcert.files import copy_file, new_folder, read_json, sha256, write_text
 from patchcert.models import is_half
 from patchcert.report.summary import RunSummary, read_test_evidence
 from patchcert.threats import Patch, SparsePixels, shapes
@@ -227,7 +227,7 @@ def _runs_at_once(run: Run, collected: Path | None) -> int:
     summary = None if collected is None else collected / SUMMARY
     if summary is None or not summary.is_file():
         return Circumstances.read(run.path).jobs
-    return int(json.loads(summary.read_text(encoding="utf-8")).get("jobs", 1))
+    return int(read_json(summary).get("jobs", 1))
 
 
 def _training_command(run: Run, name: str) -> str:

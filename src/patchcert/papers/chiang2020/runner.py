@@ -19,7 +19,7 @@ import patchcert
 from patchcert.data import load_dataset
 from patchcert.evidence.record import EvidenceFolder, Question
 from patchcert.evidence.results import FIRST_SEED, Circumstances, Result, collect
-from patchcert.files import sha256, write_text
+from patchcert.files import read_json, sha256, write_text
 from patchcert.papers.chiang2020.networks import NetworkResult, collect_network
 from patchcert.papers.chiang2020.recipes import PAPER_SCALE, Recipe, Scale, recipe
 from patchcert.papers.chiang2020.tables import Entry
@@ -59,7 +59,7 @@ class Assignment:
 
 def read_questions(folder: Path) -> tuple[str, tuple[Question, ...]]:
     """The network, where it comes trained, and the questions that were left in the folder of a run."""
-    plain = json.loads((folder / QUESTIONS).read_text(encoding="utf-8"))
+    plain = read_json(folder / QUESTIONS)
     return plain["network"], tuple(Question.from_dict(each) for each in plain["questions"])
 
 
