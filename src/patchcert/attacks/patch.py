@@ -78,8 +78,7 @@ class PatchAttack(GradientAttack):
         check_choice("search", self.search, get_args(Search))
         at_least(0, "sweep_steps", self.sweep_steps)
         at_least(0, "sweep_vertices", self.sweep_vertices)
-        if self.sweep_placements is not None:
-            at_least(1, "sweep_placements", self.sweep_placements)
+        at_least(1, "sweep_placements", self.sweep_placements)
         at_least(1, "check_every", self.check_every)
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:

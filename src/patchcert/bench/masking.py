@@ -6,18 +6,17 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from patchcert.bench.floor import seconds
-from patchcert.bench.measure import Machine
+from patchcert.bench.measure import TEST_IMAGES, Machine
 from patchcert.certificates.batches import FixedBatches, Precision
 from patchcert.certificates.masking import DoubleMasking, MaskedCopies
 from patchcert.models import ModelSpec, build
 from patchcert.models.imagenet import ResNet50
 from patchcert.threats import Patch
+from patchcert.work import multiply_adds
 
 IMAGES = 64
-TEST_IMAGES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def run_masked_case(case: MaskedCase, machine: Machine) -> dict[str, Any]:
     compiled = _rate(MaskedCopies(replace(masking, compiled=True), images), machine) if on_gpu else None
     count = len(copies.masks)
     passes = count * (count + 1) // 2
-    operations, best = _operations(model, images[:1]), max(masked, compiled or 0.0)
+    operations, best = 2.0 * multiply_adds(model, images[:1]), max(masked, compiled or 0.0)
     return {
         "case": case.name,
         "filters": filters,
@@ -103,13 +102,6 @@ def _masked(copies: MaskedCopies, rounds: int) -> Callable[[], object]:
     first, second = torch.randint(len(copies.masks), (2, total), generator=generator).to(owner)
     labels = torch.zeros(IMAGES, dtype=torch.long, device=owner.device)
     return lambda: list(copies.look(owner, first, second, labels))
-
-
-def _operations(model: nn.Module, image: Tensor) -> float:
-    """Floating-point operations of the products in one forward pass."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(image)
-    return float(counter.get_total_flops())
 
 
 def _ceiling(machine: Machine, precision: Precision) -> float:

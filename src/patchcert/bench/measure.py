@@ -74,6 +74,9 @@ CASES = (
     Case("cnn5w", "cifar10", 5, 3, 32),
 )
 
+TEST_IMAGES = 10_000
+"""What the usual test sets have, and times are stated for."""
+
 DATA_SETS = ("mnist", "cifar10")
 """The data of cases that have real images."""
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from patchcert.bench.masking import TEST_IMAGES
-from patchcert.bench.measure import Machine, derived_figures
+from patchcert.bench.measure import TEST_IMAGES, Machine, derived_figures
 from patchcert.report.tables import Column, Table
 
 Facts = Mapping[str, Any]
@@ -134,7 +133,7 @@ def contradictions(facts: Facts) -> tuple[str, ...]:
     for case in facts.get("masked", ()):
         found.append((case, "ratio", case["ratio"], case["masked"] / case["bare"]))
     for case in facts.get("votes", ()):
-        found.append((case, "sums", case["sums"], case["sum_seconds"] * 10_000 / case["images"]))
+        found.append((case, "sums", case["sums"], case["sum_seconds"] * TEST_IMAGES / case["images"]))
     return tuple(
         f"{case['case']}: {name} is {stated}, but its parts give {expected}"
         for case, name, stated, expected in found

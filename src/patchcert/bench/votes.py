@@ -8,14 +8,13 @@ import torch
 from torch import Generator
 
 from patchcert.bench.floor import seconds
-from patchcert.bench.measure import Machine
+from patchcert.bench.measure import TEST_IMAGES, Machine
 from patchcert.certificates.local_votes import Aggregation, LocalScores, LocalVotes
 from patchcert.certificates.votes import proven_placements
 from patchcert.models import ModelSpec, build
 from patchcert.threats import Patch
 
 SIZE = 32
-TEST_IMAGES = 10_000
 
 
 @dataclass(frozen=True, slots=True)

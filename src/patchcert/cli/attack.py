@@ -298,7 +298,7 @@ def _attack_one(attacked: AttackedTarget, asked: AttackOptions, targets: list[st
 
     others = tuple(target for target in targets if target != attacked.name)
     subject, tuning = _subject(attacked, asked)
-    among = _certified_positions(attacked, subject, asked) if asked.certified_only else None
+    among = _certified_positions(attacked, subject) if asked.certified_only else None
     attacking = Attacking(
         subject,
         asked.build(attacked.threat, attacked.is_imagenet, _examples(attacked, asked)),
@@ -379,7 +379,7 @@ def _subject(attacked: AttackedTarget, asked: AttackOptions) -> "tuple[Subject, 
     return subject, tuning
 
 
-def _certified_positions(attacked: AttackedTarget, subject: "Subject", asked: AttackOptions) -> "Tensor":
+def _certified_positions(attacked: AttackedTarget, subject: "Subject") -> "Tensor":
     """Positions of the selected images that are certified, by the run's evidence or else by certifying them now."""
     from patchcert.evidence import EvidenceFolder
 

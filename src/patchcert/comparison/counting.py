@@ -232,7 +232,7 @@ def _row(seeds: Sequence[Proof]) -> Row:
     evidence, network = counting.evidence, counting.network
     assert evidence.path is not None
     shares = [proof.percent for proof in seeds]
-    parameters, multiply_adds = _sizes(network)
+    parameters, one_pass = _sizes(network)
     passes = prediction_passes(evidence)
     return Row(
         data=evidence.selection.data,
@@ -250,7 +250,7 @@ def _row(seeds: Sequence[Proof]) -> Row:
         certified=counting.percent,
         cost=Cost(
             passes=passes,
-            multiply_adds=None if passes is None or multiply_adds is None else passes * multiply_adds,
+            multiply_adds=None if passes is None or one_pass is None else passes * one_pass,
             milliseconds=evidence.prediction_milliseconds,
             certificate_seconds=evidence.meta["seconds"] * CERTIFICATES / evidence.total,
             training_seconds=network.seconds,

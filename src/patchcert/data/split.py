@@ -1,4 +1,4 @@
-"""Images with their labels, as tensors that live where they are used, and random changes of training images."""
+"""Images with their labels, as tensors that live where they are used."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from patchcert.data.labels import label_files, true_labels
 from patchcert.errors import PatchcertError
-from patchcert.evidence.manifest import SUMMARY, ListedFile, ListedRun, Manifest, listed_files
+from patchcert.evidence.manifest import SUMMARY, ListedFile, ListedRun, Manifest, counted, listed_files
 from patchcert.evidence.record import MODEL, Evidence, EvidenceFolder, implies, predictor_of, refuted
 from patchcert.evidence.results import TRIMMED, Result, check_together, devices
 from patchcert.files import read_json, sha256
@@ -399,14 +399,14 @@ def _audit_summary(run: Path, found: Sequence[Evidence]) -> Iterator[Finding]:
         yield Finding(file, "is of other weights than the evidence beside it")
     stated = {**summary.get("certified_accuracy", {}), **summary.get("attacked_accuracy", {})}
     stated |= {name: cell["accuracy"] for name, cell in summary.get("cells", {}).items()}
-    counted = {
-        each.question.name: (each.certified if each.kind == "certify" else each.withstood) / each.total
+    shares = {
+        each.question.name: counted(each) / each.total
         for each in found
         if not each.question.certified_only
     }
-    for name in stated.keys() | counted.keys():
-        if stated.get(name) != counted.get(name):
-            yield Finding(file, f"states {stated.get(name)} for {name}; its rows count {counted.get(name)}")
+    for name in stated.keys() | shares.keys():
+        if stated.get(name) != shares.get(name):
+            yield Finding(file, f"states {stated.get(name)} for {name}; its rows count {shares.get(name)}")
 
 
 def _audit_circumstances(run: Path, found: Sequence[Evidence]) -> Iterator[Finding]:

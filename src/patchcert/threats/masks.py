@@ -14,7 +14,7 @@ from patchcert.threats.shapes import to_rows
 from patchcert.threats.threat import as_pair
 
 MOST_MASKS = 4096
-"""Twice as many pairs of masks as 2^23; each pair is a forward pass for each image."""
+"""They make nearly 2^23 pairs; each pair is a forward pass for each image."""
 
 
 @final

@@ -105,17 +105,13 @@ class Observation:
         network, is_both, box = self.network, self.settings.statistics == "both", None
         is_normed = isinstance(network, NormedNetwork)
         if self.patch is not None and (self.regularises or (is_normed and is_both)):
-            box = self._box(self.patch, batch, epsilon, generator)
+            corners = self.patch.draw(batch, 1, generator)
+            box = self.patch.boxes(batch.own_images, corners, epsilon)
         if is_normed:
             boxes = network.observe(batch.own_images, box, is_both)
         else:
             boxes = [] if box is None else network.intervals(box)
         return self._added([boxes[index] for index in _bent(network)], epsilon) if self.regularises else None
-
-    def _box(
-        self, patch: PlacedPatch, batch: Batch, epsilon: float | Tensor, generator: Generator
-    ) -> Interval:
-        return patch.boxes(batch.own_images, patch.draw(batch, 1, generator), epsilon)
 
     def _added(self, boxes: Sequence[Interval], epsilon: float | Tensor) -> Scalar:
         settings, total = self.settings, boxes[0].lower.new_zeros(())
