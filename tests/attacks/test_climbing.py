@@ -19,10 +19,11 @@ from patchcert.attacks.climbing import (
     fitting_at_once,
     segments_of,
 )
-from patchcert.attacks.views import View, patch_views, put, stamp_cells
+from patchcert.attacks.views import View, patch_views, put
 from patchcert.models import ModelSpec, build
 from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch
+from patchcert.threats.patch import stamp_cells
 from patchcert.work import bytes_made
 
 

@@ -8,10 +8,11 @@ from torch import nn
 
 from attacked_models import normal
 from patchcert.attacks import PatchAttack, views
-from patchcert.attacks.views import ImageView, ImageViews, Slide, WindowViews, patch_views, put, stamp_cells
+from patchcert.attacks.views import ImageView, ImageViews, Slide, WindowViews, patch_views, put
 from patchcert.models import Normalize
 from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, shapes
+from patchcert.threats.patch import stamp_cells
 
 HEIGHT, WIDTH, CHANNELS = 11, 9, 2
 

@@ -15,8 +15,9 @@ from patchcert.bounds.linear import BackwardPass
 from patchcert.bounds.restriction import Restriction
 from patchcert.certificates.refinement import Limits
 from patchcert.testing.networks import linear
+from patchcert.threats.patch import stamp_cells
 from patchcert.windows.dense import dense_linear_margins
-from patchcert.windows.linear_placements import covered, linear_placement_margins
+from patchcert.windows.linear_placements import linear_placement_margins
 from strategies import cases, seeds
 
 
@@ -29,9 +30,8 @@ def clean_intervals(network, images):
 def test_it_computes_what_the_whole_network_computes(case, seed):
     network, generator = trace(case.model), torch.Generator().manual_seed(seed)
     corners = case.threat.placements(*case.images.shape[2:]).corners
-    pixels = covered(
-        case.threat, case.images, corners[int(torch.randint(len(corners), (), generator=generator))]
-    )
+    corner = corners[int(torch.randint(len(corners), (), generator=generator))]
+    pixels = stamp_cells(case.threat, corner[None], case.images.shape[1:])[0]
     found = Restriction.of(network, case.images, pixels)
     event(f"restricted: {found is not None}")
     if found is None:
@@ -75,7 +75,8 @@ def test_the_networks_of_the_zoo_have_the_bounds_of_whole_images():
 def test_only_what_moves_is_in_it():
     network = trace(copy.deepcopy(pc.load("mnist-5x5-cnn2")).double())
     images, patch = torch.rand(1, 1, 28, 28, dtype=torch.float64), pc.Patch(5)
-    found = Restriction.of(network, images, covered(patch, images, torch.tensor([10, 10])))
+    pixels = stamp_cells(patch, torch.tensor([[10, 10]]), images.shape[1:])[0]
+    found = Restriction.of(network, images, pixels)
     sizes = [len(piece.places) for piece in found.pieces if piece.matrices]
     whole = [value.numel() for value in network.values(images)]
     assert sizes[0] <= 4 * 16 < whole[1]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, Threat, shapes, threat_from_dict
+from patchcert.threats.patch import stamp_cells
 from strategies import image_batches, seeds, threats
 
 
@@ -258,3 +259,14 @@ def test_masks_without_values_are_refused(stamp, placements):
     masks = [torch.ones(2, 2, dtype=torch.bool, device=device) for device in (stamp, placements)]
     with pytest.raises(InvalidThreat, match="is on the device 'meta', where it has no values"):
         Patch(*masks)
+
+
+def test_cells_under_a_stamp_are_counted_over_channels():
+    stamp = Patch(torch.tensor([[True, False], [True, True]]))
+    cells = stamp_cells(stamp, torch.tensor([[1, 2], [0, 0]]), (2, 4, 5))
+    for row, (top, left) in zip(cells, [(1, 2), (0, 0)], strict=True):
+        marked = torch.zeros(2 * 20).index_fill(0, row, 1).reshape(2, 4, 5)
+        mask = torch.zeros(4, 5)
+        mask[top : top + 2, left : left + 2] = stamp.stamp.float()
+        assert torch.equal(marked, mask.expand(2, -1, -1))
+        assert (row.diff() > 0).all()

@@ -9,7 +9,7 @@ from patchcert.bounds.linear import best_bound, interval_bound, margin_forms, pa
 from patchcert.errors import UnsupportedLayer
 from patchcert.models import Normalize
 from patchcert.threats import Patch, shapes
-from patchcert.windows.linear_sweep import LinearSweep, covered_numbers, hidden_layer
+from patchcert.windows.linear_sweep import LinearSweep, hidden_layer
 
 
 def make(kind, seed=0):
@@ -146,15 +146,6 @@ def test_attacks_of_float32_end_in_another_corner_only_where_a_gradient_is_small
     # As above, and the inputs of units are rounded too, twice.
     is_near = (found - exact).abs() <= exact.abs().max() * 2**-6
     assert is_near.double().mean() > 0.95
-
-
-def test_numbers_under_a_stamp_are_counted_over_channels():
-    stamp = Patch(torch.tensor([[True, False], [True, True]]), placements=[(1, 2)])
-    numbers = covered_numbers(stamp, torch.zeros(1, 2, 4, 5))
-    marked = torch.zeros(2 * 20).index_fill(0, numbers[0], 1).reshape(2, 4, 5)
-    mask = torch.zeros(4, 5)
-    mask[1:3, 2:4] = stamp.stamp.float()
-    assert torch.equal(marked, mask.expand(2, -1, -1))
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,14 @@ from patchcert.attacks.climbing import (
     check_choice,
     segments_of,
 )
-from patchcert.attacks.views import ImageViews, OnCells, PerAscent, WindowViews, patch_views, put, stamp_cells
+from patchcert.attacks.views import ImageViews, OnCells, PerAscent, WindowViews, patch_views, put
 from patchcert.bounds import precise_arithmetic
 from patchcert.certificates import placement_margins as interval_placement_margins
 from patchcert.errors import InvalidInput, at_least
 from patchcert.progress import Overture
 from patchcert.tensors import Corners, Images, Labels
 from patchcert.threats import Patch
+from patchcert.threats.patch import stamp_cells
 
 Search = Literal["random", "sweep", "certificate"]
 

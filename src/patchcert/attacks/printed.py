@@ -16,11 +16,12 @@ from torch import Generator, Tensor, nn
 from patchcert.attacks.base import AttackedModel, AttackJob, Findings
 from patchcert.attacks.climbing import GradientAttack, Loss, ascents_at_once
 from patchcert.attacks.composite import better
-from patchcert.attacks.views import put, stamp_cells, stamp_offsets
+from patchcert.attacks.views import put
 from patchcert.certificates.checks import check_inputs
 from patchcert.errors import InvalidInput, at_least
 from patchcert.tensors import Images, Labels, PerImage
 from patchcert.threats import Patch, Placements, Threat
+from patchcert.threats.patch import stamp_cells, stamp_offsets
 
 Contents = Annotated[Tensor, "n c height width"]
 """What patches show, on the bounding box of the stamp; values beside the stamp are never seen."""

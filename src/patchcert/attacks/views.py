@@ -24,6 +24,7 @@ from patchcert.bounds.operations import ChannelScale, Convolution, Linear, Resha
 from patchcert.errors import PatchcertError
 from patchcert.tensors import Images
 from patchcert.threats import Patch
+from patchcert.threats.patch import stamp_cells, stamp_offsets
 from patchcert.windows.layout import CommonWindows, Layout, common_steps, is_worth_a_matrix, window_matrix
 
 logger = logging.getLogger(__name__)
@@ -105,23 +106,6 @@ class ImageViews:
 def put(images: AscentImages, cells: OnCells, values: OnCells) -> AscentImages:
     """The images with the given values at the cells, every other value bit for bit as it was."""
     return images.flatten(1).scatter(1, cells, values).view_as(images)
-
-
-def stamp_offsets(
-    patch: Patch, device: torch.device
-) -> tuple[Annotated[Tensor, "pixels"], Annotated[Tensor, "pixels"]]:
-    """Rows and columns of the patch's pixels within its bounding box."""
-    rows, columns = patch.stamp.nonzero().to(device).unbind(dim=1)
-    return rows, columns
-
-
-def stamp_cells(patch: Patch, corners: AscentCorners, shape: torch.Size) -> OnCells:
-    """The cells under the patch at the corners of images of the shape (c, h, w), channel by channel."""
-    channels, height, width = shape
-    rows, columns = stamp_offsets(patch, corners.device)
-    pixels = (corners[:, :1] + rows) * width + corners[:, 1:] + columns
-    starts = torch.arange(channels, device=corners.device) * (height * width)
-    return (starts[:, None] + pixels[:, None]).flatten(1)
 
 
 @final

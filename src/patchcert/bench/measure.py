@@ -21,12 +21,13 @@ from patchcert.data import Split, load_dataset
 from patchcert.models import ModelSpec, build
 from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
+from patchcert.threats.patch import stamp_cells
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, Spec
 from patchcert.train.step import CapturedStep, Plan, Trainee, TrainingStep
 from patchcert.train.strategies import AllPlacements
 from patchcert.train.strategy import Subject, margin_loss
 from patchcert.windows.dense import dense_linear_margins, dense_margins
-from patchcert.windows.linear_placements import covered, images_at_once, linear_placement_margins
+from patchcert.windows.linear_placements import images_at_once, linear_placement_margins
 from patchcert.windows.passes import clean_pass
 from patchcert.windows.sweep import PlacementSweep, default_budget
 
@@ -305,7 +306,8 @@ def _linear_bounds(model: nn.Module, case: Case, machine: Machine) -> dict[str, 
 
     with precise_arithmetic(), torch.no_grad():
         whole = microseconds(dense_linear_margins, 1, corners[:boxes].to(machine.device))
-        is_small = Restriction.of(network, images, covered(case.threat, images, some[0])) is not None
+        pixels = stamp_cells(case.threat, some[:1], images.shape[1:])[0]
+        is_small = Restriction.of(network, images, pixels) is not None
         moved = microseconds(linear_placement_margins, len(images), some) if is_small else whole
     return {"dense": whole, "microseconds": moved, "ratio": whole / moved, "seconds": moved / 1e3}
 

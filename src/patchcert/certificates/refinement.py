@@ -22,7 +22,8 @@ from patchcert.certificates.checks import logits_of
 from patchcert.errors import InvalidInput
 from patchcert.tensors import Images, Labels, PerImage, PlacementMargins
 from patchcert.threats import Patch
-from patchcert.windows.linear_placements import covered, images_at_once
+from patchcert.threats.patch import stamp_cells
+from patchcert.windows.linear_placements import images_at_once
 
 Refine = Literal["linear", "split"]
 DEFAULT_BUDGET = 2000
@@ -108,7 +109,8 @@ class Refinement:
         if placement in self._restrictions:
             return self._restrictions[placement]
         corner = self.threat.placements(*like.shape[-2:]).corners[placement]
-        found = Restriction.of(self.audit, like, covered(self.threat, like, corner))
+        pixels = stamp_cells(self.threat, corner[None].to(like.device), like.shape[1:])[0]
+        found = Restriction.of(self.audit, like, pixels)
         weights = sum(each.size for each in (found, *self._restrictions.values()) if each is not None)
         if 8 * weights <= self.memory_budget:
             self._restrictions[placement] = found

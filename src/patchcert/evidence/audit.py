@@ -400,9 +400,7 @@ def _audit_summary(run: Path, found: Sequence[Evidence]) -> Iterator[Finding]:
     stated = {**summary.get("certified_accuracy", {}), **summary.get("attacked_accuracy", {})}
     stated |= {name: cell["accuracy"] for name, cell in summary.get("cells", {}).items()}
     shares = {
-        each.question.name: counted(each) / each.total
-        for each in found
-        if not each.question.certified_only
+        each.question.name: counted(each) / each.total for each in found if not each.question.certified_only
     }
     for name in stated.keys() | shares.keys():
         if stated.get(name) != shares.get(name):

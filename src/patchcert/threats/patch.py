@@ -1,7 +1,7 @@
 """Adversarial patches: any stamp of pixels, moved as a whole to one allowed placement, or to several at once."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from patchcert.bounds import Interval
 from patchcert.errors import InvalidInput, InvalidThreat
-from patchcert.tensors import Images, PerImage
+from patchcert.tensors import Corners, Images, PerImage
 from patchcert.threats import shapes
 from patchcert.threats.placements import (
     Named,
@@ -345,6 +345,23 @@ def choices(among: int, count: int) -> Annotated[Tensor, "q _"]:
             hint="allow fewer placements, or prove it by masks: patchcert.DoubleMasking(model, threat)",
         )
     return torch.tensor(list(combinations(range(among), count)), device="cpu").view(total, count)
+
+
+def stamp_offsets(
+    patch: Patch, device: torch.device
+) -> tuple[Annotated[Tensor, "pixels"], Annotated[Tensor, "pixels"]]:
+    """Rows and columns of the patch's pixels within its bounding box."""
+    rows, columns = patch.stamp.nonzero().to(device).unbind(dim=1)
+    return rows, columns
+
+
+def stamp_cells(patch: Patch, corners: Corners, shape: Sequence[int]) -> Annotated[Tensor, "p cells"]:
+    """The numbers in a flattened image of the shape (c, h, w) of what the patch covers at each corner, in order."""
+    channels, height, width = shape
+    rows, columns = stamp_offsets(patch, corners.device)
+    pixels = (corners[:, :1] + rows) * width + corners[:, 1:] + columns
+    starts = torch.arange(channels, device=corners.device) * (height * width)
+    return (starts[:, None] + pixels[:, None]).flatten(1)
 
 
 def _boxes(images: Images, masks: Annotated[Tensor, "... h w"], epsilon: float | Tensor) -> Interval:

@@ -8,9 +8,10 @@ from torch import Tensor
 from patchcert.bounds import NEAREST, Interval, Network, Rounding
 from patchcert.bounds.linear import best_bound, margin_forms
 from patchcert.bounds.network import zero_at_label
-from patchcert.bounds.restriction import Places, Restriction
+from patchcert.bounds.restriction import Restriction
 from patchcert.tensors import Corners, Images, Labels, PlacementMargins
 from patchcert.threats import Patch
+from patchcert.threats.patch import stamp_cells
 from patchcert.windows.dense import dense_linear_margins
 from patchcert.windows.sweep import default_budget
 
@@ -34,7 +35,7 @@ def linear_placement_margins(
     ]
     margins = []
     for corner in corners:
-        found = Restriction.of(network, images, covered(threat, images, corner))
+        found = Restriction.of(network, images, stamp_cells(threat, corner[None], images.shape[1:])[0])
         if found is None:
             margins.append(
                 dense_linear_margins(network, images, labels, threat, corner[None], rounding)[:, 0]
@@ -76,9 +77,3 @@ class _Part:
         small = found.network(self.clean, self.rounding)
         intervals = small.intervals(box, self.rounding)
         return zero_at_label(best_bound(small, intervals, self.forms, self.rounding), self.labels)
-
-
-def covered(threat: Patch, images: Images, corner: Annotated[Tensor, "2"]) -> Places:
-    """The elements of flattened images that the patch covers at a corner."""
-    mask = threat.masks(images, corner[None])[0]
-    return mask.expand(images.shape[1:]).flatten().nonzero().flatten()

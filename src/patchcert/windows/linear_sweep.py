@@ -20,6 +20,7 @@ from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.errors import UnsupportedLayer
 from patchcert.tensors import Epsilon, Images, Labels, PlacementMargins
 from patchcert.threats import Patch
+from patchcert.threats.patch import stamp_cells
 
 Pixels = Annotated[Tensor, "p q"]
 """For each placement the numbers of an image that it covers, counted over channels, rows and columns."""
@@ -32,15 +33,6 @@ _CACHE = 2**21
 """Bytes that stay in the cache of a CPU's core, where what is written is read again at once."""
 _LIVE_COPIES = 4
 """How many numbers of float32 are alive at once for each unit, image and placement."""
-
-
-def covered_numbers(threat: Patch, images: Images) -> Pixels:
-    """The numbers that each placement of the threat covers in such images."""
-    channels, height, width = images.shape[1:]
-    corners, stamp = threat.placements(height, width).corners, threat.stamp.nonzero()
-    places = (corners[:, None] + stamp).cpu()  # p cells 2
-    flat = places[..., 0] * width + places[..., 1]
-    return (flat[:, None] + torch.arange(channels)[:, None] * (height * width)).flatten(1).to(images.device)
 
 
 def has_one_layer(network: Network) -> bool:
@@ -76,7 +68,10 @@ class LinearSweep:
     def of(network: Network, images: Images, threat: Patch, memory_budget: int) -> "LinearSweep":
         """Refused for other networks."""
         budget = memory_budget if images.device.type == "cuda" else min(memory_budget, _CACHE)
-        return LinearSweep(network, hidden_layer(network), covered_numbers(threat, images), budget)
+        height, width = images.shape[2:]
+        corners = threat.placements(height, width).corners.to(images.device)
+        pixels = stamp_cells(threat, corners, images.shape[1:])
+        return LinearSweep(network, hidden_layer(network), pixels, budget)
 
     def margins(
         self, images: Images, labels: Labels, epsilon: Epsilon, numbers: Numbers | None = None
