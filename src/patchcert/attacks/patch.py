@@ -23,6 +23,7 @@ from patchcert.attacks.climbing import (
 )
 from patchcert.attacks.views import ImageViews, OnCells, PerAscent, WindowViews, patch_views, put
 from patchcert.bounds import precise_arithmetic
+from patchcert.bounds.network import least_over_others
 from patchcert.certificates import placement_margins as interval_placement_margins
 from patchcert.errors import InvalidInput, at_least
 from patchcert.progress import Overture
@@ -266,8 +267,7 @@ def certificate_leads(margins: Annotated[Tensor, "n p k"], labels: Labels, place
             f"got {tuple(margins.shape)}",
             hint="give a function with the call and result of patchcert.placement_margins",
         )
-    label = labels[:, None, None].expand(-1, placements, 1)
-    return -margins.scatter(2, label, torch.inf).amin(dim=2)
+    return -least_over_others(margins, labels[:, None])
 
 
 @precise_arithmetic()

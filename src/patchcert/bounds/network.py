@@ -164,7 +164,20 @@ def zero_at_label(
     margins: Annotated[Tensor, "n ... k"], labels: Annotated[Tensor, "n ..."]
 ) -> Annotated[Tensor, "n ... k"]:
     """The margins with the label's own entry set to 0; the entries of a NaN row stay NaN elsewhere."""
-    return margins.scatter(-1, labels.unsqueeze(-1).expand(*margins.shape[:-1], 1), 0.0)
+    return margins.scatter(-1, _at_label(margins, labels), 0.0)
+
+
+def least_over_others(
+    margins: Annotated[Tensor, "n ... k"], labels: Annotated[Tensor, "n ..."]
+) -> Annotated[Tensor, "n ..."]:
+    """The least margin over the classes other than the label; NaN where one of them is NaN."""
+    return margins.scatter(-1, _at_label(margins, labels), torch.inf).amin(dim=-1)
+
+
+def _at_label(
+    margins: Annotated[Tensor, "n ... k"], labels: Annotated[Tensor, "n ..."]
+) -> Annotated[Tensor, "n ... 1"]:
+    return labels.unsqueeze(-1).expand(*margins.shape[:-1], 1)
 
 
 def trace(model: nn.Module, image_shape: Sequence[int] | None = None) -> Network:

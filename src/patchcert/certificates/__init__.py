@@ -93,7 +93,7 @@ def certify_loader(
         images, labels = (part.to(place) for part in batch)
         found = classifier.certify(images, labels, threat)
         columns = {name: column.cpu() for name, column in found.to_tensors().items()}
-        parts.append(Certificates.from_tensors(columns, found.guarantee.confidence, found.guarantee.promise))
+        parts.append(Certificates.from_tensors(columns, found.guarantee))
         done += len(labels)
         if progress is not None:
             progress(done, total)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 
+from patchcert.bounds.network import least_over_others
 from patchcert.certificates.intervals import IntervalBounds
 from patchcert.files import write_text
 from patchcert.tensors import Images, Labels
@@ -55,7 +55,7 @@ def claims_of(
     bounds = IntervalBounds(model)
     proven = bounds.certify(images, labels, threat).placements
     margins = bounds.placement_margins(images, labels, threat)
-    least = margins.scatter(2, labels[:, None, None].expand(*margins.shape[:2], 1), torch.inf).amin(dim=2)
+    least = least_over_others(margins, labels[:, None])
     corners = threat.placements(*images.shape[2:]).corners.tolist()
     assert proven is not None
     return tuple(

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from patchcert.bounds.network import least_over_others
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels
 from patchcert.threats import AnyThreat
@@ -125,7 +126,7 @@ class Certificates:
         """The least margin over the classes other than the label, where there are margins."""
         if self.margins is None:
             return None
-        return self.margins.scatter(1, self.labels.unsqueeze(1), torch.inf).amin(dim=1)
+        return least_over_others(self.margins, self.labels)
 
     @staticmethod
     def concatenated(parts: "Sequence[Certificates]") -> "Certificates":
@@ -133,7 +134,7 @@ class Certificates:
         tensors = [part.to_tensors() for part in parts]
         shared = set.intersection(*(set(each) for each in tensors))
         joined = {name: torch.cat([each[name] for each in tensors]) for name in shared}
-        return Certificates.from_tensors(joined, parts[0].guarantee.confidence, parts[0].guarantee.promise)
+        return Certificates.from_tensors(joined, parts[0].guarantee)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """All columns that there are, by name."""
@@ -143,11 +144,11 @@ class Certificates:
         return {name: column for name, column in columns.items() if column is not None}
 
     @staticmethod
-    def from_tensors(columns: Mapping[str, Tensor], confidence: float, promise: Promise) -> "Certificates":
+    def from_tensors(columns: Mapping[str, Tensor], guarantee: Guarantee) -> "Certificates":
         """The certificates that `to_tensors` took apart."""
         ballots = Ballots(columns["selection"], columns["estimation"]) if "selection" in columns else None
         own = {name: columns[name] for name in _TENSORS if name in columns}
-        return Certificates(**own, guarantee=Guarantee(promise, confidence), ballots=ballots)
+        return Certificates(**own, guarantee=guarantee, ballots=ballots)
 
 
 _TENSORS = tuple(each.name for each in fields(Certificates) if each.name not in ("guarantee", "ballots"))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.bounds import Rounding, precise_arithmetic, subnormals_kept, trace
-from patchcert.bounds.network import unwrapped
+from patchcert.bounds.network import least_over_others, unwrapped
 from patchcert.certificates.checks import (
     bound_dtype,
     check_fit,
@@ -266,8 +266,7 @@ class _Proof:
         assert isinstance(self.threat, Patch)
         refined, labels = self.refined(chunk), self.labels[chunk]
         margins = refined.margins
-        own = labels[:, None, None].expand(-1, margins.shape[1], 1)
-        others = margins.scatter(2, own, torch.inf).amin(dim=2)
+        others = least_over_others(margins, labels[:, None])
         weakest = torch.where(others.isnan(), -torch.inf, others).argmin(dim=1)
         corners = self.threat.placements(*self.images.shape[-2:]).corners.to(labels.device)
         least = margins.amin(dim=1)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, final
 import torch
 from torch import Tensor
 
+from patchcert.bounds.network import zero_at_label
 from patchcert.certificates.classifier import ABSTAINED
 from patchcert.errors import InvalidInput
 from patchcert.tensors import Labels
@@ -167,7 +168,7 @@ def sum_margins(scores: Scores, labels: Labels, touched: Touched) -> VoteMargins
     own = _of(labels, scores.lower)
     kept = own.sum(dim=1, keepdim=True) - own @ inside.T  # n p
     reached = scores.upper.sum(dim=2, keepdim=True) - scores.upper @ inside.T + scores.most * inside.sum(1)
-    return _zero_at(labels, kept.unsqueeze(2) - reached.mT)
+    return zero_at_label(kept.unsqueeze(2) - reached.mT, labels[:, None])
 
 
 def masked_margins(scores: Scores, labels: Labels, touched: Touched, windows: Windows) -> VoteMargins:
@@ -187,7 +188,7 @@ def masked_margins(scores: Scores, labels: Labels, touched: Touched, windows: Wi
         if bool(holders.any()):
             reached = left_over[:, :, holders.nonzero().flatten().to(labels.device)].amin(dim=2)
         margins.append(kept.unsqueeze(1) - reached)
-    return _zero_at(labels, torch.stack(margins, dim=1))
+    return zero_at_label(torch.stack(margins, dim=1), labels[:, None])
 
 
 def doubly_masked_winners(values: CellScores, windows: Windows, ties: Ties) -> tuple[Labels, CellCounts]:
@@ -233,7 +234,7 @@ def doubly_masked_margins(
         best = strength.masked_fill(~holders, -torch.inf).argmax(dim=1)
         found = least[torch.arange(len(least), device=best.device), best]
         margins.append(found if bool(holders.any()) else torch.full_like(found, -torch.inf))
-    return _zero_at(labels, torch.stack(margins, dim=1))
+    return zero_at_label(torch.stack(margins, dim=1), labels[:, None])
 
 
 def _least_leads(ends: CellScores, labels: Labels, windows: Windows, index: int) -> Annotated[Tensor, "n k"]:
@@ -279,7 +280,7 @@ def bounded_margins(
         for ends in (scores.lower, scores.upper)
     )
     own = kept.gather(1, labels[:, None])
-    return (own - reached).scatter(1, labels[:, None], 0.0)
+    return zero_at_label(own - reached, labels)
 
 
 def _of(labels: Labels, values: CellScores) -> Annotated[Tensor, "n cells"]:
@@ -290,10 +291,6 @@ def _rows_of(labels: Labels, values: CellScores) -> tuple[Tensor, Tensor]:
     """Where the rows of the labels are, and what they hold, as `scatter` takes them."""
     index = labels[:, None, None].expand(-1, 1, values.shape[2])
     return index, values.gather(1, index)
-
-
-def _zero_at(labels: Labels, margins: VoteMargins) -> VoteMargins:
-    return margins.scatter(2, labels[:, None, None].expand(-1, margins.shape[1], 1), 0.0)
 
 
 def maximal(windows: Windows) -> Windows:

@@ -20,7 +20,7 @@ from patchcert.attacks import Attack
 from patchcert.bounds.lowering import FUNCTION_RULES, LAYER_RULES
 from patchcert.certificates import AnyThreat, Certificates, Classifier
 from patchcert.certificates.checks import weight_dtype
-from patchcert.certificates.classifier import Promise
+from patchcert.certificates.classifier import Guarantee, Promise
 from patchcert.data import Dataset, Split
 from patchcert.defenses import Defended
 from patchcert.errors import InvalidInput
@@ -169,9 +169,8 @@ class Certification:
             return None
         kept, notes = stored
         tensors = {name: value.to(labels.device) for name, value in kept.items()}
-        found = Certificates.from_tensors(
-            tensors, float(notes["confidence"]), cast("Promise", notes["promise"])
-        )
+        guarantee = Guarantee(cast("Promise", notes["promise"]), float(notes["confidence"]))
+        found = Certificates.from_tensors(tensors, guarantee)
         is_theirs = len(found) <= len(labels) and found.labels.equal(labels[: len(found)])
         return (found, float(notes["seconds"])) if is_theirs else None
 
@@ -233,7 +232,7 @@ def _gathered(part: Certificates, rows: slice, total: int, world: World) -> Cert
     }
     world.sum_in_place(list(sums.values()))
     joined = {name: value.to(columns[name].dtype) for name, value in sums.items()}
-    return Certificates.from_tensors(joined, part.guarantee.confidence, part.guarantee.promise)
+    return Certificates.from_tensors(joined, part.guarantee)
 
 
 def certificate_columns(found: Certificates, positions: Tensor) -> dict[str, NDArray[Any]]:

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from patchcert.bounds.network import least_over_others
 from patchcert.certificates import Certificates, Classifier, IntervalBounds, method_named
 from patchcert.certificates.masking import DoubleMasking
 from patchcert.data import Split
 from patchcert.errors import InvalidInput
 from patchcert.evidence import Evidence
-from patchcert.tensors import Labels, PlacementMargins
 from patchcert.threats import Patch, SparsePixels, threat_from_dict
 from patchcert.threats.masks import MaskSet, masks_covering
 
@@ -240,7 +240,7 @@ def _placement_margins(classifier: Classifier, split: Split, threat: Patch) -> A
     """What is above 0 where a placement is proven."""
     images, labels = split.floats(), split.labels
     if isinstance(classifier, IntervalBounds):
-        return _least(classifier.placement_margins(images, labels, threat), labels).cpu()
+        return least_over_others(classifier.placement_margins(images, labels, threat), labels[:, None]).cpu()
     if isinstance(classifier, DoubleMasking):
         return (classifier.placement_leads(images, labels, threat) - classifier.needed_lead).cpu()
     proven = classifier.certify(images, labels, threat).placements
@@ -329,12 +329,6 @@ def _spread(ordered: NDArray[np.intp], count: int) -> NDArray[np.intp]:
     if len(ordered) <= count:
         return ordered
     return ordered[np.linspace(0, len(ordered) - 1, count).round().astype(int)]
-
-
-def _least(margins: PlacementMargins, labels: Labels) -> Annotated[Tensor, "n p"]:
-    """The least margin over the classes other than the label."""
-    own = labels[:, None, None].expand(-1, margins.shape[1], 1)
-    return margins.scatter(2, own, torch.inf).amin(dim=2)
 
 
 def _grids(least: Annotated[Tensor, "n p"], threat: Patch, size: tuple[int, int, int]) -> NDArray[np.float64]:

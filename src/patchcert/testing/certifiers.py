@@ -68,7 +68,7 @@ class CertifierUnderTest:
                 f"{name} must be {dtype} of shape {tuple(labels.shape)}, "
                 f"got {tensors[name].dtype} of {tuple(tensors[name].shape)}",
             )
-        return Certificates.from_tensors(tensors, found.guarantee.confidence, found.guarantee.promise)
+        return Certificates.from_tensors(tensors, found.guarantee)
 
     def verdicts(
         self, model: nn.Module, images: Images, labels: Sequence[int] | Tensor, threat: AnyThreat

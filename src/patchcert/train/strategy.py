@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from patchcert.bounds import Network, trace
+from patchcert.bounds.network import least_over_others
 from patchcert.errors import InvalidThreat, ModelError, PatchcertError, SpecError
 from patchcert.models import ModelSpec
 from patchcert.tensors import Images, Labels, Margins
@@ -247,8 +248,7 @@ def margin_loss(
 
 def is_robust(margins: Margins, labels: Labels) -> Annotated[Tensor, "n"]:
     """True where the margin against every other class is above 0; NaN is not."""
-    others = margins.scatter(1, labels.unsqueeze(1), float("inf"))
-    return others.amin(dim=1) > 0
+    return least_over_others(margins, labels) > 0
 
 
 def derived_seed(seed: int, purpose: str, number: int = 0) -> int:

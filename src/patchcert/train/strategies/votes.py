@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from patchcert.bounds.network import zero_at_label
 from patchcert.certificates.band_votes import Orientation, Views, band_views, block_views, encode_visible
 from patchcert.certificates.local_votes import LocalScores, local_sight, touched_cells, trace_local
 from patchcert.certificates.vote_classifier import soften
@@ -255,7 +256,7 @@ def weakest_margins(
         heaviest = inside.amax(dim=2, keepdim=True)
         kept, reached = totals - heaviest - epsilon * inside, totals - torch.lerp(heaviest, inside, epsilon)
     own = kept.gather(1, labels[:, None, None].expand(-1, 1, kept.shape[2]))
-    return (own - reached).amin(dim=2).scatter(1, labels[:, None], 0.0)
+    return zero_at_label((own - reached).amin(dim=2), labels)
 
 
 @final
