@@ -23,6 +23,7 @@ from patchcert.certificates.votes import (
     cell_scores,
     is_won_by_count,
     sum_totals,
+    touched_cells,
     winners,
 )
 from patchcert.errors import InvalidInput
@@ -158,9 +159,7 @@ class PartVotes(VoteClassifier):
     def touched(self, threat: Patch, images: Images) -> Touched:
         """Which votes see a pixel that the patch covers, at each of its placements."""
         height, width = images.shape[2:]
-        covered = threat.placements(height, width).masks(threat.stamp).flatten(1).double()
-        seen = self.views(height, width).flatten(1).double()
-        return (covered.to(images.device) @ seen.to(images.device).T) > 0
+        return touched_cells(threat, self.views(height, width).flatten(1).T, images)
 
     @torch.no_grad()
     def local_scores(

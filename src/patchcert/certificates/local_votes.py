@@ -36,6 +36,7 @@ from patchcert.certificates.votes import (
     cell_scores,
     is_won,
     scores_between,
+    touched_cells,
 )
 from patchcert.errors import InvalidInput, ModelError, UnsupportedLayer
 from patchcert.progress import Progress
@@ -159,12 +160,6 @@ def local_sight(network: Network, height: int, width: int, mirrored: bool = Fals
             hint="use kernels at least as large as their strides, and padding where sizes do not divide",
         )
     return seen
-
-
-def touched_cells(threat: Patch, seen: Sight, images: Images) -> Touched:
-    """Which cells, row by row, see a pixel that the patch covers, at each of its placements."""
-    covered = threat.placements(*images.shape[2:]).masks(threat.stamp).flatten(1)
-    return (covered.float() @ seen.flatten(1).float() > 0).to(images.device)
 
 
 @final

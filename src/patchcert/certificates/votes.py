@@ -14,8 +14,8 @@ from torch import Tensor
 from patchcert.bounds.network import zero_at_label
 from patchcert.certificates.classifier import ABSTAINED
 from patchcert.errors import InvalidInput
-from patchcert.tensors import Labels
-from patchcert.threats.patch import choices
+from patchcert.tensors import Images, Labels
+from patchcert.threats.patch import Patch, choices
 
 ScoreKind = Literal["one-hot", "threshold", "heaviside", "clipped", "softmax", "positive", "logits"]
 """What a cell gives a class: one vote for its largest logit, a vote for every class whose softmax reaches a threshold
@@ -157,6 +157,12 @@ def sum_totals(values: CellScores) -> Annotated[Tensor, "n k"]:
 def masked_totals(values: CellScores, windows: Windows) -> Annotated[Tensor, "n k"]:
     """What all cells give each class, without the window that gives it most."""
     return values.sum(dim=2) - (values @ windows.to(values).T).amax(dim=2)
+
+
+def touched_cells(threat: Patch, seen: Annotated[Tensor, "pixels ..."], images: Images) -> Touched:
+    """Which cells see a pixel that the patch covers, at each of its placements; pixels are counted row by row."""
+    covered = threat.placements(*images.shape[2:]).masks(threat.stamp).flatten(1)
+    return (covered.float() @ seen.flatten(1).float() > 0).to(images.device)
 
 
 def sum_margins(scores: Scores, labels: Labels, touched: Touched) -> VoteMargins:

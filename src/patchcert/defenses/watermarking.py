@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from patchcert.defenses.preprocessing import Defense, Surrogate, straight_through
 from patchcert.errors import InvalidInput, ModelError, at_least
 from patchcert.tensors import Images
+from patchcert.threats.placements import stamp_masks
 
 Fill = Literal["ring"] | tuple[float, ...]
 SaliencyKind = Literal["guided", "gradient", "loss-gradient"]
@@ -89,9 +90,8 @@ class DigitalWatermarking(Defense):
         strength = saliency(self.model, images, self.saliency_kind)
         salient = opened(at_least_quantile(strength, self.quantile), self.opening)
         top, left = densest_window(salient, strength, self.window)
-        inside_rows = _within(top, self.window, images.shape[2])
-        inside_columns = _within(left, self.window, images.shape[3])
-        return (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None]
+        corners, (height, width) = torch.stack([top, left], dim=1), images.shape[2:]
+        return stamp_masks(None, (self.window, self.window), corners, (height, width))[:, None]
 
     def _fill_for(self, images: Images, region: Mask) -> Tensor:
         if self.fill == "ring":
@@ -184,11 +184,6 @@ def _keep_positive(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
     """The gradient that reaches a ReLU's output is cut at 0; the ReLU itself cuts it where it was off."""
     if output.requires_grad:
         output.register_hook(lambda gradient: gradient.clamp(min=0))
-
-
-def _within(start: Corner, length: int, size: int) -> Annotated[Tensor, "n size"]:
-    positions = torch.arange(size, device=start.device)
-    return (positions >= start[:, None]) & (positions < start[:, None] + length)
 
 
 def _check_settings(window: int, quantile: float, opening: int, kind: str, fill: Fill) -> None:

@@ -18,7 +18,7 @@ from patchcert.errors import SpecError
 from patchcert.threats import Patch
 from patchcert.train.batch_norms import NormedNetwork
 from patchcert.train.strategies.placements import PlacedPatch
-from patchcert.train.strategy import Batch, Scalar, Threat
+from patchcert.train.strategy import Batch, Scalar, TrainedThreat
 
 TOLERATED = 0.5
 """Ratios from here on cost nothing."""
@@ -80,7 +80,7 @@ class Observation:
 
     @staticmethod
     def of(
-        network: Network, threat: Threat, settings: BoundSettings, regularises: bool
+        network: Network, threat: TrainedThreat, settings: BoundSettings, regularises: bool
     ) -> "Observation | None":
         """None where there is nothing to see; refused where bounds are asked for that a single box does not give."""
         is_normed, regularises = isinstance(network, NormedNetwork), regularises and settings.has_regularisers

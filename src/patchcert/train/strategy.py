@@ -18,7 +18,7 @@ from patchcert.tensors import Images, Labels, Margins
 from patchcert.threats import Patch, SparsePixels
 from patchcert.train.batch_norms import batch_norms
 
-Threat = Patch | SparsePixels
+TrainedThreat = Patch | SparsePixels
 Scalar = Annotated[Tensor, ""]
 
 
@@ -71,7 +71,7 @@ class Subject:
 
     model: nn.Module
     model_spec: ModelSpec
-    threat: Threat
+    threat: TrainedThreat
     seed: int = 0
     windows: torch.dtype | None = None
 
@@ -128,7 +128,7 @@ class Strategy(ABC):
     def bind(self, subject: Subject) -> Objective:
         """The strategy at work on a model and a threat, with all that it keeps between steps."""
 
-    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]] | None:
+    def learned_method(self, threat: TrainedThreat) -> tuple[str, dict[str, Any]] | None:
         """The kind of proof it trains a model for, as `--method` names it, and its settings; None for bounds."""
         return None
 

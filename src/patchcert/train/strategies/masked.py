@@ -10,13 +10,15 @@ from torch import Generator, Tensor
 
 from patchcert.errors import SpecError, at_least
 from patchcert.tensors import Images, Labels
-from patchcert.threats import Patch, Threat
+from patchcert.threats import Patch
+from patchcert.threats.placements import stamp_masks
 from patchcert.train.strategy import (
     Batch,
     Forward,
     Objective,
     Strategy,
     Subject,
+    TrainedThreat,
     WorstCase,
     logit_margins,
 )
@@ -77,7 +79,7 @@ class Masked(Strategy):
         if not self.fill or not all(map(math.isfinite, self.fill)):
             raise SpecError(f"fill is {list(self.fill)}; expected one number, or one for each channel")
 
-    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+    def learned_method(self, threat: TrainedThreat) -> tuple[str, dict[str, Any]]:
         """Double masking, whose masks show the same colour."""
         return "masking", {"fill": self.fill[0] if len(self.fill) == 1 else self.fill}
 
@@ -148,12 +150,9 @@ class MaskedTraining:
 
     def hide(self, images: Images, masks: Masks, wanted: Wanted) -> Images:
         """The images with the colour of masks where a wanted mask lies."""
-        (tall, wide), (height, width) = self.strategy.mask_size, images.shape[2:]
-        down = torch.arange(height, device=images.device) - masks[:, :, :1]
-        across = torch.arange(width, device=images.device) - masks[:, :, 1:]
-        rows = (down >= 0) & (down < tall) & wanted[:, :, None]
-        columns = (across >= 0) & (across < wide)
-        hidden = (rows[:, :, :, None] & columns[:, :, None, :]).any(dim=1, keepdim=True)
+        height, width = images.shape[2:]
+        places = stamp_masks(None, self.strategy.mask_size, masks, (height, width))
+        hidden = (places & wanted[:, :, None, None]).any(dim=1, keepdim=True)
         return torch.where(hidden, self.fill.to(images.dtype), images)
 
     def hardest(self, images: Images, labels: Labels, masks: Pairs, wanted: Wanted) -> Masks:

@@ -18,7 +18,7 @@ from patchcert.train.strategy import (
     Objective,
     Strategy,
     Subject,
-    Threat,
+    TrainedThreat,
     WorstCase,
     check_takes,
     logit_margins,
@@ -87,7 +87,7 @@ class Ablated(Strategy):
 
         return Objective(forward.network, worst_case)
 
-    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+    def learned_method(self, threat: TrainedThreat) -> tuple[str, dict[str, Any]]:
         return "ablation", {"retained": self.retained}
 
     def ablate(self, batch: Batch, generator: Generator) -> Images:

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from patchcert.bounds.network import zero_at_label
 from patchcert.certificates.band_votes import Orientation, Views, band_views, block_views, encode_visible
-from patchcert.certificates.local_votes import LocalScores, local_sight, touched_cells, trace_local
+from patchcert.certificates.local_votes import LocalScores, local_sight, trace_local
 from patchcert.certificates.vote_classifier import soften
 from patchcert.certificates.votes import (
     LARGEST,
@@ -21,6 +21,7 @@ from patchcert.certificates.votes import (
     masked_totals,
     maximal,
     sum_totals,
+    touched_cells,
 )
 from patchcert.errors import PatchcertError, SpecError, at_least
 from patchcert.tensors import Images, Labels, Margins
@@ -32,7 +33,7 @@ from patchcert.train.strategy import (
     Scalar,
     Strategy,
     Subject,
-    Threat,
+    TrainedThreat,
     WholeModel,
     WorstCase,
     check_takes,
@@ -98,7 +99,7 @@ class Bands(_Parts):
     def views(self, height: int, width: int) -> Views:
         return band_views((height, width), self.width, self.orientation, self.wrap)
 
-    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+    def learned_method(self, threat: TrainedThreat) -> tuple[str, dict[str, Any]]:
         return "bands", {"width": self.width, "orientation": self.orientation, "wrap": self.wrap}
 
 
@@ -120,7 +121,7 @@ class Blocks(_Parts):
     def views(self, height: int, width: int) -> Views:
         return block_views((height, width), self.size, self.wrap)
 
-    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+    def learned_method(self, threat: TrainedThreat) -> tuple[str, dict[str, Any]]:
         return "blocks", {"size": self.size, "wrap": self.wrap}
 
 
@@ -178,7 +179,7 @@ class LocalMargins(Strategy):
         clean = WholeModel((), _Totals(self, forward, windows))
         return Objective(clean, worst_case)
 
-    def learned_method(self, threat: Threat) -> tuple[str, dict[str, Any]]:
+    def learned_method(self, threat: TrainedThreat) -> tuple[str, dict[str, Any]]:
         """With the masks of the patch that was trained against, if any."""
         settings: dict[str, Any] = {"aggregation": self.aggregation, "scores": self.scores}
         if self.aggregation != "sum":
