@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from patchcert.cli.app import run
-from patchcert.cli.choose import Trials
+from patchcert.comparison.trials import read_trials
 from patchcert.train.spec import read_spec
-from patchcert.train.toml import Place, decode, parse_toml
 
 FOLDER = Path(__file__).parents[1] / "trials"
 FILES = sorted(FOLDER.glob("*.toml"))
@@ -16,13 +15,9 @@ EARLIER = {"local-cifar10-5x5": {"softmax"}}
 """Trained by a recipe that was changed since: no document shows it."""
 
 
-def trials_in(file):
-    return decode(Trials, parse_toml(file.read_text(), file.name), Place(file.name))
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_trial_has_a_specification(file):
-    asked = trials_in(file)
+    asked = read_trials(file)
     found = set()
     runs = [each for trial in asked.trials for each in asked.runs(trial, Path())]
     for each in runs:
@@ -47,5 +42,5 @@ def test_every_stored_trial_was_trained_with_the_settings_of_its_name(stored, ca
     file = FOLDER / f"{stored.name}.toml"
     assert run(["choose", str(file), "--out", str(stored), "--rank-only"]) == 0
     ranked = {row["trial"] for row in json.loads(capsys.readouterr().out)["trials"]}
-    earlier = EARLIER.get(stored.name, set()) | set(trials_in(file).earlier)
+    earlier = EARLIER.get(stored.name, set()) | set(read_trials(file).earlier)
     assert ranked == {folder.name for folder in stored.iterdir()} - earlier

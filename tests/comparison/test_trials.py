@@ -13,6 +13,7 @@ from patchcert.train.spec import read_spec
 TRIALS = """
 spec = "paper-mnist"
 held_out = 100
+images = 50
 set = ["schedule.epochs=9"]
 [[trials]]
 name = "base"
@@ -101,7 +102,7 @@ def test_no_trial_that_was_carried_out_is_left_out(folder):
         (TRIALS.replace("hidden=512", "hidden=256"), "was not trained with the settings of the trial wide"),
         ('settings = ["refine=split"]' + TRIALS, "is no proof with the settings refine=split"),
         (TRIALS.replace("base", "basis"), "has results of no trial that is named"),
-        ("spec = 'paper-mnist'", "'trials'"),
+        ("spec = 'paper-mnist'", "trials is missing"),
         ("spec = ", "Invalid value"),
         (None, "No such file"),
     ],

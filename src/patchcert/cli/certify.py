@@ -133,8 +133,7 @@ def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", comm
         return
     say(f"{little} interval bounds")
     if isinstance(threat, pc.Patch):
-        right = evidence.columns["prediction"] == evidence.columns["label"]
-        few = subject.images(subject.positions()[right.nonzero()[0][:EXPLAINED]])
+        few = subject.images(subject.positions()[evidence.right_rows.nonzero()[0][:EXPLAINED]])
         found = widths(subject.classifier.model, few.floats(), threat)
         say(
             f"why: with the patch in the middle of {len(few)} of them, shares of values that it reaches, their bounds "

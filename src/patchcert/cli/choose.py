@@ -1,6 +1,5 @@
 """`patchcert choose TRIALS.toml`: settings compared on held-out training images, never on test images."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,74 +15,9 @@ from patchcert.errors import InvalidInput
 if TYPE_CHECKING:
     import torch
 
+    from patchcert.comparison.trials import Trial, TrialRun, Trials
     from patchcert.evidence import Evidence
     from patchcert.train.run_folder import Run
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Changes of the specification, like `strategy.worst_of=12`, and settings of the proof, like `threshold=0.2`."""
-
-    name: str
-    set: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Trials:
-    """A specification, the changes that are common to all trials and those of each, and the proof that ranks them: its
-    method, and settings, of which a trial may have more.
-
-    All are trained without the last `held_out` training images, and certified on the first `images` of these. With
-    `seeds` each trial is trained from each of them, and ranked by its mean. `earlier` names what another recipe trained
-    and is only kept.
-    """
-
-    spec: str
-    trials: tuple[Trial, ...]
-    set: tuple[str, ...] = ()
-    method: str | None = None
-    settings: tuple[str, ...] = ()
-    held_out: int = 5000
-    images: int = 1000
-    seeds: tuple[int, ...] = ()
-    earlier: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(set(self.seeds)) < len(self.seeds):
-            raise InvalidInput(f"seeds are {list(self.seeds)}; expected each of them once")
-        names = [trial.name for trial in self.trials]
-        if not names or len(set(names)) < len(names):
-            raise InvalidInput(f"trials are {names}; expected one at least, each of a name of its own")
-        strange = [name for name in names if name in ("", ".", "..") or Path(name).name != name]
-        if strange:
-            raise InvalidInput(f"a trial is called {strange[0]!r}; expected a name that a folder can have")
-        if not 1 <= self.images <= self.held_out:
-            raise InvalidInput(f"images is {self.images}; expected 1 to held_out = {self.held_out}")
-
-    def proof_settings(self, trial: Trial) -> tuple[str, ...]:
-        """The settings of the proof that ranks a trial."""
-        return (*self.settings, *trial.settings)
-
-    def runs(self, trial: Trial, out: Path) -> list["TrialRun"]:
-        """The runs of a trial below a folder: one, or one for each seed."""
-        changes = (*self.set, *trial.set, f"data.validation={self.held_out}")
-        if not self.seeds:
-            return [TrialRun(trial, out / trial.name, changes)]
-        return [
-            TrialRun(trial, out / trial.name / f"seed-{seed}", (*changes, f"seed={seed}"), seed)
-            for seed in self.seeds
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class TrialRun:
-    """One run of a trial: its folder, and all changes of the specification, that of the seed among them if any."""
-
-    trial: Trial
-    folder: Path
-    changes: tuple[str, ...]
-    seed: int | None = None
 
 
 def choose(
@@ -106,11 +40,11 @@ def choose(
     What is done is not done again, so that the same command goes on where it stopped. The ranking of all trials that
     are done is JSON on stdout: test images are never looked at.
     """
-    from patchcert.train.toml import Place, decode, parse_toml
+    from patchcert.comparison.trials import read_trials
 
     if not trials.is_file():
         raise InvalidInput(f"there is no {trials}", hint="give a TOML file with spec = ... and [[trials]].")
-    asked = decode(Trials, parse_toml(trials.read_text(encoding="utf-8"), str(trials)), Place(str(trials)))
+    asked = read_trials(trials)
     known = [trial.name for trial in asked.trials]
     if unknown := set(only or ()) - set(known):
         raise InvalidInput(f"--only {min(unknown)} is no trial", hint=f"trials are {', '.join(known)}.")
@@ -122,7 +56,7 @@ def choose(
     print_json({"spec": asked.spec, "held_out": asked.held_out, "trials": _ranked(asked, out)})
 
 
-def _carry_out(asked: Trials, each: TrialRun, device: "torch.device", data_dir: Path | None) -> None:
+def _carry_out(asked: "Trials", each: "TrialRun", device: "torch.device", data_dir: Path | None) -> None:
     from patchcert.train.spec import read_spec
     from patchcert.train.training import Workplace, train_run
 
@@ -135,7 +69,7 @@ def _carry_out(asked: Trials, each: TrialRun, device: "torch.device", data_dir: 
     _certify(asked, each, device, data_dir)
 
 
-def _certify(asked: Trials, each: TrialRun, device: "torch.device", data_dir: Path | None) -> None:
+def _certify(asked: "Trials", each: "TrialRun", device: "torch.device", data_dir: Path | None) -> None:
     """Prove the held-out images, unless that is done."""
     from patchcert.evidence import Certification, Subject
 
@@ -151,7 +85,7 @@ def _certify(asked: Trials, each: TrialRun, device: "torch.device", data_dir: Pa
     measure_once(proof, opened.run, "certifying")
 
 
-def _ranked(asked: Trials, out: Path) -> list[dict[str, Any]]:
+def _ranked(asked: "Trials", out: Path) -> list[dict[str, Any]]:
     """All trials that are done, the one with the most certified images first; with seeds, by the mean of those done."""
     rows = []
     for trial in asked.trials:
@@ -160,7 +94,7 @@ def _ranked(asked: Trials, out: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["certified"])
 
 
-def _rows(asked: Trials, each: TrialRun) -> list[dict[str, Any]]:
+def _rows(asked: "Trials", each: "TrialRun") -> list[dict[str, Any]]:
     """What a run has proven, where it is done."""
     from patchcert.evidence import EvidenceFolder
     from patchcert.train.run_folder import SPEC, Run
@@ -186,7 +120,7 @@ def _mean_row(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: rows[0][key] for key in common} | means | {"seeds": seeds}
 
 
-def _answers(asked: Trials, trial: Trial, proof: "Evidence") -> bool:
+def _answers(asked: "Trials", trial: "Trial", proof: "Evidence") -> bool:
     """Whether this is the proof that ranks the trial, by its images and by all settings that are given."""
     name, chosen = proof.meta["classifier"]["name"], proof.selection
     is_method = asked.method is None or METHODS[asked.method] == name
@@ -194,7 +128,7 @@ def _answers(asked: Trials, trial: Trial, proof: "Evidence") -> bool:
     return is_same and (chosen.split, chosen.limit) == (f"validation:{asked.held_out}", asked.images)
 
 
-def _row(each: TrialRun, run: "Run", found: "Evidence") -> dict[str, Any]:
+def _row(each: "TrialRun", run: "Run", found: "Evidence") -> dict[str, Any]:
     seed = {} if each.seed is None else {"seed": each.seed}
     return seed | {
         "trial": each.trial.name,

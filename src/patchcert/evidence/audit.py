@@ -225,7 +225,7 @@ def _verdicts(evidence: Evidence) -> str:
     columns = evidence.columns
     if evidence.kind != "certify":
         return ""
-    right = columns["prediction"] == columns["label"]
+    right = evidence.right_rows
     if "margin" in columns:
         proven, by = right & (columns["margin"] > 0), "margin"
     elif "radius" in columns:
@@ -280,8 +280,7 @@ def _placements(evidence: Evidence) -> str:
     corners = np.array([[-1, -1], *evidence.threat.placements(*size[1:]).corners.tolist()])
     outside = ~np.isin(_codes(columns[top], columns[left]), _codes(*corners.T))
     if evidence.kind == "attack":
-        was_right = columns["prediction"] == columns["label"]
-        outside |= columns["succeeded"] & was_right & (columns["top"] < 0)
+        outside |= columns["succeeded"] & evidence.right_rows & (columns["top"] < 0)
     wrong = np.flatnonzero(outside)
     if not wrong.size:
         return ""

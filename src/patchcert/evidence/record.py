@@ -245,7 +245,12 @@ class Evidence:
     @property
     def correct(self) -> int:
         """How many are predicted rightly without a patch; an abstention is not."""
-        return int(np.count_nonzero(self.columns["prediction"] == self.columns["label"]))
+        return int(np.count_nonzero(self.right_rows))
+
+    @property
+    def right_rows(self) -> NDArray[np.bool_]:
+        """Which images are predicted rightly without a patch."""
+        return self.columns["prediction"] == self.columns["label"]
 
     @property
     def certified(self) -> int:
@@ -260,8 +265,12 @@ class Evidence:
     @property
     def withstood(self) -> int:
         """How many are predicted rightly under attack; with those that were right and raise an alert that suffices."""
-        was_right = self.columns["prediction"] == self.columns["label"]
-        return int(np.count_nonzero(~self.columns["succeeded"] | (was_right & ~self.broken_rows)))
+        return int(np.count_nonzero(self.withstood_rows))
+
+    @property
+    def withstood_rows(self) -> NDArray[np.bool_]:
+        """Which images these are."""
+        return ~self.columns["succeeded"] | (self.right_rows & ~self.broken_rows)
 
     @property
     def broken_rows(self) -> NDArray[np.bool_]:
@@ -317,8 +326,7 @@ class Evidence:
             return self.columns["certified"]
         if "radius" not in self.columns:
             return None
-        right = self.columns["prediction"] == self.columns["label"]
-        return (self.columns["radius"] >= threat.pixels) & right
+        return (self.columns["radius"] >= threat.pixels) & self.right_rows
 
     def is_of_data(self, sums: Mapping[str, str] | None) -> bool:
         """Whether it is about images in files with these sums; published files may also be there packed."""
@@ -441,8 +449,7 @@ class Evidence:
         names = [name for name in ("adversarial", "adversarial_row") if name in self.columns]
         if not names:
             return ""
-        was_right = self.columns["prediction"] == self.columns["label"]
-        broken = self.broken_rows if self.kind == "certify" else self.columns["succeeded"] & was_right
+        broken = self.broken_rows if self.kind == "certify" else self.columns["succeeded"] & self.right_rows
         expected = np.flatnonzero(broken)
         if len(names) != 2 or not np.array_equal(self.columns["adversarial_row"], expected):
             return "images are not kept of exactly the rows that are broken"

@@ -218,8 +218,7 @@ def sizes_chart(certificates: Sequence[Evidence]) -> Chart | None:
 def _shares(rows: Evidence, index: NDArray[np.integer]) -> tuple[Proportion, Proportion]:
     """Clean and certified accuracy on some of the images."""
     kept = np.isin(rows.columns["index"], index)
-    right = rows.columns["prediction"] == rows.columns["label"]
-    return Proportion.of(right[kept]), Proportion.of(rows.columns["certified"][kept])
+    return Proportion.of(rows.right_rows[kept]), Proportion.of(rows.columns["certified"][kept])
 
 
 def _square_side(rows: Evidence) -> int | None:

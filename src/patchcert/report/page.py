@@ -427,11 +427,10 @@ def _verdicts(rows: Evidence) -> list[int]:
 
 def _outcomes(run: RunSummary, rows: Evidence) -> list[int]:
     """Positions among `OUTCOMES`."""
-    right = (rows.columns["prediction"] == rows.columns["label"]).tolist()
     held = [run.withstood.get(index) for index in rows.columns["index"].tolist()]
     return [
         3 if unharmed is None else 0 if unharmed else 1 if is_right else 2
-        for unharmed, is_right in zip(held, right, strict=True)
+        for unharmed, is_right in zip(held, rows.right_rows.tolist(), strict=True)
     ]
 
 

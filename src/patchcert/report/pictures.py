@@ -304,7 +304,7 @@ def attacked_images(images: Split, attacks: Sequence[Evidence], count: int) -> l
     found: dict[int, AttackedImage] = {}
     for rows in attacks:
         kept = rows.adversarial()
-        broken = rows.broken_rows & (rows.columns["prediction"] == rows.columns["label"])
+        broken = rows.broken_rows & rows.right_rows
         for row in np.flatnonzero(broken).tolist():
             index = int(rows.columns["index"][row])
             if index in kept and index not in found:

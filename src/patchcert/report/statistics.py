@@ -101,7 +101,7 @@ def count(evidence: Evidence) -> dict[str, Any]:
         if refuted is not None:
             counts |= {"broken": refuted, "open": right - proven - refuted}
         return {**counts, **accuracies(total, clean=right, certified=proven)}
-    broken = evidence.broken_rows & (evidence.columns["prediction"] == evidence.columns["label"])
+    broken = evidence.broken_rows & evidence.right_rows
     return {
         **counts,
         "withstood": evidence.withstood,

@@ -133,9 +133,8 @@ class RunSummary:
         """
         outcomes: dict[int, bool] = {}
         for rows in self.headline_attacks:
-            right = rows.columns["prediction"] == rows.columns["label"]
-            failed = ~rows.columns["succeeded"] | (right & ~rows.broken_rows)
-            for index, has_failed in zip(rows.columns["index"].tolist(), failed.tolist(), strict=True):
+            failed = rows.withstood_rows.tolist()
+            for index, has_failed in zip(rows.columns["index"].tolist(), failed, strict=True):
                 outcomes[index] = outcomes.get(index, True) and has_failed
         return outcomes
 
@@ -177,10 +176,9 @@ class RunSummary:
         common = np.isin(index, self.sample)
         if not common.any():
             return None
-        right = rows.columns["prediction"] == rows.columns["label"]
         withstood = np.array([self.withstood[image] for image in index[common].tolist()])
         return Accuracies(
-            Proportion.of(right[common]),
+            Proportion.of(rows.right_rows[common]),
             Proportion.of(withstood),
             Proportion.of(rows.columns["certified"][common]),
         )

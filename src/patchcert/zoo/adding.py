@@ -175,7 +175,7 @@ def count_proof(proven: Evidence) -> ProofCount:
         classifier=dict(proven.meta["classifier"]),
         device=proven.meta.get("device", ""),
         evidence=sha256(proven.path),
-        right_images=pack_marks(proven.columns["prediction"] == proven.columns["label"]),
+        right_images=pack_marks(proven.right_rows),
         certified_images=pack_marks(proven.columns["certified"]),
         seconds=proven.meta.get("seconds"),
     )

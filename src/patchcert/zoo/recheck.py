@@ -34,10 +34,9 @@ def differences(card: Card, found: Evidence) -> tuple[str, ...]:
         return (f"there are {index[-1] + 1:,} images, on the card {proof.images:,}",)
     sums = found.meta["data"].get("sha256", {})
     files = [name for name, sha256 in card.data_sha256.items() if sums.get(name) != sha256]
-    right = found.columns["prediction"] == found.columns["label"]
     lines = (
         f"the data files differ from those of the card: {', '.join(files)}" if files else "",
-        _difference("predicted rightly", right, proof.right_marks[index], found),
+        _difference("predicted rightly", found.right_rows, proof.right_marks[index], found),
         _difference("certified", found.columns["certified"], proof.certified_marks[index], found),
     )
     return tuple(line for line in lines if line)
