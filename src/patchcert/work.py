@@ -1,4 +1,4 @@
-"""How much work a model is."""
+"""How large a model is, and how much work."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -6,10 +6,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+
+def parameter_count(model: nn.Module) -> int:
+    """How many numbers were learned."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @torch.no_grad()

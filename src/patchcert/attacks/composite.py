@@ -8,7 +8,7 @@ from typing import ClassVar, Self, final
 
 import torch
 
-from patchcert.attacks.base import Attack, AttackedModel, AttackJob, Findings
+from patchcert.attacks.base import Attack, AttackedModel, AttackJob, Findings, Rows
 from patchcert.attacks.climbing import Loss
 from patchcert.attacks.patch import PatchAttack
 from patchcert.attacks.sparse import SparseAttack
@@ -189,9 +189,7 @@ class PatchesInTurn(WrappedAttack):
             part = replace(job.part(left).in_round(turn, turns), images=others[left], threat=threat.patch)
             found = self.attack.propose(target, part)
             shown.put(turn % threat.count, left, found)
-            reached = target.evaluate(found.images, part.labels, self.batch_size).margins
-            best = best.updated(left, better(best.part(left), found, reached > margins[left]))
-            margins = margins.index_copy(0, left, torch.maximum(margins[left], reached))
+            best, margins = _kept(target, part, found, left, best, margins, self.batch_size)
         return replace(best, placement=torch.full_like(best.placement, -1))
 
     def looks(self, job: AttackJob) -> int:
@@ -255,10 +253,23 @@ def strongest(
             break
         part = job.part(left).between(before / looks[-1], after / looks[-1])
         found = attempt.attack.propose(attempt.target, part)
-        reached = target.evaluate(found.images, part.labels, batch_size).margins
-        best = best.updated(left, better(best.part(left), found, reached > margins[left]))
-        margins = margins.index_copy(0, left, torch.maximum(margins[left], reached))
+        best, margins = _kept(target, part, found, left, best, margins, batch_size)
     return best
+
+
+def _kept(
+    target: AttackedModel,
+    part: AttackJob,
+    found: Findings,
+    left: Rows,
+    best: Findings,
+    margins: PerImage,
+    batch_size: int,
+) -> tuple[Findings, PerImage]:
+    """The best findings and their margins, now that something was found for the rows that are left."""
+    reached = target.evaluate(found.images, part.labels, batch_size).margins
+    best = best.updated(left, better(best.part(left), found, reached > margins[left]))
+    return best, margins.index_copy(0, left, torch.maximum(margins[left], reached))
 
 
 def better(old: Findings, new: Findings, improved: PerImage) -> Findings:

@@ -32,6 +32,7 @@ def join(
     from patchcert.files import sha256
     from patchcert.models import join as join_models
     from patchcert.models import save
+    from patchcert.work import parameter_count
 
     if out.suffix != ".safetensors":
         raise InvalidInput(f"--out is {out}; expected a file whose name ends in .safetensors")
@@ -41,7 +42,7 @@ def join(
     specs = [_described(target, opened[target]) for target in targets]
     joined, wide = join_models([opened[target].model for target in targets], specs)
     save(joined, wide, out)
-    parameters = sum(parameter.numel() for parameter in joined.parameters())
+    parameters = parameter_count(joined)
     say(f"{len(targets)} networks are one of {parameters:,} parameters; next: patchcert certify {out}")
     print_json(
         {

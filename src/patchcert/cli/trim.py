@@ -69,4 +69,6 @@ def _training_images(run: "Run", data_dir: Path | None) -> "Split":
 
 
 def _parameters(run: "Run") -> int:
-    return sum(parameter.numel() for parameter in run.model().parameters())
+    from patchcert.work import parameter_count
+
+    return parameter_count(run.model())

@@ -31,7 +31,7 @@ from patchcert.report.summary import read_test_evidence
 from patchcert.threats import Patch, shapes
 from patchcert.train.run_folder import EVIDENCE, Run
 from patchcert.train.spec import Spec
-from patchcert.work import multiply_adds
+from patchcert.work import multiply_adds, parameter_count
 from patchcert.zoo import Card, Zoo
 
 Settings = Mapping[str, Any]
@@ -306,7 +306,7 @@ def imagenet_size(name: str) -> tuple[int, int]:
 
 
 def _counted(model: nn.Module, blank: torch.Tensor) -> tuple[int, int]:
-    return sum(each.numel() for each in model.parameters()), multiply_adds(model, blank)
+    return parameter_count(model), multiply_adds(model, blank)
 
 
 def _blank(model: nn.Module, spec: ModelSpec) -> torch.Tensor:

@@ -19,6 +19,7 @@ from patchcert.report.summary import RunSummary, read_test_evidence
 from patchcert.threats import Patch, SparsePixels, shapes
 from patchcert.train.run_folder import EVIDENCE, SPEC, Run, check_new
 from patchcert.train.spec import Spec, write_spec
+from patchcert.work import parameter_count
 from patchcert.zoo.card import AttackCount, Card, ProofCount, Training, pack_marks
 from patchcert.zoo.shelf import Zoo
 
@@ -68,7 +69,7 @@ def make_card(run: Run, results: Path | None = None) -> Card:
         data_sha256=dict(proven.meta["data"].get("sha256", {})),
         threat=run.spec.threat,
         model=run.model_spec(),
-        parameters=sum(parameter.numel() for parameter in run.model().parameters()),
+        parameters=parameter_count(run.model()),
         weights_sha256=weights,
         proof=count_proof(proven),
         attacks=tuple(count_attack(attack, proven, name) for attack in found.headline_attacks),

@@ -10,6 +10,7 @@ from patchcert.evidence.audit import Finding
 from patchcert.evidence.results import TRIMMED, Result
 from patchcert.files import sha256
 from patchcert.train.run_folder import SPEC
+from patchcert.work import parameter_count
 from patchcert.zoo.adding import NOTE, count_attack, count_proof
 from patchcert.zoo.card import AttackCount, Card
 from patchcert.zoo.recheck import differences, why_not_comparable
@@ -22,7 +23,7 @@ def audit_zoo(zoo: Zoo, results: Path) -> tuple[Finding, ...]:
     for name in zoo.names():
         file = zoo.folder / f"{name}.json"
         try:
-            size, card = sum(each.numel() for each in zoo.load(name).parameters()), zoo.card(name)
+            size, card = parameter_count(zoo.load(name)), zoo.card(name)
             findings += [Finding(file, what) for what in _audit_card(card, results)]
             if size != card.parameters:
                 findings.append(

@@ -52,6 +52,7 @@ from patchcert.papers.chiang2020.view import (
 )
 from patchcert.report.tables import Column, Table
 from patchcert.train.toml import nearest
+from patchcert.work import parameter_count
 from patchcert.zoo.audit import whole_proof
 from patchcert.zoo.card import Card
 from patchcert.zoo.shelf import Zoo
@@ -480,7 +481,7 @@ def _authors(sources: Sources, words: str, what: str) -> float | None:
 
 def _parameters(sources: Sources, model: str) -> float:
     """Of a network for CIFAR-10 as the paper has it."""
-    return sum(each.numel() for each in build(ModelSpec(model, 3, 32, 32)).parameters())
+    return parameter_count(build(ModelSpec(model, 3, 32, 32)))
 
 
 _FIGURES: Mapping[str, Callable[..., Any]] = {
@@ -529,7 +530,7 @@ def _whole_megabytes(card: Card) -> float:
     """What the network takes as it was trained, in float32."""
     hidden = tomllib.loads(card.training.spec)["model"].get("hidden")
     whole = build(replace(card.model, widths=(), hidden=hidden))
-    return 4 * sum(each.numel() for each in whole.parameters()) / 1e6
+    return 4 * parameter_count(whole) / 1e6
 
 
 def _sources_table(sources: Sources) -> str:
