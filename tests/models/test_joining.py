@@ -72,7 +72,7 @@ def test_what_cannot_be_joined_is_refused(generator):
         join([model, build(taller, generator)], [spec, taller])
     normed = replace(spec, name="mlp_bn")
     other = replace(normed, hidden=13)
-    with pytest.raises(ModelError, match=r"differ in more than nothing cannot be joined.*hidden=13"):
+    with pytest.raises(ModelError, match=r"networks that differ cannot be joined.*hidden=13"):
         join([build(normed, generator), build(other, generator)], [normed, other])
     with pytest.raises(ModelError, match="Linear is not as the architecture 'mlp' is built"):
         join([nn.Linear(2, 2)] * 2, [spec] * 2)

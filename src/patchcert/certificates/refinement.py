@@ -165,6 +165,11 @@ class _Work:
         """Where all values of the clean images lie."""
         return self.settings.audit.intervals(Interval.point(self.pixels), self.rounding)
 
+    @cached_property
+    def images_at_once(self) -> int:
+        """How many images are bounded together with the patch at one placement."""
+        return images_at_once(self.settings.audit, self.pixels)
+
     def open(self) -> Annotated[Tensor, "n p k"]:
         """True for placements and classes that are to be proven yet."""
         own = torch.nn.functional.one_hot(self.labels, self.classes).bool()[:, None]
@@ -229,8 +234,7 @@ class _Work:
         found = self.settings.restriction(int(placement), self.pixels)
         if found is None:
             return False
-        count = images_at_once(self.settings.audit, self.pixels)
-        for image in left.any(dim=1).nonzero().flatten().split(count):
+        for image in left.any(dim=1).nonzero().flatten().split(self.images_at_once):
             image = image[~self.broken[image]]
             if len(image):
                 some = self._of(image, placement.expand(len(image)), left[image])

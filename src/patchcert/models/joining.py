@@ -29,10 +29,10 @@ def join(models: Sequence[nn.Module], specs: Sequence[ModelSpec]) -> tuple[nn.Se
     if len(specs) < 2:
         raise ModelError(f"expected two networks at least to join, got {len(specs)}")
     if all(is_chain(model) for model in models):
-        _check_alike([_without_widths(spec) for spec in specs], "their widths")
+        _check_alike([_without_widths(spec) for spec in specs], " in more than their widths")
         return _widened(models, specs[0])
     plain = [spec if spec.normalises else replace(spec, mean=(), std=()) for spec in specs]
-    _check_alike(plain, "nothing")
+    _check_alike(plain)
     if specs[0].members is not None:
         raise ModelError("networks that have members are joined already", hint="join all members at once")
     return _side_by_side(models, replace(plain[0], members=len(models)))
@@ -100,11 +100,11 @@ def _affine_layers(model: nn.Module) -> dict[str, nn.Conv2d | nn.Linear]:
     return {name: layer for name, layer in model.named_children() if isinstance(layer, Affine)}
 
 
-def _check_alike(specs: Sequence[ModelSpec], but: str) -> None:
+def _check_alike(specs: Sequence[ModelSpec], how: str = "") -> None:
     for one, other in pairwise(specs):
         if one != other:
             raise ModelError(
-                f"networks that differ in more than {but} cannot be joined: {one} and {other}",
+                f"networks that differ{how} cannot be joined: {one} and {other}",
                 hint="join networks of one architecture, for the same images and classes",
             )
 
