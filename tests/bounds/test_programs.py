@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from linear_programs import relaxed_margin
-from patchcert.bounds import Interval, Rounding, trace
+from patchcert.bounds import Interval, Rounding, programs, trace
 from patchcert.bounds.linear import BackwardPass, Halves
 from patchcert.bounds.programs import solve
 from patchcert.bounds.reduction import reduced
@@ -114,3 +114,12 @@ def test_the_least_point_lies_in_the_box_and_gaps_are_those_of_bent_units():
         assert (duals.gaps >= -1e-9).all()
         assert ((duals.slopes >= 0) & (duals.slopes <= 1)).all()
         assert (duals.multipliers >= 0).all()
+
+
+@torch.no_grad()
+def test_programs_that_a_solver_would_take_seconds_for_are_left_out(monkeypatch):
+    _, small, _ = reduced_network(0)
+    intervals = small.network.intervals(small.box, OUTWARD, small.known)
+    assert solved(small, intervals, no_sides(small)) is not None
+    monkeypatch.setattr(programs, "_MOST_ENTRIES", 4)
+    assert solved(small, intervals, no_sides(small)) is None

@@ -400,3 +400,15 @@ def test_of_many_layers_a_few_are_told():
     assert len(chosen) == SHOWN
     assert (chosen[0], chosen[-1]) == (found[0], found[-1])
     assert _some(found[:3]) == found[:3]
+
+
+def test_other_evidence_is_not_overwritten(answered, refused, model_file, tmp_path):
+    asked = (model_file, "--data", "mnist-mini", "--patch", "2", "--out", tmp_path / "kept.npz")
+    answered(certify(*asked, "--limit", 3))
+    answered(certify(*asked, "--limit", 3))
+    said = refused(certify(*asked, "--limit", 2))
+    assert "kept.npz holds other evidence, certify" in said
+    assert "name another file" in said
+    (tmp_path / "kept.npz").write_bytes(b"something of mine")
+    assert "kept.npz holds no evidence" in refused(certify(*asked, "--limit", 2))
+    assert (tmp_path / "kept.npz").read_bytes() == b"something of mine"

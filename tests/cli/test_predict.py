@@ -48,6 +48,50 @@ def test_pictures_of_the_models_size_are_read_as_they_are(answered, model_file, 
     assert "correct" not in answer
 
 
+def test_pictures_of_more_than_8_bits_are_refused(refused, model_file, tmp_path):
+    Image.fromarray(np.full((28, 28), 3000, np.uint16)).save(tmp_path / "deep.png")
+    said = refused(predict(model_file, tmp_path / "deep.png", "--patch", 2))
+    assert "deep.png has pixels of mode I;16, which do not fit into 8 bits" in said
+
+
+def test_a_model_of_ones_own_has_the_size_that_is_given(answered, refused, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "anywhere.py").write_text(
+        "import torch\n"
+        "def net(): return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(20, 3)).eval()\n"
+    )
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
+    Image.fromarray(np.zeros((9, 9), np.uint8)).save("photos/cat/a.png")
+    Image.fromarray(np.zeros((4, 5), np.uint8)).save("b.png")
+    own = ("./anywhere.py:net", "--patch", "1", "--image-size")
+    assert answered(run(["certify", *own, "1x4x5", "--data", "folder:photos"]))["data"]["image"] == [1, 4, 5]
+    assert list(answered(predict(*own, "1x4x5", "b.png"))["predictions"]) == ["b.png"]
+    assert "b.png is 4x5 pixels; expected 5x4" in refused(predict(*own, "1x5x4", "b.png"))
+    for size in ("4x5", "1x0x5", "1x4x5x6", "axbxc"):
+        assert "expected channels x height x width" in refused(predict(*own, size, "b.png"))
+
+
+def test_that_no_size_is_known_is_said(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "anywhere.py").write_text(
+        "import torch\n"
+        "def net(): return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()).eval()\n"
+    )
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
+    Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save("photos/cat/a.png")
+    run(["predict", "./anywhere.py:net", "photos/cat/a.png", "--patch", "1"])
+    assert "pictures are taken as they are, 3x9x9" in capsys.readouterr().err
+    run(["predict", "./anywhere.py:net", "--data", "folder:photos", "--patch", "1"])
+    said = capsys.readouterr().err
+    assert "images are brought to 3x224x224; --image-size" in said
+    assert "is a model for 3 classes" in said
+
+
+def test_a_model_that_knows_its_size_takes_no_other(refused, model_file):
+    said = refused(predict(model_file, "--data", "mnist-mini", "--patch", 2, "--image-size", "1x28x28"))
+    assert "says what images it is for" in said
+
+
 def test_pictures_of_a_model_without_a_size_are_all_of_one(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "anywhere.py").write_text("import torch\ndef net(): return torch.nn.Identity()\n")

@@ -41,6 +41,29 @@ def test_train_and_test_folders_are_kept_apart(tmp_path, name):
     assert dataset.test.images.amax() == 2
 
 
+@pytest.mark.parametrize("name", ["test", "val"])
+def test_a_folder_may_have_test_images_alone(tmp_path, name):
+    paint(tmp_path / name / "cat" / "a.png", 2)
+    dataset = load_dataset(f"folder:{tmp_path}", image_shape=SMALL)
+    assert dataset.classes == ("cat",)
+    assert dataset.test.images.amax() == 2
+    assert len(dataset.train) == 0
+
+
+def test_hidden_folders_are_no_classes(tmp_path):
+    paint(tmp_path / "cat" / "a.png", 2)
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    assert load_dataset(f"folder:{tmp_path}", image_shape=SMALL).classes == ("cat",)
+
+
+@pytest.mark.parametrize("label", ["7.0", "-3", "nan"])
+def test_labels_that_are_odd_numbers_are_refused(tmp_path, label):
+    paint(tmp_path / "a.png", 1)
+    (tmp_path / "labels.csv").write_text(f"file,label\na.png,0\na.png,{label}\n")
+    with pytest.raises(DataError, match=f"the label {label}, which is a number but not one of 0, 1, 2"):
+        load_dataset(f"folder:{tmp_path}", image_shape=SMALL)
+
+
 def test_a_table_names_files_and_whole_number_labels(tmp_path):
     paint(tmp_path / "images" / "a.png", 1)
     paint(tmp_path / "b.png", 2)

@@ -17,6 +17,9 @@ from patchcert.bounds.operations import Interval, is_relu
 
 _PENALTY = 1e4
 """What leaving the side of a unit costs, in units of the largest weight of the output: multipliers stay below it."""
+_MOST_ENTRIES = 2**19
+"""Of the table of a program: one of 2^15 takes the solver 11 ms, one of a residual network a quarter of a minute, and
+cannot be interrupted."""
 
 Array = NDArray[np.float64]
 
@@ -44,7 +47,7 @@ def solve(
 ) -> Solution | None:
     """The least value of an output of a reduced network on one of its boxes, up to the lines that bound bent units.
 
-    None where the solver fails.
+    None where the solver fails, or the program is too large for it.
     """
     return _Program(network, intervals, signs, output, row).solution()
 
@@ -120,7 +123,9 @@ class _Program:
         return len(self.rows) - 1
 
     def solution(self) -> Solution | None:
-        """Where the solver ends, and what its dual variables say."""
+        """Where the solver ends, and what its dual variables say; None of programs that would take it seconds."""
+        if len(self.rows) * len(self.cost) > _MOST_ENTRIES:
+            return None
         rows = (np.array(self.rows), np.array(self.limits)) if self.rows else (None, None)
         equal = (np.array([row for row, _ in self.equal]), [end for _, end in self.equal])
         found = linprog(

@@ -382,7 +382,7 @@ class LocalVotes(VoteClassifier):
             raise ModelError(
                 f"convolutions of the model {type(self.model).__name__} are computed several places at once here, by "
                 "kernels that let a patch move local scores that do not see it",
-                hint="try another device, or another version of PyTorch",
+                hint="try precision='float32', another device, or another version of PyTorch",
             )
 
 

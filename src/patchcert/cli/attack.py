@@ -47,6 +47,7 @@ def attack(
     ],
     weights: options.Weights = None,
     normalise: options.Normalise = None,
+    image_size: options.ImageSize = None,
     patch: options.Patch = None,
     shape: options.Shape = None,
     sparse: options.Sparse = None,
@@ -159,7 +160,7 @@ def attack(
     drawn = None if limit is not None else images or 400
     subjects = []
     for target in targets:
-        opened = open_target(target, data_dir, weights, normalise)
+        opened = open_target(target, data_dir, weights, normalise, image_size)
         resized = through_camera(opened, camera, data, data_dir)
         threat = options.parse_threat(patch, shape, sparse, None, placements, opened.threat, patches, resized)
         dataset = open_data(opened, data, data_dir)

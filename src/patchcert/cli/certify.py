@@ -36,6 +36,7 @@ def certify(
     target: options.Target,
     weights: options.Weights = None,
     normalise: options.Normalise = None,
+    image_size: options.ImageSize = None,
     patch: options.Patch = None,
     shape: options.Shape = None,
     sparse: options.Sparse = None,
@@ -74,7 +75,7 @@ def certify(
     from patchcert.report.statistics import in_words, summarise
     from patchcert.train.distributed import joined_world, local_device
 
-    opened = open_target(target, data_dir, weights, normalise)
+    opened = open_target(target, data_dir, weights, normalise, image_size)
     resized = through_camera(opened, camera, data, data_dir)
     threat = options.parse_threat(patch, shape, sparse, bound, placements, opened.threat, patches, resized)
     budget, place = _parse_budget(memory_budget), local_device(options.parse_device(device))

@@ -57,7 +57,7 @@ patchcert data labels cifar10 --data-dir ~/data --out labels.bin
 """Command lines, two at least for each command."""
 
 PANELS = {
-    "Model": "weights normalise",
+    "Model": "weights normalise image_size",
     "Threat": "patch shape sparse bound placements patches camera",
     "Images": "data data_dir split images limit label",
     "Proof": "method setting masks dtype memory_budget refine",

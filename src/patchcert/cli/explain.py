@@ -36,6 +36,7 @@ def explain(
     ],
     weights: options.Weights = None,
     normalise: options.Normalise = None,
+    image_size: options.ImageSize = None,
     patch: options.Patch = None,
     shape: options.Shape = None,
     sparse: options.Sparse = None,
@@ -64,7 +65,7 @@ def explain(
     from patchcert.report.explaining import write_explanation
 
     options.check_suffix("--out", out, "an HTML file", ".html", ".htm")
-    opened = open_target(target, data_dir, weights, normalise)
+    opened = open_target(target, data_dir, weights, normalise, image_size)
     resized = through_camera(opened, camera, data, data_dir)
     threat = options.parse_threat(patch, shape, sparse, None, placements, opened.threat, patches, resized)
     place = options.parse_device(device)

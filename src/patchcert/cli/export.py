@@ -26,6 +26,7 @@ def export(
     target: options.Target,
     weights: options.Weights = None,
     normalise: options.Normalise = None,
+    image_size: options.ImageSize = None,
     onnx: Annotated[
         Path | None, typer.Option(help="The ONNX file to write.", dir_okay=False, metavar="FILE")
     ] = None,
@@ -58,7 +59,7 @@ def export(
     if onnx is None and vnnlib is None:
         raise InvalidInput("nothing is asked for", hint="give --onnx FILE, --vnnlib FOLDER, or both.")
     options.check_choice("--only", only, KINDS)
-    opened = open_target(target, data_dir, weights, normalise)
+    opened = open_target(target, data_dir, weights, normalise, image_size)
     threat = None
     if vnnlib is not None:
         resized = through_camera(opened, camera, data, data_dir)

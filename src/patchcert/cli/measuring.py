@@ -2,10 +2,12 @@
 
 import shlex
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from patchcert.cli.output import detail, progress_bar, say
 from patchcert.cli.threads import describe_threads
+from patchcert.errors import InvalidInput, PatchcertError
 
 if TYPE_CHECKING:
     from patchcert.cli.target import Target
@@ -33,6 +35,7 @@ def measure(work: "Certification | Attacking", target: "Target") -> "Evidence":
     """The evidence; an interruption says what is left of the work."""
     from patchcert.evidence import Attacking
 
+    _check_free(work)
     subject, selection = work.subject, work.subject.selection
     label, word, positions = "certifying", "against", subject.positions()
     if isinstance(work, Attacking):
@@ -48,6 +51,20 @@ def measure(work: "Certification | Attacking", target: "Target") -> "Evidence":
     except KeyboardInterrupt:
         say(_what_is_kept(work, len(positions)))
         raise
+
+
+def _check_free(work: "Certification | Attacking") -> None:
+    """Refuses a file that holds anything but earlier evidence of the same question and weights."""
+    from patchcert.evidence import Evidence
+
+    if work.file is None or not work.file.exists():
+        return
+    found = None
+    with suppress(PatchcertError):
+        found = Evidence.read(work.file)
+    if found is None or (found.question, found.weights) != (work.question, work.subject.weights):
+        what = "no evidence" if found is None else f"other evidence, {found.question.name}"
+        raise InvalidInput(f"{work.file} holds {what}", hint="name another file, or delete it first.")
 
 
 def measure_once(work: "Certification | Attacking", run: "Run", label: str) -> None:

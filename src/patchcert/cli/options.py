@@ -62,6 +62,12 @@ Normalise = Annotated[
         help="For MODULE:FACTORY or an .onnx file, normalise images first, like 0.49,0.48,0.45/0.25,0.24,0.26.",
     ),
 ]
+ImageSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CxHxW", help="For MODULE:FACTORY: channels, height and width of its images, like 3x32x32."
+    ),
+]
 Patch = Annotated[str | None, typer.Option(help="A rectangle, HEIGHTxWIDTH or SIDE: 5x5, 2x8, 5.")]
 Shape = Annotated[
     str | None, typer.Option(help="Another shape, like diamond:25, or a file with a stamp (PNG or # and .).")
@@ -270,6 +276,15 @@ def check_evidence_file(path: Path | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise InvalidInput(f"--out {path} cannot be written", hint="name a file in a folder of yours.")
+
+
+def parse_image_size(text: str) -> tuple[int, int, int]:
+    """Channels, height and width from CxHxW."""
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+        raise InvalidInput(f"--image-size is {text!r}; expected channels x height x width, like 3x32x32")
+    channels, height, width = (int(part) for part in parts)
+    return channels, height, width
 
 
 def with_masks(settings: Sequence[str] | None, masks: str | None) -> list[str]:

@@ -33,6 +33,7 @@ def predict(
     masks: options.Masks = None,
     weights: options.Weights = None,
     normalise: options.Normalise = None,
+    image_size: options.ImageSize = None,
     patch: options.Patch = None,
     shape: options.Shape = None,
     placements: options.Placements = None,
@@ -48,7 +49,7 @@ def predict(
 
     The answer is JSON on stdout, a class for each image; null where the classifier abstains or raises an alert.
     """
-    opened = open_target(target, data_dir, weights, normalise)
+    opened = open_target(target, data_dir, weights, normalise, image_size)
     resized, threat = through_camera(opened, camera, data, data_dir), None
     if any(each is not None for each in (patch, shape, placements, patches, camera, opened.threat)):
         threat = options.parse_threat(patch, shape, None, None, placements, opened.threat, patches, resized)
@@ -91,12 +92,14 @@ def read_pictures(target: Target, pictures: list[Path]) -> "Split":
     from PIL import Image, UnidentifiedImageError
 
     from patchcert.data import Split
+    from patchcert.data.folder import check_bits
 
     shape, rows = target.image_shape, []
     size = None if shape is None else shape[1:]
     for picture in pictures:
         try:
             with Image.open(picture) as opened:
+                check_bits(picture, opened)
                 grey = shape is not None and shape[0] == 1
                 pixels = np.asarray(opened.convert("L" if grey else "RGB"), dtype=np.uint8)
         except (OSError, UnidentifiedImageError) as error:
@@ -108,6 +111,11 @@ def read_pictures(target: Target, pictures: list[Path]) -> "Split":
                 hint="resize it first: threats are about the pixels that the model is given.",
             )
         rows.append(torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1).copy()).movedim(2, 0))
+    if shape is None:
+        found = "x".join(str(length) for length in rows[0].shape)
+        say(
+            f"pictures are taken as they are, {found}: what was certified of other sizes says nothing of them"
+        )
     return Split(torch.stack(rows), torch.full((len(rows),), -1))
 
 

@@ -1,13 +1,21 @@
 """What commands work on: the model of a run folder, of a file or of the zoo, and images that fit it."""
 
 import hashlib
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import patchcert as pc
 from patchcert.cli.factory import make_model, names_a_factory
-from patchcert.cli.options import check_choice, no_threat, parse_camera, parse_normalisation, parse_settings
+from patchcert.cli.options import (
+    check_choice,
+    no_threat,
+    parse_camera,
+    parse_image_size,
+    parse_normalisation,
+    parse_settings,
+)
 from patchcert.cli.output import say
 from patchcert.errors import DataError, InvalidInput
 
@@ -43,12 +51,13 @@ class Target:
     threat: "pc.Patch | pc.SparsePixels | None" = None
     data: str | None = None
     onnx: "OnnxNetwork | None" = None
+    image_size: tuple[int, int, int] | None = None
 
     @property
     def image_shape(self) -> tuple[int, int, int] | None:
-        """Channels, height and width of the images it is for, where it says so."""
+        """Channels, height and width of the images it is for, where it says so or `image_size` was given for it."""
         known = self.spec or self.onnx
-        return None if known is None else known.image_shape
+        return self.image_size if known is None else known.image_shape
 
     @property
     def weights_sha256(self) -> str:
@@ -66,7 +75,11 @@ class Target:
 
 
 def open_target(
-    target: str, data_dir: Path | None = None, weights: Path | None = None, normalise: str | None = None
+    target: str,
+    data_dir: Path | None = None,
+    weights: Path | None = None,
+    normalise: str | None = None,
+    image_size: str | None = None,
 ) -> Target:
     """The model in a run folder, in a file that `patchcert.models.save` wrote or in an ONNX file, of `zoo:NAME` or
     `zoo:FOLDER/NAME`, or the one that `MODULE:FACTORY` makes, with weights and normalisation of its own.
@@ -77,7 +90,14 @@ def open_target(
 
     opened = _open(target, data_dir, weights, normalise)
     check_weights(opened.model, str(opened.weights))
-    return opened
+    if image_size is None:
+        return opened
+    if opened.image_shape is not None:
+        raise InvalidInput(
+            f"--image-size is for a model of your own, but {target} says what images it is for",
+            hint="leave it out.",
+        )
+    return replace(opened, image_size=parse_image_size(image_size))
 
 
 def _open(target: str, data_dir: Path | None, weights: Path | None, normalise: str | None) -> Target:
@@ -188,6 +208,7 @@ def _open_imagenet(name: str, data_dir: Path | None) -> Target:
 def open_data(target: Target, name: str | None, data_dir: Path | None) -> "Dataset":
     """The named data set; without a name the one the model was trained on."""
     from patchcert.data import ImageShape
+    from patchcert.data.folder import FOLDER
 
     chosen = name or target.data
     if chosen is None:
@@ -196,6 +217,10 @@ def open_data(target: Target, name: str | None, data_dir: Path | None) -> "Datas
             hint="name them with --data, like --data mnist; `patchcert data list` shows what there is.",
         )
     shape = target.image_shape
+    if shape is None and chosen.startswith(FOLDER):
+        say(
+            "images are brought to 3x224x224; --image-size 1x28x28, as an example, says which size the model takes"
+        )
     return pc.load_dataset(chosen, data_dir, None if shape is None else ImageShape(*shape))
 
 
@@ -227,8 +252,9 @@ def select_images(
     if len(whole) == 0:
         raise DataError(f"{dataset.name} has no {split} images", hint="choose the other split with --split.")
     _check_fit(target, dataset, whole)
-    if target.spec is not None:
-        _warn_of_classes(target, target.spec.classes, dataset)
+    count = _classes(target, whole)
+    if count is not None:
+        _warn_of_classes(target, count, dataset)
     if target.onnx is not None:
         _compare_onnx(target, target.onnx, whole)
     return Selection(dataset.name, split, limit, drawn, seed)
@@ -342,6 +368,18 @@ def _method_of_card(card: "pc.zoo.Card", model: "nn.Module") -> "tuple[str, Mapp
     names = [each.name for each in fields(proof) if each.name not in ("model", "threat")]  # pyright: ignore[reportArgumentType]
     method = next(name for name, of in METHODS.items() if of == description["name"])
     return method, {name: getattr(proof, name) for name in names}
+
+
+def _classes(target: Target, images: "Split") -> int | None:
+    """How many classes the model tells apart; None where it does not take such images as they are."""
+    import torch
+
+    if target.spec is not None:
+        return target.spec.classes
+    with suppress(Exception), torch.no_grad():  # what is wrong with a model is said when it is used
+        logits = target.model(images.take(1).floats())
+        return logits.shape[1] if logits.dim() == 2 else None
+    return None
 
 
 def _warn_of_classes(target: Target, count: int, dataset: "Dataset") -> None:

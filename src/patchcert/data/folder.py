@@ -6,7 +6,6 @@ An image is decoded when it is needed: its shorter side is resized to size / 0.8
 import csv
 import hashlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -163,8 +162,9 @@ def read_folder(path: Path, shape: ImageShape, name: str | None = None) -> Datas
         raise DataError(f"images of a folder have 1 or 3 channels, but {shape.channels} are asked for")
     test_folder = next((path / name for name in ("test", "val") if (path / name).is_dir()), None)
     if test_folder is None or not (path / "train").is_dir():
-        test = _list_images(path)
-        train = _Listing(path, (), (), test.classes)
+        alone = test_folder if test_folder is not None and not _read(path).paths else path
+        test = _list_images(alone)
+        train = _Listing(alone, (), (), test.classes)
     else:
         train, test = _list_images(path / "train"), _list_images(test_folder)
         if train.classes != test.classes:
@@ -185,15 +185,20 @@ _MANY_BITS = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 """Modes that Pillow would clip to 255, not scale."""
 
 
+def check_bits(path: Path, image: Image.Image) -> None:
+    """Refuses an image of more than 8 bits."""
+    if image.mode in _MANY_BITS:
+        raise DataError(
+            f"{path} has pixels of mode {image.mode}, which do not fit into 8 bits",
+            hint="convert it to 8 bits per channel.",
+        )
+
+
 def decode(path: Path, shape: ImageShape) -> Annotated[Tensor, "c h w"]:
     """One image as uint8. An image that already has the wanted size is taken as it is."""
     try:
         with Image.open(path) as image:
-            if image.mode in _MANY_BITS:
-                raise DataError(
-                    f"{path} has pixels of mode {image.mode}, which do not fit into 8 bits",
-                    hint="convert it to 8 bits per channel.",
-                )
+            check_bits(path, image)
             pixels = _fit(image.convert("L" if shape.channels == 1 else "RGB"), shape.height, shape.width)
     except (OSError, UnidentifiedImageError, SyntaxError) as error:
         raise DataError(
@@ -214,16 +219,22 @@ def _fit(image: Image.Image, height: int, width: int) -> Image.Image:
     return image.crop((left, top, left + width, top + height))
 
 
+def _read(folder: Path) -> _Listing:
+    return _from_csv(folder) if (folder / "labels.csv").is_file() else _from_subfolders(folder)
+
+
 def _list_images(folder: Path) -> _Listing:
-    read: Callable[[Path], _Listing] = _from_csv if (folder / "labels.csv").is_file() else _from_subfolders
-    listing = read(folder)
+    listing = _read(folder)
     if not listing.paths:
         raise DataError(f"{folder} holds no images", hint=_LAYOUT_HINT)
     return listing
 
 
 def _from_subfolders(folder: Path) -> _Listing:
-    classes = tuple(sorted(child.name for child in folder.iterdir() if child.is_dir()))
+    """Folders whose names begin with a dot are those of programs, not classes."""
+    classes = tuple(
+        sorted(child.name for child in folder.iterdir() if child.is_dir() and child.name[0] != ".")
+    )
     found = [
         (path, label)
         for label, name in enumerate(classes)
@@ -251,10 +262,24 @@ def _from_csv(folder: Path) -> _Listing:
         labels = tuple(int(row["label"]) for row in rows)
         names = {label: row.get("name") or str(label) for label, row in zip(labels, rows, strict=True)}
         classes = tuple(names.get(label, str(label)) for label in range(max(labels) + 1))
+    elif odd := next((row["label"] for row in rows if _is_odd_number(row["label"])), None):
+        raise DataError(
+            f"{table} has the label {odd}, which is a number but not one of 0, 1, 2, ...",
+            hint="write whole numbers from 0 on in all rows, or names of classes in all.",
+        )
     else:
         classes = tuple(sorted({row["label"] for row in rows}))
         labels = tuple(classes.index(row["label"]) for row in rows)
     return _Listing(folder, paths, labels, classes)
+
+
+def _is_odd_number(label: str) -> bool:
+    """A number, but no label: one that a table of numbers was written with, or what stands for none."""
+    try:
+        float(label)
+    except ValueError:
+        return False
+    return not label.isdecimal()
 
 
 def _resolve(folder: Path, name: str, table: Path) -> Path:

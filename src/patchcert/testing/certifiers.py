@@ -184,6 +184,27 @@ def ties_are_not_certified(subject: CertifierUnderTest) -> None:
         require(not subject.verdicts(model, image, [0], patch).any(), f"{name}: a tie was certified")
 
 
+def every_share_of_rows_and_columns_counts(subject: CertifierUnderTest) -> None:
+    """Where some rows or columns are bright and a network asks whether any is, no patch tips what is certified: each
+    lead that votes of parts can have is there, those that a wide or a tall patch just undoes among them."""
+    height, width = 4, 6
+    rows, columns = torch.arange(height), torch.arange(width)
+    images = torch.zeros(height + width + 2, 1, height, width)
+    for count in range(width + 1):
+        images[count, 0, (columns[:count] % height), columns[:count]] = 1
+    for count in range(1, height + 1):
+        images[width + count, 0, rows[:count], (2 * rows[:count] % width)] = 1
+    model = nn.Sequential(
+        nn.Flatten(),
+        linear(torch.stack([torch.zeros(height * width), torch.ones(height * width)]), [0.5, 0.0]),
+    ).eval()
+    labels = subject.predictions(model, images).clamp(min=0)
+    for patch in (Patch(1), Patch((1, 3)), Patch((3, 1)), Patch(2)):
+        subject.require_unbroken(
+            model, images, labels, patch, "a network that sees whether anything is bright"
+        )
+
+
 def wrong_predictions_are_not_certified(subject: CertifierUnderTest) -> None:
     """An image that is misclassified without any patch is not certified, however constant the network."""
     images = torch.rand(4, *SHAPE, generator=seeded())
@@ -299,7 +320,7 @@ def predictions_are_those_of_the_deployed_classifier(subject: CertifierUnderTest
 def insensitive_networks_are_certified(subject: CertifierUnderTest) -> None:
     """What no patch can change is certified; without this a classifier that proves nothing would pass."""
     images = torch.rand(3, *SHAPE, generator=seeded())
-    certified = subject.verdicts(constant(SHAPE, [0.0, 5.0]), images, [1, 1, 1], Patch(2))
+    certified = subject.verdicts(constant(SHAPE, [0.0, 5.0]), images, [1, 1, 1], Patch(1))
     require(
         certified.all(),
         f"a network with constant logits 0 and 5 is not certified: {certified.tolist()}",
@@ -389,6 +410,7 @@ CERTIFIER_CHECKS: tuple[Callable[[CertifierUnderTest], None], ...] = (
     certified_images_survive_brute_force,
     certificates_barely_too_strong_are_refused,
     ties_are_not_certified,
+    every_share_of_rows_and_columns_counts,
     wrong_predictions_are_not_certified,
     nothing_without_finite_numbers_is_certified,
     layers_are_known_or_refused,
