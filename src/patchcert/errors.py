@@ -55,3 +55,9 @@ def at_least(least: int, name: str, value: float | None) -> None:
     """Refuse a setting that is given and not at least this; NaN is not."""
     if value is not None and not value >= least:
         raise InvalidInput(f"{name} is {value}; expected at least {least}")
+
+
+def whole_number(least: int, name: str, value: object) -> None:
+    """Refuse a setting that is given and no whole number, or not at least this."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise InvalidInput(f"{name} is {value!r}; expected a whole number of at least {least}")

@@ -405,16 +405,18 @@ def test_another_threat_is_refused():
 @pytest.mark.parametrize(
     ("given_settings", "message"),
     [
-        ({"steps": -1}, "steps is -1; expected at least 0"),
+        ({"steps": -1}, "steps is -1; expected a whole number of at least 0"),
         ({"step_size": 0.0}, "step_size is 0.0; expected a number above 0"),
         ({"step_size": math.nan}, "step_size is nan"),
-        ({"restarts": 0}, "restarts is 0; expected at least 1"),
+        ({"restarts": 0}, "restarts is 0; expected a whole number of at least 1"),
         ({"loss": "hinge"}, "unknown loss 'hinge' of an attack"),
         ({"search": "grid"}, "unknown search 'grid' of an attack"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"sweep_steps": -1}, "sweep_steps is -1"),
         ({"sweep_vertices": -1}, "sweep_vertices is -1"),
         ({"sweep_placements": 0}, "sweep_placements is 0"),
+        ({"restarts": 2.5}, "restarts is 2.5; expected a whole number"),
+        ({"steps": "3"}, "steps is '3'; expected a whole number"),
         ({"check_every": 0}, "check_every is 0"),
     ],
 )

@@ -85,7 +85,7 @@ def test_another_threat_and_impossible_settings_are_refused():
     labels = model(images).argmax(dim=1)
     with pytest.raises(InvalidInput, match=r"SparseAttack attacks with SparsePixels, got Patch\(2x2"):
         SparseAttack().run(model, images, labels, Patch(2))
-    with pytest.raises(InvalidInput, match="selections is 0; expected at least 1"):
+    with pytest.raises(InvalidInput, match="selections is 0; expected a whole number of at least 1"):
         SparseAttack(selections=0)
     with pytest.raises(InvalidInput, match="restarts is 0"):
         SparseAttack(restarts=0)

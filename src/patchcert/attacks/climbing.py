@@ -19,7 +19,7 @@ from patchcert.attacks.base import (
     wrong_lead,
 )
 from patchcert.attacks.views import AscentLogits, OnCells, PerAscent, View, put
-from patchcert.errors import InvalidInput, at_least
+from patchcert.errors import InvalidInput, whole_number
 from patchcert.tensors import Images, Labels, Logits, PerImage
 from patchcert.work import bytes_made, count_at_once
 
@@ -194,9 +194,9 @@ class GradientAttack(Attack):
 
     def __post_init__(self) -> None:
         """Refuse settings with which no ascent can run."""
-        at_least(0, "steps", self.steps)
-        at_least(1, "restarts", self.restarts)
-        at_least(1, "batch_size", self.batch_size)
+        whole_number(0, "steps", self.steps)
+        whole_number(1, "restarts", self.restarts)
+        whole_number(1, "batch_size", self.batch_size)
         if not 0 < self.step_size < math.inf:
             raise InvalidInput(
                 f"step_size is {self.step_size}; expected a number above 0", hint="0.05 is usual"

@@ -13,7 +13,7 @@ from patchcert.attacks.climbing import Loss
 from patchcert.attacks.patch import PatchAttack
 from patchcert.attacks.sparse import SparseAttack
 from patchcert.defenses import Defended
-from patchcert.errors import InvalidInput, at_least
+from patchcert.errors import InvalidInput, whole_number
 from patchcert.tensors import Images, PerImage
 from patchcert.threats import Patch, Patches, SparsePixels, Threat
 
@@ -173,7 +173,7 @@ class PatchesInTurn(WrappedAttack):
     rounds: int = 2
 
     def __post_init__(self) -> None:
-        at_least(1, "rounds", self.rounds)
+        whole_number(1, "rounds", self.rounds)
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest image met with no more patches than the threat has; it has no one placement."""

@@ -25,7 +25,7 @@ from patchcert.attacks.views import ImageViews, OnCells, PerAscent, WindowViews,
 from patchcert.bounds import precise_arithmetic
 from patchcert.bounds.network import least_over_others
 from patchcert.certificates import placement_margins as interval_placement_margins
-from patchcert.errors import InvalidInput, at_least
+from patchcert.errors import InvalidInput, whole_number
 from patchcert.progress import Overture
 from patchcert.tensors import Corners, Images, Labels
 from patchcert.threats import Patch
@@ -78,10 +78,10 @@ class PatchAttack(GradientAttack):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("search", self.search, get_args(Search))
-        at_least(0, "sweep_steps", self.sweep_steps)
-        at_least(0, "sweep_vertices", self.sweep_vertices)
-        at_least(1, "sweep_placements", self.sweep_placements)
-        at_least(1, "check_every", self.check_every)
+        whole_number(0, "sweep_steps", self.sweep_steps)
+        whole_number(0, "sweep_vertices", self.sweep_vertices)
+        whole_number(1, "sweep_placements", self.sweep_placements)
+        whole_number(1, "check_every", self.check_every)
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest patched image met, at any placement and restart."""

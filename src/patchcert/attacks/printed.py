@@ -18,7 +18,7 @@ from patchcert.attacks.climbing import GradientAttack, Loss, ascents_at_once
 from patchcert.attacks.composite import better
 from patchcert.attacks.views import put
 from patchcert.certificates.checks import check_inputs
-from patchcert.errors import InvalidInput, at_least
+from patchcert.errors import InvalidInput, whole_number
 from patchcert.tensors import Images, Labels, PerImage
 from patchcert.threats import Patch, Placements, Threat
 from patchcert.threats.patch import stamp_cells, stamp_offsets
@@ -161,7 +161,7 @@ class PrintedAttack(GradientAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, "trials", self.trials)
+        whole_number(1, "trials", self.trials)
 
     def exhaustive(self) -> Self:
         """The same attack: it has no early stop."""
@@ -320,7 +320,7 @@ class TransformedAttack(PrintedAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, "samples", self.samples)
+        whole_number(1, "samples", self.samples)
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The patch of each image under a fresh draw."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from patchcert.attacks.base import AttackedModel, AttackJob, Findings
 from patchcert.attacks.climbing import Climbers, Effort, GradientAttack, Loss, Record, ascents_at_once
 from patchcert.attacks.views import AscentImages, ImageView, PerAscent, put
-from patchcert.errors import InvalidInput, at_least
+from patchcert.errors import InvalidInput, whole_number
 from patchcert.tensors import Images, Labels
 from patchcert.threats import SparsePixels
 
@@ -35,7 +35,7 @@ class SparseAttack(GradientAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, "selections", self.selections)
+        whole_number(1, "selections", self.selections)
 
     def propose(self, target: AttackedModel, job: AttackJob) -> Findings:
         """The strongest image met with no more changed pixels than the threat allows."""

@@ -177,9 +177,15 @@ def _advice(target: Target) -> str:
     if known:
         return known
     if kind_of(target) == "layer":
-        return "replace the layer, or register a sound rule for it with patchcert.bounds.layer_rule"
+        return (
+            "replace the layer, or register a sound rule for it with patchcert.bounds.layer_rule; else "
+            + MASKING_HINT
+        )
     key = repr(target) if isinstance(target, str) else public_name(target)
-    return f"use a layer that has bounds, or register a sound rule with patchcert.bounds.function_rule({key})"
+    return (
+        f"use a layer that has bounds, or register a sound rule with patchcert.bounds.function_rule({key}); else "
+        + MASKING_HINT
+    )
 
 
 MASKING_HINT = (
