@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral
 
 
 class PatchcertError(Exception):
@@ -59,5 +60,7 @@ def at_least(least: int, name: str, value: float | None) -> None:
 
 def whole_number(least: int, name: str, value: object) -> None:
     """Refuse a setting that is given and no whole number, or not at least this."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+    if value is None:
+        return
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < least:
         raise InvalidInput(f"{name} is {value!r}; expected a whole number of at least {least}")

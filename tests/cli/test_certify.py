@@ -412,3 +412,15 @@ def test_other_evidence_is_not_overwritten(answered, refused, model_file, tmp_pa
     (tmp_path / "kept.npz").write_bytes(b"something of mine")
     assert "kept.npz holds no evidence" in refused(certify(*asked, "--limit", 2))
     assert (tmp_path / "kept.npz").read_bytes() == b"something of mine"
+
+
+def test_evidence_of_weights_that_a_run_no_longer_has_is_replaced(answered, run_folder):
+    first = build(run_folder.spec.model.for_images((1, 28, 28), 10), torch.Generator().manual_seed(1))
+    second = build(run_folder.spec.model.for_images((1, 28, 28), 10), torch.Generator().manual_seed(2))
+    weights = []
+    for model in (first, second):
+        save(model, run_folder.spec.model.for_images((1, 28, 28), 10), run_folder.weights)
+        answered(certify(run_folder.path, "--data", "mnist-mini", "--limit", 2))
+        (file,) = run_folder.evidence_folder.glob("*.npz")
+        weights.append(Evidence.read(file).weights)
+    assert weights[0] != weights[1] == sha256(run_folder.weights)

@@ -23,9 +23,13 @@ def command_line(*, without: tuple[str, ...] = ()) -> str:
 
 
 def kept_with(target: "Target", work: Measurement) -> Measurement:
-    """The same work, its evidence kept in the folder of the target's run where no file is named for it."""
+    """The same work, its evidence kept in the folder of the target's run where no file is named for it.
+
+    A file that is named must hold nothing but earlier evidence of the same question and weights.
+    """
     from patchcert.evidence import EvidenceFolder
 
+    _check_free(work)
     if work.file is not None or target.run is None:
         return work
     return work.into(EvidenceFolder(target.run.evidence_folder))
@@ -35,7 +39,6 @@ def measure(work: "Certification | Attacking", target: "Target") -> "Evidence":
     """The evidence; an interruption says what is left of the work."""
     from patchcert.evidence import Attacking
 
-    _check_free(work)
     subject, selection = work.subject, work.subject.selection
     label, word, positions = "certifying", "against", subject.positions()
     if isinstance(work, Attacking):
@@ -54,7 +57,6 @@ def measure(work: "Certification | Attacking", target: "Target") -> "Evidence":
 
 
 def _check_free(work: "Certification | Attacking") -> None:
-    """Refuses a file that holds anything but earlier evidence of the same question and weights."""
     from patchcert.evidence import Evidence
 
     if work.file is None or not work.file.exists():
