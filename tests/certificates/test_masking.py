@@ -377,6 +377,33 @@ def test_looking_through_a_mirror_changes_no_layer(mode):
     assert (model.training, model[1].training) == (mode, not mode)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("with_view", [False, True])
+def test_an_attack_on_masks_of_16_bits_follows_them_in_16_bits(with_view):
+    class Viewed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8 * 16 * 16, 4)
+
+        def forward(self, images):
+            maps = self.first(images).relu()
+            return self.last(maps.view(len(maps), -1) if with_view else maps.flatten(1))
+
+    torch.manual_seed(0)
+    model, threat, images = Viewed().eval().cuda(), pc.Patch(4), torch.rand(4, 3, 16, 16).cuda()
+    logits, gradients = [], []
+    for precision in ("float32", "float16"):
+        surrogate = DoubleMasking(model, threat, masks=3, precision=precision).surrogate()
+        points = images.clone().requires_grad_()
+        logits.append(surrogate(points))
+        gradients.append(torch.autograd.grad(logits[-1][:, 0].sum(), points)[0])
+    assert logits[1].dtype == torch.float32
+    assert not torch.equal(*logits)
+    assert torch.allclose(*logits, atol=2e-2)
+    assert nn.functional.cosine_similarity(*(each.flatten() for each in gradients), dim=0) > 0.99
+
+
 def test_a_mirrored_classifier_is_one_of_the_mean_over_both_images():
     torch.manual_seed(0)
     threat, images = pc.Patch(1), torch.rand(6, 1, 4, 4)

@@ -223,7 +223,7 @@ class PartVotes(VoteClassifier):
                 yield encode_visible(images, view[None])
 
         if self.aggregation == "sum":
-            return MeanVote(self.model, copies)
+            return MeanVote(self.model, copies, self.precision)
         return SoftVotes(
             self, self.model, lambda images: torch.stack([self.model(each) for each in copies(images)], dim=2)
         )

@@ -277,17 +277,36 @@ def _black_and_white(like: Images) -> Images:
 
 @final
 class MeanVote(nn.Module):
-    """What an attack differentiates in place of votes or masks: the mean of a model's softmax over copies of images."""
+    """What an attack differentiates in place of votes or masks: the mean of a model's softmax over copies of images.
 
-    def __init__(self, model: nn.Module, copies: Callable[[Images], Iterable[Tensor]]) -> None:
+    Where the classifier computes in 16 bits on a GPU, the model does so here: in bfloat16, for the small gradients of
+    single pixels would be zero in float16.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        copies: Callable[[Images], Iterable[Tensor]],
+        precision: Precision = "float32",
+    ) -> None:
         super().__init__()
-        self.model, self.copies = model, copies
+        self.model, self.copies, self.in_16_bits = model, copies, precision in _HALF
         self.training = model.training
 
     def forward(self, images: Images) -> Logits:
         """Logarithms of mean probabilities."""
-        mean = torch.stack([self.model(copy).softmax(dim=1) for copy in self.copies(images)]).mean(dim=0)
+        mean = torch.stack([self._probabilities(copy) for copy in self.copies(images)]).mean(dim=0)
         return mean.clamp(min=torch.finfo(mean.dtype).tiny).log()
+
+    def _probabilities(self, copies: Images) -> Logits:
+        if not (self.in_16_bits and copies.is_cuda):
+            return self.model(copies).softmax(dim=1)
+        with torch.autocast("cuda", torch.bfloat16):
+            try:
+                logits = self.model(copies.contiguous(memory_format=torch.channels_last))
+            except RuntimeError:  # a view of a map may exist in the other layout only
+                logits = self.model(copies)
+        return logits.float().softmax(dim=1)
 
 
 @contextmanager

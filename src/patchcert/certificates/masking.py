@@ -115,7 +115,7 @@ class _Masked(BatchedClassifier):
                 for hidden in masks[spread] | masks[second]:
                     yield torch.where(hidden, fill, images)
 
-        return MeanVote(self.shown_model(), copies)
+        return MeanVote(self.shown_model(), copies, self.precision)
 
     @classmethod
     def contradiction(cls, columns: Columns, meta: Mapping[str, Any]) -> str:
