@@ -209,6 +209,11 @@ def test_gradients_and_tracing_survive(module):
         module.Layer()(torch.zeros(3))
 
 
+def test_what_is_compiled_is_not_checked(module):
+    fused = torch.compile(module.Layer(), backend="eager", fullgraph=True)
+    assert torch.equal(fused(torch.zeros(2, 3)), torch.ones(2, 3))
+
+
 def test_calls_of_this_package_are_checked_in_tests():
     with pytest.raises(ShapeError, match="sums_under: argument 'values'"):
         sums_under(torch.ones(2, 2, dtype=torch.bool), torch.zeros(3, 4, 4, 1))
