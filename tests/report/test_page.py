@@ -158,6 +158,12 @@ def test_broken_images_that_were_not_kept_are_said_to_be_kept_by_an_option(read,
     assert "14 not broken. Pictures are kept by `patchcert attack` with --save-images." in text
 
 
+def test_attacks_on_something_else_are_said_to_be_there(read, run, masked_run):
+    words = "Accuracy under attack: not measured. The attacks at hand are on other data or another classifier"
+    assert words in read(replace(masked_run, attacks=run.attacks)).text
+    assert words not in read(run).text
+
+
 def test_patch_sizes_are_compared_once_two_were_certified(read, run, asked, changed):
     assert "Certified accuracy against patch size" not in read(run).text
     rows = run.certificates[0]

@@ -80,6 +80,24 @@ def test_an_attack_within_another_threat_on_other_data_or_on_a_defense_is_no_evi
         assert replace(run, attacks=(other,)).empirical is None
 
 
+def test_an_attack_on_another_predictor_of_the_same_weights_is_no_evidence_here(run, masked_run, asked):
+    on_the_bare_network = run.attacks[0]
+    attacked = replace(masked_run, attacks=(on_the_bare_network,))
+    assert attacked.empirical is None
+    assert attacked.contradictions == ()
+    on_what_is_proven = asked(on_the_bare_network, classifier=masked_run.certificates[0].meta["classifier"])
+    both = replace(masked_run, attacks=(on_the_bare_network, on_what_is_proven))
+    assert both.headline_attacks == (on_what_is_proven,)
+
+
+def test_without_certificates_attacks_on_one_thing_alone_count_together(run, asked):
+    first = run.attacks[0]
+    others = asked(first, classifier={"name": "MaskedDetection"}), asked(first, threat=Patch(5))
+    alone = replace(run, certificates=(), threat=None, attacks=(first, *others))
+    assert alone.lead is first
+    assert alone.headline_attacks == (first,)
+
+
 def test_each_contradiction_is_named(run, changed):
     rows, attack = run.certificates[0], run.attacks[0]
     nothing_broken = changed(attack, succeeded=attack.columns["index"] == 4)
@@ -118,9 +136,10 @@ def test_a_vote_may_change_its_answer_to_a_clean_image(run, voted_run, asked, ch
 
 
 def test_an_alert_is_no_success_where_patches_are_to_be_detected(run, asked, changed):
-    attack = asked(run.attacks[0], classifier={"name": "MaskedDetection"})
+    detection = {"name": "MaskedDetection"}
+    proof, attack = (asked(each, classifier=detection) for each in (run.certificates[0], run.attacks[0]))
     after = np.where(attack.columns["succeeded"], -1, attack.columns["prediction_after"])
-    alarmed = replace(run, attacks=(changed(attack, prediction_after=after),))
+    alarmed = replace(run, certificates=(proof,), attacks=(changed(attack, prediction_after=after),))
     assert run.empirical == Proportion(14, 20)
     assert alarmed.empirical == Proportion(18, 20)
     assert alarmed.contradictions == ()

@@ -34,6 +34,7 @@ from patchcert.threats.masks import MaskSet
 
 NOT_STATED = "not stated"
 KEEP_PICTURES = "Pictures are kept by `patchcert attack` with --save-images."
+OTHER_ATTACKS = "The attacks at hand are on other data or another classifier, or within another threat."
 CONTRADICTIONS_SHOWN = 20
 STATIC_ROWS = 12
 MASKS_DRAWN = 256
@@ -305,16 +306,17 @@ class RunView:
     @property
     def attack_note(self) -> str:
         """What became of the images that were attacked."""
-        found, same = self.run.empirical, self.run.on_the_same_images
+        run, found, same = self.run, self.run.empirical, self.run.on_the_same_images
         if found is None:
-            return f"Accuracy under attack: {NOT_MEASURED}."
+            elsewhere = "" if not run.attacks or run.headline_attacks else f" {OTHER_ATTACKS}"
+            return f"Accuracy under attack: {NOT_MEASURED}.{elsewhere}"
         wrong = found.total - found.successes
         attacked = f"{found.total:,} images attacked"
         if same is None or same.clean.total != found.total:
             return f"Of {attacked}, {wrong:,} ended with a wrong prediction."
         already = same.clean.total - same.clean.successes
         counts = f"{attacked}: {already:,} wrong already, {wrong - already:,} broken, {found.successes:,} not broken."
-        return counts if self.run.attacked or wrong == already else f"{counts} {KEEP_PICTURES}"
+        return counts if run.attacked or wrong == already else f"{counts} {KEEP_PICTURES}"
 
     @property
     def commands(self) -> tuple[tuple[str, str], ...]:

@@ -116,14 +116,21 @@ class RunSummary:
         return Guarantee() if self.headline is None else self.headline.guarantee
 
     @cached_property
+    def lead(self) -> Evidence | None:
+        """What the page is about: the headline, else the first undefended attack within the threat."""
+        named = [each for each in self._undefended if self.threat in (None, each.threat)]
+        return self.headline or next(iter(named), None)
+
+    @cached_property
     def headline_attacks(self) -> tuple[Evidence, ...]:
-        """The attacks, with no defense in between, within the threat and on the data that the headline is about."""
-        rows = self.headline
-        attacks = [each for each in self.attacks if each.is_undefended]
-        if rows is None:
-            return tuple(each for each in attacks if self.threat in (None, each.threat))
-        asked = rows.threat, rows.selection.data
-        return tuple(each for each in attacks if (each.threat, each.selection.data) == asked)
+        """The attacks within the threat and on the predictor and the data that the page is about."""
+        lead = self.lead
+        return tuple(each for each in self._undefended if lead is not None and each.subject == lead.subject)
+
+    @property
+    def _undefended(self) -> list[Evidence]:
+        """The attacks with no defense in between."""
+        return [each for each in self.attacks if each.is_undefended]
 
     @cached_property
     def withstood(self) -> dict[int, bool]:
