@@ -222,7 +222,7 @@ def test_evidence_of_ten_thousand_images_is_small(tmp_path, generator):
     ("meta", "message"),
     [
         ("{", "not a readable evidence file"),
-        ("[]", "version unknown"),
+        ("[]", "is no evidence: it has no `meta`"),
         ("{}", "version 1"),
         ('{"version": 2}', "does not say what"),
     ],

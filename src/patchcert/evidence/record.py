@@ -362,8 +362,10 @@ class Evidence:
         return RunError(f"{self.where}{what}", hint="gather the evidence again")
 
     def _check_meta(self) -> None:
-        if not isinstance(self.meta, Mapping) or self.meta.get("version") != VERSION:
-            version = self.meta.get("version", 1) if isinstance(self.meta, Mapping) else "unknown"
+        if not isinstance(self.meta, Mapping):
+            raise self._refused(" is no evidence: it has no `meta` that says what it is of")
+        if self.meta.get("version") != VERSION:
+            version = self.meta.get("version", 1)
             raise self._refused(f" is evidence of version {version}; expected version {VERSION}")
         try:
             _ = COLUMNS[self.kind], self.question.key
