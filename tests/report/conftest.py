@@ -10,7 +10,7 @@ from patchcert.certificates.masking import DoubleMasking
 from patchcert.evidence import Evidence, Question, Selection
 from patchcert.evidence.record import VERSION
 from patchcert.report.pictures import AttackedImage, Box, CertificateMap
-from patchcert.report.summary import RunSummary
+from patchcert.report.summary import ModelSummary
 from patchcert.threats import Patch, SparsePixels
 
 IMAGES = 40
@@ -91,13 +91,13 @@ def images() -> np.ndarray:
 
 
 @pytest.fixture
-def run() -> RunSummary:
+def run() -> ModelSummary:
     rows, pictures = certificates(), images()
     margins = np.full((11, 11), 2.0)
     margins[3, 7] = -0.75
     patched = pictures[30].copy()
     patched[:, 3:5, 7:9] = 255 - patched[:, 3:5, 7:9]
-    return RunSummary(
+    return ModelSummary(
         name="known run",
         dataset="made-up",
         model="mlp (hidden 8)",
@@ -120,7 +120,7 @@ def run() -> RunSummary:
 
 
 @pytest.fixture
-def contradictory_run(run: RunSummary) -> RunSummary:
+def contradictory_run(run: ModelSummary) -> ModelSummary:
     """An attack broke image 4, which is certified."""
     attack = run.attacks[0]
     hit = attack.columns["succeeded"] | (attack.columns["index"] == 4)
@@ -128,7 +128,7 @@ def contradictory_run(run: RunSummary) -> RunSummary:
 
 
 @pytest.fixture
-def voted_run(run: RunSummary) -> RunSummary:
+def voted_run(run: ModelSummary) -> ModelSummary:
     """A run certified by votes with some confidence, against any 4 pixels; it abstains from the last images."""
     rows = run.certificates[0]
     label, prediction = rows.columns["label"], rows.columns["prediction"]
@@ -149,7 +149,7 @@ def voted_run(run: RunSummary) -> RunSummary:
 
 
 @pytest.fixture
-def masked_run(run: RunSummary) -> RunSummary:
+def masked_run(run: ModelSummary) -> ModelSummary:
     """A run certified by masks; image 29 fails behind masks 0 and 4, all others have least lead behind mask 2 alone."""
     rows = run.certificates[0]
     columns = {name: rows.columns[name] for name in ("index", "label", "prediction", "certified")}

@@ -15,7 +15,7 @@ from patchcert.evidence import Selection
 from patchcert.report.page import boxes, class_name, describe_threat, lead_sentence, margin_text, write_report
 from patchcert.report.pictures import MaskedImage, masked_images, masks_of
 from patchcert.report.statistics import Proportion
-from patchcert.report.summary import RunSummary
+from patchcert.report.summary import ModelSummary
 from patchcert.report.tables import percent
 from patchcert.threats import Patch, Patches, SparsePixels, shapes
 from patchcert.threats.masks import masks_covering
@@ -23,7 +23,7 @@ from patchcert.threats.masks import masks_covering
 
 @pytest.fixture
 def read(tmp_path, parse):
-    def write_and_read(*runs: RunSummary):
+    def write_and_read(*runs: ModelSummary):
         return parse(write_report(runs, tmp_path / "page.html"))
 
     return write_and_read
@@ -86,7 +86,7 @@ def test_accuracies_on_all_images_are_shown_only_if_there_are_more_of_them(read,
 
 
 def test_nothing_measured_is_said_and_never_shown_as_zero(read):
-    text = read(RunSummary("empty")).text
+    text = read(ModelSummary("empty")).text
     assert text.count("not measured") >= 4
     assert "0.0%" not in text
     assert "Certified accuracy: not measured." in text
@@ -263,11 +263,11 @@ def test_a_proof_of_detection_does_not_claim_recovery(run):
 
 def test_several_runs_stand_side_by_side(read, run):
     reader = read(run, replace(run, name="second run", attacks=()))
-    assert "2 runs compared" in reader.text
+    assert "2 models compared" in reader.text
     comparison = reader.text.split("Comparison")[1].split("second run For")[0]
     assert comparison.count("70.0%") >= 2
     assert "not measured" in comparison
-    assert {"#run-0", "#run-1"} <= set(reader.addresses)
+    assert {"#model-0", "#model-1"} <= set(reader.addresses)
 
 
 def test_runs_that_answer_different_questions_are_compared_with_a_warning(read, run, asked, changed):
@@ -307,7 +307,7 @@ def test_the_same_evidence_gives_the_same_page(run, tmp_path):
 
 
 def test_a_report_needs_a_run(tmp_path):
-    with pytest.raises(InvalidInput, match="needs at least one run"):
+    with pytest.raises(InvalidInput, match="needs at least one model"):
         write_report([], tmp_path / "page.html")
 
 

@@ -21,8 +21,10 @@ from patchcert.report.statistics import Proportion
 from patchcert.report.summary import (
     BROKEN_CERTIFICATE,
     BROKEN_CLEAN,
-    RunSummary,
-    summarise_run,
+    ModelSummary,
+    Source,
+    sources_of,
+    summarise,
 )
 from patchcert.threats import Patch
 from patchcert.train.run_folder import Run
@@ -49,7 +51,7 @@ def test_the_headline_has_the_most_images_of_the_run_s_own_data_and_is_no_audit(
 
 
 def test_nothing_is_known_of_an_empty_run():
-    run = RunSummary("empty")
+    run = ModelSummary("empty")
     assert (run.clean, run.empirical, run.certified, run.on_the_same_images) == (None, None, None, None)
     assert run.contradictions == ()
 
@@ -201,8 +203,8 @@ def copied(folder, tmp_path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def summary(folder) -> RunSummary:
-    return summarise_run(Run.open(folder), maps=4)
+def summary(folder) -> ModelSummary:
+    return summarise(Source(Run.open(folder)), maps=4)
 
 
 def test_rows_are_those_of_the_evidence_on_test_images(summary, folder):
@@ -250,9 +252,9 @@ def test_an_alert_is_no_picture_of_a_success(folder, asked, changed):
 def test_files_have_their_sums_and_the_page_is_written(summary, folder, tmp_path):
     assert summary.checksums["weights.safetensors"] == sha256(folder / "weights.safetensors")
     assert f"evidence/{found(Run.open(folder), 'certify').path.name}" in summary.checksums
-    page = write_report([summarise_run(Run.open(folder)), summary], tmp_path / "page.html")
+    page = write_report([summarise(Source(Run.open(folder))), summary], tmp_path / "page.html")
     assert not summary.contradictions
-    assert "2 runs compared" in page.read_text(encoding="utf-8")
+    assert "2 models compared" in page.read_text(encoding="utf-8")
 
 
 def test_evidence_of_other_weights_is_refused(copied):
@@ -261,7 +263,7 @@ def test_evidence_of_other_weights_is_refused(copied):
     with pytest.raises(
         RunError, match=r"certify-.*npz was gathered with other weights than those of the run"
     ):
-        summarise_run(copied)
+        summarise(Source(copied))
 
 
 @pytest.mark.parametrize("kept", [0, 10, 300])
@@ -269,7 +271,7 @@ def test_a_damaged_file_of_evidence_is_refused_by_name(copied, kept):
     file = found(copied, "certify").path
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(RunError, match=r"certify-.*npz is not a readable evidence file"):
-        summarise_run(copied)
+        summarise(Source(copied))
 
 
 def test_evidence_about_other_images_is_refused(copied):
@@ -279,13 +281,13 @@ def test_evidence_about_other_images_is_refused(copied):
     replace(rows, columns=columns).write(rows.path)
     found(copied, "attack").path.unlink()
     with pytest.raises(RunError, match="is about other images than those of mnist-mini"):
-        summarise_run(copied)
+        summarise(Source(copied))
 
 
 def test_pictures_are_of_the_data_that_was_certified_not_of_the_training(copied):
     file = copied.path / "spec.toml"
     file.write_text(file.read_text().replace('name = "mnist-mini"', 'name = "cifar10"'))
-    summary = summarise_run(Run.open(copied.path), 4)
+    summary = summarise(Source(Run.open(copied.path)), 4)
     assert len(summary.maps) == 4
     assert summary.thumbnails is not None
 
@@ -294,7 +296,7 @@ def test_certificates_on_data_that_is_not_at_hand_have_numbers_but_no_pictures(c
     rows = found(copied, "certify")
     data = {**rows.meta["data"], "name": "folder:elsewhere"}
     replace(rows, meta={**rows.meta, "data": data}).write(rows.path)
-    summary = summarise_run(copied)
+    summary = summarise(Source(copied))
     assert summary.certified is not None
     assert (summary.maps, summary.attacked, summary.thumbnails) == ((), (), None)
 
@@ -302,6 +304,45 @@ def test_certificates_on_data_that_is_not_at_hand_have_numbers_but_no_pictures(c
 def test_an_unfinished_run_has_curves_and_no_numbers(copied):
     shutil.rmtree(copied.path / "evidence")
     copied.weights.unlink()
-    summary = summarise_run(copied)
+    summary = summarise(Source(copied))
     assert summary.certified is None
     assert len(summary.metrics) == 1
+
+
+def test_evidence_goes_to_the_run_of_its_weights_and_else_to_a_model_of_its_own(folder, tmp_path):
+    run = Run.open(folder)
+    own = found(run, "certify").write(tmp_path / "own.npz")
+    other = replace(own, meta={**own.meta, "weights_sha256": "cd" * 32}).write(tmp_path / "other.npz")
+    of_run, alone = sources_of([run], [other, own, other])
+    assert of_run == Source(run, (own,))
+    assert alone == Source(None, (other,))
+    assert [summarise(each, maps=2).name for each in (of_run, alone)] == ["small", str(other.path)]
+
+
+def test_without_weights_images_show_the_weakest_placement_of_the_rows(folder, summary):
+    rows = found(Run.open(folder), "certify")
+    bare = summarise(Source(files=(rows,)), maps=4)
+    assert (bare.maps, summary.placed) == ([], [])
+    assert [each.index for each in bare.placed] == [each.index for each in summary.maps]
+    for shown in bare.placed:
+        assert shown.least == rows.columns["margin"][shown.index]
+        assert (shown.weakest.top, shown.weakest.left) == (
+            rows.columns["worst_top"][shown.index],
+            rows.columns["worst_left"][shown.index],
+        )
+    assert bare.thumbnails is not None
+    assert bare.certified == summary.certified
+
+
+def test_pictures_of_an_attack_need_no_certificates(folder):
+    attack = found(Run.open(folder), "attack")
+    alone = summarise(Source(files=(attack,)))
+    assert alone.attacked
+    assert alone.certified is None
+
+
+def test_attacks_on_other_images_than_those_at_hand_are_refused(copied):
+    attack = found(copied, "attack")
+    other = replace(attack, columns={**attack.columns, "index": attack.columns["index"] + 900})
+    with pytest.raises(RunError, match="is about other images than those of mnist-mini"):
+        summarise(Source(files=(other,)))

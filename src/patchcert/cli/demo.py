@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from patchcert.evidence import Subject
-    from patchcert.report.summary import RunSummary
+    from patchcert.report.summary import ModelSummary
     from patchcert.report.tables import Table
     from patchcert.train.run_folder import Run
     from patchcert.train.spec import Spec
@@ -64,10 +64,10 @@ def demo(
     exit_if_contradictory([summary], page)
 
 
-def _carry_out(out: Path, quick: bool, device: str, threads: int) -> "RunSummary":
+def _carry_out(out: Path, quick: bool, device: str, threads: int) -> "ModelSummary":
     from patchcert.cli.train import training_view
     from patchcert.report.page import write_report
-    from patchcert.report.summary import summarise_run
+    from patchcert.report.summary import Source, summarise
     from patchcert.train.training import Workplace, train_run
 
     plan, place = _plan(quick), options.parse_device(device)
@@ -76,7 +76,7 @@ def _carry_out(out: Path, quick: bool, device: str, threads: int) -> "RunSummary
         with training_view(plan.spec.schedule.epochs) as view:
             run = train_run(plan.spec, out, Workplace(place), resume=True, listener=view)
         measure(plan, run, place)
-        summary = replace(summarise_run(run), name=TITLE)
+        summary = replace(summarise(Source(run)), name=TITLE)
         write_report([summary], out / PAGE)
     return summary
 
@@ -175,7 +175,7 @@ def _greet(out: Path) -> None:
         say(f"training a small network, so that no 2x2 patch changes what it says of a digit, into {out}")
 
 
-def _talk(summary: "RunSummary", page: Path, seconds: float) -> None:
+def _talk(summary: "ModelSummary", page: Path, seconds: float) -> None:
     """The result for people."""
     from patchcert.report.page import lead_sentence
 
@@ -187,7 +187,7 @@ def _talk(summary: "RunSummary", page: Path, seconds: float) -> None:
     say(f"done in {seconds:.0f} s; open the page in a browser: {page.resolve()}")
 
 
-def _table(summary: "RunSummary") -> "Table":
+def _table(summary: "ModelSummary") -> "Table":
     from patchcert.report.tables import Column, Table
 
     rows = (

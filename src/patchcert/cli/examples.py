@@ -26,7 +26,7 @@ patchcert reproduce all --from results
 patchcert audit results
 patchcert audit results --reprove 20 --data-dir ~/data
 patchcert report runs/mlp
-patchcert report runs/mlp runs/cnn2 --out page.html
+patchcert report proof.npz attack.npz --out page.html
 patchcert export zoo:mnist-5x5-cnn2 --onnx cnn2.onnx
 patchcert export zoo:mnist-5x5-mlp --vnnlib properties --placements corners --limit 10
 patchcert bench

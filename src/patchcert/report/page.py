@@ -1,4 +1,4 @@
-"""One self-contained page for one or several runs: no network, no library, no number typed by hand."""
+"""One self-contained page about one or several models: no network, no library, no number typed by hand."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from patchcert.report.pictures import (
     sprite,
 )
 from patchcert.report.statistics import Proportion
-from patchcert.report.summary import RunSummary
+from patchcert.report.summary import ModelSummary
 from patchcert.report.tables import NOT_MEASURED, percent
 from patchcert.threats import Patch, Patches, SparsePixels, shapes, threat_from_dict
 from patchcert.threats.masks import MaskSet
@@ -44,21 +44,23 @@ VERDICTS = ("certified", "not certified", "wrong", "abstained")
 OUTCOMES = ("withstood", "broken", "wrong already", "not attacked")
 
 
-def write_report(runs: Sequence[RunSummary], path: Path) -> Path:
-    """One self-contained page about the runs, side by side where there are several, written whole or not at all.
+def write_report(summaries: Sequence[ModelSummary], path: Path) -> Path:
+    """One self-contained page about the models, side by side where there are several, written whole or not at all.
 
-    Evidence that contradicts itself is shown in red. The same runs give the same page.
+    Evidence that contradicts itself is shown in red. The same evidence gives the same page.
     """
-    if not runs:
-        raise InvalidInput("a report needs at least one run, got none", hint="name a run folder")
-    views = [RunView(run, f"run-{position}") for position, run in enumerate(runs)]
+    if not summaries:
+        raise InvalidInput(
+            "a report needs at least one model, got none", hint="name a run folder or a file of evidence"
+        )
+    views = [ModelView(summary, f"model-{position}") for position, summary in enumerate(summaries)]
     template = page_environment().get_template("report.html.j2")
     text = template.render(
-        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
+        title=summaries[0].name if len(summaries) == 1 else f"{len(summaries)} models compared",
         version=patchcert.__version__,
         views=views,
         differing=differing(views),
-        has_contradictions=any(run.contradictions for run in runs),
+        has_contradictions=any(summary.contradictions for summary in summaries),
         contradictions_shown=CONTRADICTIONS_SHOWN,
         ramp=colour_stops(),
     )
@@ -114,12 +116,12 @@ def _setting(name: str, value: object) -> str:
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
-def lead_sentence(run: RunSummary) -> str:
-    """The run's main result as one sentence that claims no more than was proven."""
-    rows, proven = run.headline, run.certified
+def lead_sentence(summary: ModelSummary) -> str:
+    """The main result as one sentence that claims no more than was proven."""
+    rows, proven = summary.headline, summary.certified
     if rows is None or proven is None:
         return f"Certified accuracy: {NOT_MEASURED}."
-    guarantee = run.guarantee
+    guarantee = summary.guarantee
     sure = "" if guarantee.is_deterministic else f", with {guarantee.confidence:.4g} confidence for each,"
     unnoticed = "" if guarantee.promise == "recovery" else " without an alert"
     return (
@@ -180,7 +182,7 @@ class Accuracy:
 def accuracies(
     clean: Proportion | None, empirical: Proportion | None, certified: Proportion | None, is_detected: bool
 ) -> tuple[Accuracy, ...]:
-    """The three accuracies of a run, from the largest to the smallest; if patches are detected, alerts suffice."""
+    """The three accuracies of a model, from the largest to the smallest; if patches are detected, alerts suffice."""
     right = "right, or an alert is raised," if is_detected else "right"
     return (
         Accuracy("Clean", "right when nobody interferes", "plain", clean),
@@ -190,55 +192,59 @@ def accuracies(
 
 
 @dataclass(frozen=True, eq=False)
-class RunView:
-    """What the template shows of a run beside its own values; what was not measured is said to be so."""
+class ModelView:
+    """What the template shows of a model beside its own values; what was not measured is said to be so."""
 
-    run: RunSummary
+    summary: ModelSummary
     anchor: str
 
     @property
     def threat(self) -> AnyThreat | None:
-        """What the numbers are proven against."""
-        return self.run.headline.threat if self.run.headline else self.run.threat
+        """What the numbers are proven or attacked against."""
+        return self.summary.lead.threat if self.summary.lead else self.summary.threat
 
     @property
     def data(self) -> str:
         """The data set that the numbers are counted on."""
-        return self.run.headline.selection.data if self.run.headline else self.run.dataset
+        return self.summary.lead.selection.data if self.summary.lead else self.summary.dataset
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
         """What the numbers are about."""
-        run, rows = self.run, self.run.headline
+        summary, lead = self.summary, self.summary.lead
         facts = {
             "Threat": describe_threat(self.threat) if self.threat else "",
-            "Model": run.model,
+            "Model": summary.model,
             "Data": self.data,
-            "Classifier": describe_classifier(rows.meta["classifier"]) if rows else "",
-            "Guarantee": str(run.guarantee) if rows else "",
+            "Classifier": describe_classifier(lead.meta["classifier"]) if lead else "",
+            "Guarantee": str(summary.guarantee) if summary.headline else "",
         }
         return tuple((name, value or NOT_STATED) for name, value in facts.items())
 
     @property
     def numbers(self) -> tuple[Accuracy, ...]:
         """Accuracies, each on all images that it was measured on."""
-        return self._accuracies(self.run.clean, self.run.empirical, self.run.certified)
+        return self._accuracies(self.summary.clean, self.summary.empirical, self.summary.certified)
 
     @property
     def same_images(self) -> tuple[Accuracy, ...]:
         """Accuracies on the same images: those certified and attacked, or those certified where none is both."""
-        run, found = self.run, self.run.on_the_same_images
+        summary, found = self.summary, self.summary.on_the_same_images
         if found is not None:
             return self._accuracies(found.clean, found.empirical, found.certified)
-        return self.numbers if run.headline is None else self._accuracies(run.clean, None, run.certified)
+        return (
+            self.numbers
+            if summary.headline is None
+            else self._accuracies(summary.clean, None, summary.certified)
+        )
 
     def _accuracies(self, *shares: Proportion | None) -> tuple[Accuracy, ...]:
-        return accuracies(*shares, is_detected=self.run.guarantee.promise == "detection")
+        return accuracies(*shares, is_detected=self.summary.guarantee.promise == "detection")
 
     @property
     def same_images_note(self) -> str:
         """Which images the accuracies above are counted on."""
-        found, rows = self.run.on_the_same_images, self.run.headline
+        found, rows = self.summary.on_the_same_images, self.summary.headline
         if found is not None:
             return (
                 f"All three are counted on the same {found.clean.total:,} images, those that were both certified and "
@@ -259,33 +265,35 @@ class RunView:
     @property
     def sizes(self) -> Chart | None:
         """What is proven against patches of several sizes, in the same way as the headline."""
-        rows = self.run.headline
+        rows = self.summary.headline
         if rows is None:
             return None
         kind = rows.meta["classifier"], rows.selection.data
         alike = [
-            each for each in self.run.certificates if (each.meta["classifier"], each.selection.data) == kind
+            each
+            for each in self.summary.certificates
+            if (each.meta["classifier"], each.selection.data) == kind
         ]
         return sizes_chart(alike)
 
     @property
     def has_margins(self) -> bool:
         """Whether maps show margins, and not only what is proven."""
-        return any(each.has_margins for each in self.run.maps)
+        return any(each.has_margins for each in self.summary.maps)
 
     @property
     def masks(self) -> tuple[Pixels, ...]:
         """The first image behind each of the masks, where these are few enough to be drawn."""
-        masks, rows = self.run.masks, self.run.headline
-        if masks is None or rows is None or not self.run.masked or len(masks) > MASKS_DRAWN:
+        masks, rows = self.summary.masks, self.summary.headline
+        if masks is None or rows is None or not self.summary.masked or len(masks) > MASKS_DRAWN:
             return ()
-        image = self.run.masked[0].image
+        image = self.summary.masked[0].image
         return tuple(behind(hidden, image, rows.meta["classifier"]["fill"]) for hidden in masks.hidden)
 
     @property
     def mask_columns(self) -> int:
         """In how many columns the masks are drawn: in those of their set, where they fill all of its rows."""
-        masks = self.run.headline.meta["classifier"]["masks"] if self.run.headline else 1
+        masks = self.summary.headline.meta["classifier"]["masks"] if self.summary.headline else 1
         columns = masks if isinstance(masks, int) else masks[1]
         drawn = len(self.masks)
         return columns if drawn % columns == 0 else math.ceil(math.sqrt(drawn))
@@ -293,7 +301,7 @@ class RunView:
     @property
     def colour_limit(self) -> float:
         """The margin at which the colours of all maps are fullest."""
-        return colour_limit(self.run.maps)
+        return colour_limit(self.summary.maps)
 
     def heat(self, margins: np.ndarray) -> str:
         """A map of margins as a picture, under the one scale of all maps."""
@@ -301,14 +309,14 @@ class RunView:
 
     def class_name(self, label: int) -> str:
         """The class as the data set calls it, else its number; a classifier that abstains says so."""
-        return class_name(self.run.classes, label)
+        return class_name(self.summary.classes, label)
 
     @property
     def attack_note(self) -> str:
         """What became of the images that were attacked."""
-        run, found, same = self.run, self.run.empirical, self.run.on_the_same_images
+        summary, found, same = self.summary, self.summary.empirical, self.summary.on_the_same_images
         if found is None:
-            elsewhere = "" if not run.attacks or run.headline_attacks else f" {OTHER_ATTACKS}"
+            elsewhere = "" if not summary.attacks or summary.headline_attacks else f" {OTHER_ATTACKS}"
             return f"Accuracy under attack: {NOT_MEASURED}.{elsewhere}"
         wrong = found.total - found.successes
         attacked = f"{found.total:,} images attacked"
@@ -316,12 +324,12 @@ class RunView:
             return f"Of {attacked}, {wrong:,} ended with a wrong prediction."
         already = same.clean.total - same.clean.successes
         counts = f"{attacked}: {already:,} wrong already, {wrong - already:,} broken, {found.successes:,} not broken."
-        return counts if run.attacked or wrong == already else f"{counts} {KEEP_PICTURES}"
+        return counts if summary.attacked or wrong == already else f"{counts} {KEEP_PICTURES}"
 
     @property
     def commands(self) -> tuple[tuple[str, str], ...]:
         """What measures everything again."""
-        rows = [*self.run.certificates, *self.run.attacks]
+        rows = [*self.summary.certificates, *self.summary.attacks]
         return tuple(
             (f"{each.kind}: {describe_threat(each.threat)}", each.meta.get("command") or NOT_STATED)
             for each in rows
@@ -330,12 +338,12 @@ class RunView:
     @property
     def table(self) -> "ImageTable | None":
         """Every image."""
-        return image_table(self.run, self.run.headline) if self.run.headline else None
+        return image_table(self.summary, self.summary.headline) if self.summary.headline else None
 
 
-def differing(views: Sequence[RunView]) -> str:
-    """What runs must share to be compared, as far as they do not: the threat, the data, and the images certified."""
-    found = [rows for view in views if (rows := view.run.headline) is not None]
+def differing(views: Sequence[ModelView]) -> str:
+    """What models must share to be compared, as far as they do not: the threat, the data, and the images certified."""
+    found = [rows for view in views if (rows := view.summary.headline) is not None]
     questions = {
         "the threat": [view.threat for view in views],
         "the data": [view.data for view in views],
@@ -361,13 +369,13 @@ class ImageTable:
     rows: tuple[tuple[str, ...], ...]
 
 
-def image_table(run: RunSummary, rows: Evidence) -> ImageTable:
+def image_table(summary: ModelSummary, rows: Evidence) -> ImageTable:
     """The table of all images of the headline's certificates, with a column for everything that they have."""
-    values, few = _image_values(run, rows), range(min(STATIC_ROWS, rows.total))
+    values, few = _image_values(summary, rows), range(min(STATIC_ROWS, rows.total))
     shown = {key: name for key, name in _HEADINGS.items() if key in values}
-    words = {"classes": list(run.classes), "verdicts": VERDICTS, "outcomes": OUTCOMES}
-    drawn = {"boxes": boxes(run.masks), "spriteColumns": SPRITE_COLUMNS}
-    static = tuple(tuple(_cell(key, values, at, run.classes) for key in shown) for at in few)
+    words = {"classes": list(summary.classes), "verdicts": VERDICTS, "outcomes": OUTCOMES}
+    drawn = {"boxes": boxes(summary.masks), "spriteColumns": SPRITE_COLUMNS}
+    static = tuple(tuple(_cell(key, values, at, summary.classes) for key in shown) for at in few)
     return ImageTable(shown, {**values, **words, **drawn}, static)
 
 
@@ -398,13 +406,13 @@ _HEADINGS = {
 }
 
 
-def _image_values(run: RunSummary, rows: Evidence) -> dict[str, list[Any]]:
+def _image_values(summary: ModelSummary, rows: Evidence) -> dict[str, list[Any]]:
     """The values of all images, by the columns that the certificates have."""
     columns = rows.columns
     values = {
         key: columns[key].tolist() for key in ("index", "label", "prediction", "radius") if key in columns
     }
-    values |= {"verdict": _verdicts(rows), "outcome": _outcomes(run, rows)}
+    values |= {"verdict": _verdicts(rows), "outcome": _outcomes(summary, rows)}
     for key in ("margin", "lead"):
         if key in columns:
             found = columns[key].tolist()
@@ -427,9 +435,9 @@ def _verdicts(rows: Evidence) -> list[int]:
     return np.where(rows.columns["certified"], 0, failed).tolist()
 
 
-def _outcomes(run: RunSummary, rows: Evidence) -> list[int]:
+def _outcomes(summary: ModelSummary, rows: Evidence) -> list[int]:
     """Positions among `OUTCOMES`."""
-    held = [run.withstood.get(index) for index in rows.columns["index"].tolist()]
+    held = [summary.withstood.get(index) for index in rows.columns["index"].tolist()]
     return [
         3 if unharmed is None else 0 if unharmed else 1 if is_right else 2
         for unharmed, is_right in zip(held, rows.right_rows.tolist(), strict=True)

@@ -139,6 +139,14 @@ class CertificateMap(CertifiedImage):
 
 
 @dataclass(frozen=True, eq=False)
+class PlacedImage(CertifiedImage):
+    """An image, and the placement of the patch with the least margin, as far as rows of evidence tell."""
+
+    weakest: Box
+    least: float
+
+
+@dataclass(frozen=True, eq=False)
 class MaskedImage(CertifiedImage):
     """An image, and its copy behind the masks where the label's lead was least of all copies that were looked at."""
 
@@ -246,6 +254,20 @@ def _placement_margins(classifier: Classifier, split: Split, threat: Patch) -> A
     proven = classifier.certify(images, labels, threat).placements
     assert proven is not None
     return torch.where(proven, 1.0, -1.0).cpu()
+
+
+def placed_images(images: Split, rows: Evidence, count: int) -> list[PlacedImage]:
+    """`count` telling rows, each with its weakest placement; none of proofs whose rows have no placement."""
+    patch, columns = rows.threat, rows.columns
+    if not isinstance(patch, Patch) or "worst_top" not in columns:
+        return []
+    found = []
+    for row in telling_rows(rows, count).tolist():
+        told = _row(columns, row)
+        top, left, least = (columns[name][row].item() for name in ("worst_top", "worst_left", "margin"))
+        box, image = Box(top, left, patch.height, patch.width), images.images[told["index"]].numpy()
+        found.append(PlacedImage(**told, image=image, weakest=box, least=least))
+    return found
 
 
 def masked_images(images: Split, rows: Evidence, count: int) -> list[MaskedImage]:

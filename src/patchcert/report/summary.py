@@ -1,11 +1,11 @@
-"""What is known of one run: its evidence, what follows from it, and what is needed to check it again."""
+"""What is known of one model: evidence, what follows from it, and what is needed to check it again."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -21,10 +21,12 @@ from patchcert.report.pictures import (
     CertificateMap,
     MaskedImage,
     Pixels,
+    PlacedImage,
     attacked_images,
     certificate_maps,
     masked_images,
     masks_of,
+    placed_images,
 )
 from patchcert.report.statistics import Proportion
 from patchcert.threats.masks import MaskSet
@@ -56,10 +58,11 @@ class Accuracies:
 
 
 @dataclass(frozen=True, eq=False)
-class RunSummary:
-    """One run: how it was trained, what was proven and attacked, and what is needed to check it again.
+class ModelSummary:
+    """One model: what was proven and attacked, what is needed to check it again, and of a run how it was trained.
 
-    Thumbnails, where given, are one image (c, h, w) per row of the headline's certificates.
+    Thumbnails, where given, are one image (c, h, w) per row of the headline's certificates; `no_pictures` says why
+    there are none where the images are not at hand.
     """
 
     name: str
@@ -71,16 +74,18 @@ class RunSummary:
     certificates: Sequence[Evidence] = ()
     attacks: Sequence[Evidence] = ()
     maps: Sequence[CertificateMap] = ()
+    placed: Sequence[PlacedImage] = ()
     masks: MaskSet | None = None
     masked: Sequence[MaskedImage] = ()
     attacked: Sequence[AttackedImage] = ()
     thumbnails: Pixels | None = None
     classes: Sequence[str] = ()
+    no_pictures: str = ""
     environment: Mapping[str, object] = field(default_factory=dict)
     checksums: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: Run, evidence: Iterable[Evidence]) -> "RunSummary":
+    def of(cls, run: Run, evidence: Iterable[Evidence]) -> "ModelSummary":
         """The summary of a run with evidence on test images; without pictures."""
         found = tuple(evidence)
         return cls(
@@ -96,14 +101,34 @@ class RunSummary:
             checksums=_checksums(run),
         )
 
+    @classmethod
+    def of_files(cls, files: Sequence[Evidence]) -> "ModelSummary":
+        """The summary of evidence that belongs to no run; without pictures."""
+        first = files[0]
+        return cls(
+            name=_name(files),
+            dataset=first.selection.data,
+            model=f"weights {first.weights[:12]}",
+            certificates=[each for each in files if each.kind == "certify"],
+            attacks=[each for each in files if each.kind == "attack"],
+            environment={each.where: _machine(each) for each in files},
+            checksums={"weights": first.weights, **_sums(files)},
+        )
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a run folder tells how the model was trained; else there is nothing but evidence."""
+        return bool(self.spec_text)
+
     @cached_property
     def headline(self) -> Evidence | None:
-        """The certificates that lead the page: against the threat trained against, where there are such.
+        """The certificates that lead the page: those named first; of a run, those against the threat trained against.
 
-        Those on the run's own data come before others, and those of more images before those of fewer. The last word
+        Those on a run's own data come before others, and those of more images before those of fewer. The last word
         is the alphabet's, which puts proofs in float32 before audits in float64.
         """
-        return min(self.certificates, key=self._rank, default=None)
+        ranked = sorted(self.certificates, key=self._rank) if self.has_run else self.certificates
+        return next(iter(ranked), None)
 
     def _rank(self, rows: Evidence) -> tuple[bool, bool, int, str]:
         is_other_data = rows.selection.data != self.dataset
@@ -217,18 +242,101 @@ class RunSummary:
             for index, label in zip(*columns, strict=True):
                 if labels.get(index, label) != label:
                     raise InvalidInput(
-                        f"run {self.name!r}: image {index} has label {labels[index]} in the certificates "
+                        f"{self.name}: image {index} has label {labels[index]} in the certificates "
                         f"but {label} in the attack",
-                        hint="both must come from the same data set; certify or attack the run again",
+                        hint="both must come from the same data set; certify or attack the model again",
                     )
 
 
-def summarise_run(run: Run, maps: int = 8, data_dir: Path | None = None) -> RunSummary:
-    """All that is known of a run. Without its images there are no pictures, but every number is there."""
-    weights = sha256(run.weights) if run.is_finished else ""
-    summary = RunSummary.of(run, read_test_evidence(EvidenceFolder(run.path / EVIDENCE), weights))
-    dataset = _images(run, summary.headline, data_dir) if run.is_finished else None
-    return summary if dataset is None else _with_pictures(summary, run, dataset, maps)
+@final
+@dataclass(frozen=True)
+class Source:
+    """What a summary is made of: a run folder, files of evidence that belong to one model, or both."""
+
+    run: Run | None = None
+    files: tuple[Evidence, ...] = ()
+
+    def __post_init__(self) -> None:
+        """The files are about test images of one data set."""
+        for each in self.files:
+            _check_fit(each, self.files[0])
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """What a user has named."""
+        folders = () if self.run is None else (self.run.path,)
+        return (*folders, *(each.path for each in self.files if each.path))
+
+    def summary(self) -> ModelSummary:
+        """All that is known of the model without its images."""
+        if self.run is None:
+            return ModelSummary.of_files(self.files)
+        folder = EvidenceFolder(self.run.path / EVIDENCE)
+        own = read_test_evidence(folder, weights_of(self.run))
+        summary = ModelSummary.of(self.run, _distinct((*own, *self.files)))
+        return replace(summary, checksums={**summary.checksums, **_sums(self.files)})
+
+    def images(self, rows: Evidence, data_dir: Path | None) -> Dataset:
+        """The data set that the rows are about."""
+        size = rows.meta["data"].get("image")
+        if size is None and self.run is not None:
+            size = self.run.model_spec().image_shape
+        return load_dataset(rows.selection.data, data_dir, None if size is None else ImageShape(*size))
+
+
+def sources_of(runs: Sequence[Run], files: Sequence[Evidence]) -> tuple[Source, ...]:
+    """A source for each run, with the evidence of its weights, and one for each other model that has evidence."""
+    of_weights: dict[str, list[Evidence]] = {}
+    for each in _distinct(files):
+        of_weights.setdefault(each.weights, []).append(each)
+    of_runs = [(run, weights_of(run)) for run in runs]
+    others = of_weights.keys() - {weights for _, weights in of_runs}
+    return (
+        *(Source(run, tuple(of_weights.get(weights, ()))) for run, weights in of_runs),
+        *(Source(None, tuple(found)) for weights, found in of_weights.items() if weights in others),
+    )
+
+
+def weights_of(run: Run) -> str:
+    """The SHA-256 sum of a run's weights; empty while it has none."""
+    return sha256(run.weights) if run.is_finished else ""
+
+
+def summarise(source: Source, maps: int = 8, data_dir: Path | None = None) -> ModelSummary:
+    """All that is known of a model. Without its images there are no pictures, but every number is there."""
+    summary = source.summary()
+    if summary.lead is None:
+        return summary
+    try:
+        dataset = source.images(summary.lead, data_dir)
+    except DataError as error:
+        return replace(summary, no_pictures=str(error))
+    return _with_pictures(summary, source.run, dataset, maps)
+
+
+def _distinct(found: Iterable[Evidence]) -> tuple[Evidence, ...]:
+    """Every file once, however often it was named."""
+    return tuple({each.path and each.path.resolve(): each for each in found}.values())
+
+
+def _check_fit(each: Evidence, first: Evidence) -> None:
+    """Refuses evidence that cannot stand beside the first of the same weights."""
+    data, others = each.selection, first.selection
+    if data.split != "test":
+        raise InvalidInput(
+            f"{each.where} is about {data.split} images of {data.data}; expected test images",
+            hint="a page is about test images: measure on them, with --split test.",
+        )
+    if data.data != others.data:
+        raise InvalidInput(
+            f"{each.where} is about images of {data.data}, but {first.where}, of the same weights, about {others.data}",
+            hint="make a page of each.",
+        )
+    if not each.is_of_data(first.meta["data"].get("sha256")):
+        raise InvalidInput(
+            f"{each.where} and {first.where} are about {data.data} in files of different SHA-256 sums",
+            hint="gather both on the same files, or make a page of each.",
+        )
 
 
 def read_test_evidence(folder: EvidenceFolder, weights: str) -> tuple[Evidence, ...]:
@@ -243,42 +351,48 @@ def read_test_evidence(folder: EvidenceFolder, weights: str) -> tuple[Evidence, 
     return tuple(found)
 
 
-def _with_pictures(summary: RunSummary, run: Run, dataset: Dataset, maps: int) -> RunSummary:
-    rows = summary.headline
-    summary = replace(summary, classes=dataset.classes)
-    if rows is None or rows.selection.data != dataset.name:
+def _with_pictures(summary: ModelSummary, run: Run | None, dataset: Dataset, maps: int) -> ModelSummary:
+    """The summary with pictures of the images; certificate maps take the weights, which only a run has."""
+    rows, attacks, images = summary.headline, summary.headline_attacks, dataset.test
+    for each in (*attacks, *([] if rows is None else [rows])):
+        _check_images(each, dataset)
+    summary = replace(summary, classes=dataset.classes, attacked=attacked_images(images, attacks, ATTACKED))
+    if rows is None:
         return summary
-    _check_images(run, rows, dataset)
     index = torch.from_numpy(rows.columns["index"]).long()
+    drawn = [] if run is None else certificate_maps(run.model(), images, rows, maps)
     return replace(
         summary,
-        maps=certificate_maps(run.model(), dataset.test, rows, maps),
-        masks=masks_of(rows, dataset.test),
-        masked=masked_images(dataset.test, rows, maps),
-        attacked=attacked_images(dataset.test, summary.headline_attacks, ATTACKED),
-        thumbnails=dataset.test.images[index].numpy() if rows.total <= THUMBNAILS else None,
+        maps=drawn,
+        placed=[] if drawn else placed_images(images, rows, maps),
+        masks=masks_of(rows, images),
+        masked=masked_images(images, rows, maps),
+        thumbnails=images.images[index].numpy() if rows.total <= THUMBNAILS else None,
     )
 
 
-def _images(run: Run, rows: Evidence | None, data_dir: Path | None) -> Dataset | None:
-    """The data set that the rows are about, else that of the run; None where its files are not at hand."""
-    size = run.model_spec().image_shape
-    if rows is not None:
-        size = rows.meta["data"].get("image", size)
-    try:
-        name = run.spec.data.name if rows is None else rows.selection.data
-        return load_dataset(name, data_dir, ImageShape(*size))
-    except DataError:
-        return None
-
-
-def _check_images(run: Run, rows: Evidence, dataset: Dataset) -> None:
+def _check_images(rows: Evidence, dataset: Dataset) -> None:
     labels, index = dataset.test.labels.numpy(), rows.columns["index"]
-    if index.max() >= len(labels) or not np.array_equal(labels[index], rows.columns["label"]):
+    if index.max(initial=-1) >= len(labels) or not np.array_equal(labels[index], rows.columns["label"]):
         raise RunError(
-            f"the evidence of {run.path} is about other images than those of {dataset.name} found here",
+            f"{rows.where} is about other images than those of {dataset.name} found here",
             hint="give the folder of the data it was gathered on with --data-dir",
         )
+
+
+def _name(files: Sequence[Evidence]) -> str:
+    """The first two files, and how many there are beside them."""
+    few, more = ", ".join(each.where for each in files[:2]), len(files) - 2
+    return f"{few} and {more} more" if more > 0 else few
+
+
+def _machine(rows: Evidence) -> Mapping[str, object]:
+    """Where, and with what, evidence was gathered."""
+    return {name: rows.meta[name] for name in ("device", "versions") if name in rows.meta}
+
+
+def _sums(files: Iterable[Evidence]) -> Mapping[str, str]:
+    return {each.where: sha256(each.path) for each in files if each.path}
 
 
 def _describe_model(run: Run) -> str:

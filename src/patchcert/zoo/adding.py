@@ -15,7 +15,7 @@ from patchcert.evidence import Evidence, EvidenceFolder
 from patchcert.evidence.results import SUMMARY, TRIMMED, Circumstances, fingerprint, is_altered
 from patchcert.files import copy_file, new_folder, read_json, sha256, write_text
 from patchcert.models import is_half
-from patchcert.report.summary import RunSummary, read_test_evidence
+from patchcert.report.summary import ModelSummary, read_test_evidence
 from patchcert.threats import Patch, SparsePixels, shapes
 from patchcert.train.run_folder import EVIDENCE, SPEC, Run, check_new
 from patchcert.train.spec import Spec, write_spec
@@ -134,16 +134,16 @@ def _decide(zoo: Zoo, card: Card, replace: bool) -> tuple[Status, str]:
     return ("replaced", counted) if ours > theirs else ("kept", counted)
 
 
-def _evidence(run: Run, weights: str, collected: Path | None) -> RunSummary:
+def _evidence(run: Run, weights: str, collected: Path | None) -> ModelSummary:
     """The run's evidence. Of a question that was answered here and among the results, the answer here counts."""
     folders = [run.path / EVIDENCE]
     if collected is not None:
         folders.insert(0, collected / TRIMMED if is_altered(run) else collected)
     found = [each for folder in folders for each in read_test_evidence(EvidenceFolder(folder), weights)]
-    return RunSummary.of(run, {each.question: each for each in found}.values())
+    return ModelSummary.of(run, {each.question: each for each in found}.values())
 
 
-def _headline(run: Run, found: RunSummary) -> Evidence:
+def _headline(run: Run, found: ModelSummary) -> Evidence:
     """The certificates that count: of all test images, against the threat trained against, and not contradicted."""
     proven = found.headline
     if proven is None or not _is_whole(proven, run.spec):
