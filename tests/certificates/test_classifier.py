@@ -1,12 +1,14 @@
 """What all kinds of proof have in common."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
 import patchcert as pc
+from patchcert.errors import InvalidInput
 
 MODEL = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval()
 
@@ -30,3 +32,33 @@ def test_a_classifier_is_made_again_from_what_it_says_of_itself(classifier):
     again = type(classifier).described(MODEL, stored)
     assert again.describe() == classifier.describe()
     assert again.model is MODEL
+
+
+@dataclass(frozen=True)
+class OfYourOwn(pc.Classifier):
+    model: nn.Module
+    fast: bool = False
+
+    def predict(self, images, progress=None):
+        return self.model(images).argmax(dim=1)
+
+    def certify(self, images, labels, threat, progress=None):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda value: pc.IntervalBounds(MODEL, verdicts_only=value), "verdicts_only"),
+        (lambda value: pc.DoubleMasking(MODEL, pc.Patch(1), mirrored=value), "mirrored"),
+        (lambda value: pc.MaskedDetection(MODEL, pc.Patch(1), compiled=value), "compiled"),
+        (lambda value: pc.BlockVotes(MODEL, wrap=value), "wrap"),
+        (lambda value: pc.LocalVotes(MODEL, mirrored=value), "mirrored"),
+        (lambda value: OfYourOwn(MODEL, value), "fast"),
+    ],
+)
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_a_switch_is_on_or_off(make, name, value):
+    with pytest.raises(InvalidInput, match=f"{name} is {value!r}; expected True or False"):
+        make(value)
+    make(True)

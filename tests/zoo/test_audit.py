@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from patchcert.evidence import EvidenceFolder
 from patchcert.zoo import Zoo, shipped
 from patchcert.zoo.audit import audit_zoo, recounted
 
@@ -98,3 +100,13 @@ def test_a_card_is_recounted_from_the_results(card):
     forge(card, lambda plain: plain["attacks"].clear())
     zoo = Zoo(card.parent)
     assert recounted(zoo.card(NAME), RESULTS) == shipped().card(NAME)
+
+
+def test_an_attack_on_another_classifier_of_the_same_weights_is_not_the_cards(card, tmp_path):
+    results, zoo = tmp_path / "results", Zoo(card.parent)
+    run = results / zoo.card(NAME).training.run
+    shutil.copytree(RESULTS / run.name, run)
+    attack = next(each for each in EvidenceFolder(run).all() if each.kind == "attack")
+    voted = {"name": "RandomAblation", "retained": 45}
+    replace(attack, meta={**attack.meta, "classifier": voted}).write(run / "attack-on-votes.npz")
+    assert recounted(zoo.card(NAME), results) == zoo.card(NAME)

@@ -162,6 +162,7 @@ class RandomAblation(Classifier):
     seed: int | None = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         whole = (self.retained, self.selection_samples, self.estimation_samples, self.batch_size)
         is_share = isinstance(self.error_rate, Real) and 0 < self.error_rate < 1
         if not all(type(value) is int for value in whole) or min(whole) < 1 or not is_share:

@@ -52,6 +52,7 @@ class BatchedClassifier(Classifier):
     of_proofs_alone: ClassVar[tuple[str, ...]] = ("slack",)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_module(self.model)
         check_precision(self.precision)
         # With 0 a proof would rest on answers that never move by a single bit.

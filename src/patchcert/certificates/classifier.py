@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from patchcert.bounds.network import least_over_others
+from patchcert.errors import InvalidInput
 from patchcert.progress import Progress
 from patchcert.tensors import Images, Labels
 from patchcert.threats import AnyThreat
@@ -173,6 +174,13 @@ class Classifier(ABC):
     """Fields that are no settings, or decide neither."""
     optional: ClassVar[tuple[str, ...]] = ()
     """Settings that `describe` leaves out where they have their default: older evidence does not know them."""
+
+    def __post_init__(self) -> None:
+        """Refuses what is neither on nor off where the default of a field is."""
+        switches = [each for each in fields(self) if type(each.default) is bool]  # pyright: ignore[reportArgumentType]
+        for name in (each.name for each in switches):
+            if type(getattr(self, name)) is not bool:
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}; expected True or False")
 
     @abstractmethod
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:

@@ -54,7 +54,7 @@ FLOAT64_BLOCK, GPU_BLOCK = 256, 2048
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class IntervalBounds(Classifier):
     """Proofs by interval bounds, exact over all placements and sound under rounding; predicts as the model does.
 
@@ -79,6 +79,7 @@ class IntervalBounds(Classifier):
     predicts_as_its_model: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         memory = self.memory_budget
         if memory is not None and (type(memory) is not int or memory < 1):
             raise InvalidInput(

@@ -51,7 +51,7 @@ def whole_proof(card: Card, results: Path) -> Evidence:
 
 
 def recounted(card: Card, results: Path) -> Card:
-    """The card with everything that is counted from evidence counted again, all attacks among the results included."""
+    """The card with everything that is counted from evidence counted again, with all attacks on the same classifier."""
     found = card_evidence(card, results)
     proof = _proof(card, found)
     if proof is None:
@@ -78,7 +78,8 @@ def _proof(card: Card, found: tuple[Evidence, ...]) -> Evidence | None:
 
 
 def _attacks(card: Card, found: tuple[Evidence, ...], proof: Evidence) -> tuple[AttackCount, ...]:
-    counted = [count_attack(each, proof, card.name) for each in found if each.kind == "attack"]
+    of_same = [each for each in found if each.kind == "attack" and each.subject == proof.subject]
+    counted = [count_attack(each, proof, card.name) for each in of_same]
     return tuple(sorted(counted, key=lambda attack: (attack.certified_only, attack.evidence)))
 
 
