@@ -1,126 +1,23 @@
-"""What operators of ONNX become: for each a rule from a node to a module whose forward pass has bounds."""
+"""What operators of ONNX become whose bounds are known: for each a rule from a node to a module that has them.
 
+A rule refuses what has none; `unbounded` has rules for forward passes alone.
+"""
+
+import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from patchcert.errors import UnsupportedLayer
+from patchcert.models.onnx.nodes import FLOATS, Array, Made, Node, Rule, reads, tensor_of, weighted
 
-Array = NDArray[Any]
-FLOATS = {1: torch.float32, 11: torch.float64}
-"""Types by their numbers in ONNX."""
-
-
-Made = nn.Module | list[nn.Module]
-"""What the rule of an operator returns, which takes the node's inputs that are results; a list has a module for each
-output."""
-
-
-@dataclass
-class Node:
-    """A node with what is known of its inputs: constants as arrays, results by an example, that of a black image.
-
-    Settings and constants are counted as they are read, so that those that a rule does not know are refused.
-    """
-
-    proto: Any
-    where: str
-    opset: int
-    inputs: list[Array | Tensor | None]
-    attributes: dict[str, Any]
-    producers: Mapping[str, Any] = field(default_factory=dict)
-    read: set[str | int] = field(default_factory=set)
-
-    def refuse(self, reason: str, hint: str = "") -> NoReturn:
-        raise UnsupportedLayer(f"{self.where}: {reason}", hint)
-
-    def attribute(self, name: str, default: Any = None) -> Any:  # noqa: ANN401
-        self.read.add(name)
-        return self.attributes.get(name, default)
-
-    def constant(self, position: int) -> Array | None:
-        """The constant at an input; None where it is left out."""
-        self.read.add(position)
-        value = self.inputs[position] if position < len(self.inputs) else None
-        if isinstance(value, Tensor):
-            self.refuse(f"input {position} is computed from the image; bounds exist for constants there")
-        return value
-
-    def needed(self, position: int) -> Array:
-        value = self.constant(position)
-        assert value is not None, "the checker has seen to it that inputs are there"
-        return value
-
-    def result(self, position: int = 0) -> Tensor:
-        """The example of a result at an input."""
-        self.read.add(position)
-        value = self.inputs[position]
-        if not isinstance(value, Tensor):
-            self.refuse(f"input {position} is a constant; bounds exist for results of the network there")
-        return value
-
-    def takes_results_alone(self) -> bool:
-        """Whether no input is a constant; a rule that asks knows all of them.
-
-        Inputs that broadcast in such a way that, in a batch, images would meet one another are refused.
-        """
-        self.read |= set(range(len(self.inputs)))
-        results = {value.dim() for value in self.inputs if isinstance(value, Tensor)}
-        constants = {value.ndim for value in self.inputs if isinstance(value, np.ndarray)}
-        if len(results) > 1 or max(constants, default=0) > min(results):
-            shapes = ", ".join(str(tuple(value.shape)) for value in self.inputs if value is not None)
-            self.refuse(
-                f"its inputs of shapes {shapes} broadcast over the batch; bounds exist for results of as many "
-                "dimensions, and for constants of no more"
-            )
-        return all(isinstance(value, Tensor) for value in self.inputs)
-
-    def map(self) -> Tensor:
-        """The example of the first input, a map (1, channels, height, width)."""
-        value = self.result()
-        if value.dim() != 4:
-            self.refuse(
-                f"its input has shape {tuple(value.shape)}; bounds exist for maps, of four dimensions"
-            )
-        return value
-
-    def setting(self, name: str, position: int, since: int) -> Array | None:
-        """A setting that is an attribute before some opset, and a constant input from it on."""
-        if self.opset >= since:
-            return self.constant(position)
-        value = self.attribute(name)
-        return None if value is None else np.asarray(value)
-
-    def refuse_unread(self) -> None:
-        unread = [name for name in self.attributes if name not in self.read]
-        unread += [
-            f"input {place}"
-            for place, value in enumerate(self.inputs)
-            if value is not None and place not in self.read
-        ]
-        if unread:
-            self.refuse(f"{unread[0]} is set, and nothing is known of that setting")
-
-
-OPERATORS: dict[str, Callable[[Node], Made]] = {}
-
-
-def _operator(*names: str) -> Callable[[Callable[[Node], Made]], Callable[[Node], Made]]:
-    """Registers how operators become modules."""
-
-    def register(rule: Callable[[Node], Made]) -> Callable[[Node], Made]:
-        OPERATORS.update(dict.fromkeys(names, rule))
-        return rule
-
-    return register
+OPERATORS: dict[str, Rule] = {}
+_operator = partial(reads, OPERATORS)
 
 
 class Applied(nn.Module):
@@ -129,22 +26,11 @@ class Applied(nn.Module):
     def __init__(self, function: Callable[..., Tensor], constant: Array | None = None) -> None:
         super().__init__()
         self.function = function
-        self.register_buffer("constant", None if constant is None else _tensor(constant))
+        self.register_buffer("constant", None if constant is None else tensor_of(constant))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The function's value."""
         return self.function(*inputs) if self.constant is None else self.function(*inputs, self.constant)
-
-
-def _tensor(array: Array) -> Tensor:
-    return torch.from_numpy(np.array(array))
-
-
-def _weighted(layer: nn.Module, weight: Array, bias: Array | None) -> nn.Module:
-    """The layer with these weights, as they are."""
-    layer.weight = nn.Parameter(_tensor(weight))
-    layer.register_parameter("bias", None if bias is None else nn.Parameter(_tensor(bias)))
-    return layer
 
 
 def _pads(
@@ -181,7 +67,7 @@ def _convolution(node: Node) -> Made:
     padding = (top, left) if top == bottom >= 0 and left == right >= 0 else 0
     layer = nn.Conv2d(1, 1, kernel, strides, padding, dilations)  # pyright: ignore[reportArgumentType]
     layer.in_channels, layer.out_channels, layer.groups = weight.shape[1] * groups, len(weight), groups
-    _weighted(layer, weight, bias)
+    weighted(layer, weight, bias)
     return layer if padding != 0 else nn.Sequential(nn.ZeroPad2d((left, right, top, bottom)), layer)
 
 
@@ -201,7 +87,7 @@ def _transposed_convolution(node: Node) -> Made:
         1, 1, weight.shape[2:], _pair(node, "strides"), (top, left), extra, dilation=dilations
     )  # pyright: ignore
     layer.in_channels, layer.out_channels, layer.groups = len(weight), weight.shape[1] * groups, groups
-    return _weighted(layer, weight, bias)
+    return weighted(layer, weight, bias)
 
 
 @_operator("Gemm")
@@ -221,7 +107,7 @@ def _gemm(node: Node) -> Made:
 def _linear(weight: Array, bias: Array | None) -> nn.Module:
     layer = nn.Linear(1, 1)
     layer.out_features, layer.in_features = weight.shape
-    return _weighted(layer, weight, bias)
+    return weighted(layer, weight, bias)
 
 
 @_operator("MatMul")
@@ -235,7 +121,7 @@ def _product(node: Node) -> Made:
 
 @_operator("BatchNormalization")
 def _batch_norm(node: Node) -> Made:
-    value = node.result()
+    value = node.batch()
     scale, bias, mean, variance = (node.needed(place) for place in (1, 2, 3, 4))
     node.attribute("momentum")
     if node.attribute("training_mode", 0) or not node.attribute("spatial", 1):
@@ -244,8 +130,8 @@ def _batch_norm(node: Node) -> Made:
         )
     kind = nn.BatchNorm2d if value.dim() == 4 else nn.BatchNorm1d
     layer = kind(len(scale), eps=node.attribute("epsilon", 1e-5))
-    _weighted(layer, scale, bias)
-    layer.running_mean, layer.running_var = _tensor(mean), _tensor(variance)
+    weighted(layer, scale, bias)
+    layer.running_mean, layer.running_var = tensor_of(mean), tensor_of(variance)
     return layer
 
 
@@ -421,63 +307,64 @@ def _mean(node: Node) -> Made:
     return Applied(lambda value: value.mean((2, 3), keepdim=keeps))
 
 
-@_operator("Flatten")
-def _flatten(node: Node) -> Made:
-    axis = node.attribute("axis", 1)
-    if axis not in (1, 1 - node.result().dim()):
-        node.refuse(f"its axis is {axis}; the first dimension, the batch, must stay: 1")
-    return nn.Flatten()
+def shape_after(node: Node) -> tuple[int, ...]:
+    """The shape that Flatten, Reshape, Squeeze or Unsqueeze gives what ONNX has of one image."""
+    value = node.result().numpy()
+    if node.proto.op_type == "Flatten":
+        axis = node.attribute("axis", 1)
+        node.inner_axis(axis)
+        return value.reshape(math.prod(value.shape[:axis]), -1).shape
+    if node.proto.op_type == "Reshape":
+        sizes = [int(size) for size in node.needed(1)]
+        if not node.attribute("allowzero", 0):
+            sizes = [value.shape[place] if size == 0 else size for place, size in enumerate(sizes)]
+        return value.reshape(sizes).shape
+    axes, is_longer = node.setting("axes", 1, since=13), node.proto.op_type == "Unsqueeze"
+    if axes is None and len(value) == 1:
+        node.refuse("it drops whatever has size 1, a batch of one image too; expected axes")
+    given = None if axes is None else tuple(int(axis) for axis in axes)
+    return np.expand_dims(value, given or ()).shape if is_longer else value.squeeze(given).shape
 
 
-def _shaped(sizes: Sequence[int]) -> nn.Module:
-    """The values of each image in another shape."""
-    return Applied(lambda value: value.reshape(-1, *sizes))
-
-
-@_operator("Reshape")
+@_operator("Flatten", "Reshape", "Squeeze", "Unsqueeze")
 def _reshape(node: Node) -> Made:
-    value, sizes = node.result(), [int(size) for size in node.needed(1)]
-    if not node.attribute("allowzero", 0):
-        sizes = [value.shape[place] if size == 0 else size for place, size in enumerate(sizes)]
-    shape = tuple(value.reshape(sizes).shape)
+    """The values of each image in another shape."""
+    node.batch()
+    shape = shape_after(node)
     if len(shape) < 2 or shape[0] != 1:
         node.refuse(f"it makes {shape} of one image; the first dimension, the batch, must stay")
-    return _shaped(shape[1:])
+    if node.proto.op_type == "Flatten":
+        return nn.Flatten()
+    return Applied(lambda value: value.reshape(-1, *shape[1:]))
 
 
-@_operator("Squeeze", "Unsqueeze")
-def _squeeze(node: Node) -> Made:
-    value, axes = node.result(), node.setting("axes", 1, since=13)
-    given = [] if axes is None else [int(axis) for axis in axes]
-    array = np.zeros(tuple(value.shape), dtype=np.int8)
-    if node.proto.op_type == "Unsqueeze":
-        shape = np.expand_dims(array, tuple(given)).shape
-        keeps = 0 not in [axis % len(shape) for axis in given]
-    else:
-        shape = array.squeeze(tuple(given)).shape if given else ()
-        keeps = bool(given) and 0 not in [axis % array.ndim for axis in given]
-    if not keeps:
-        node.refuse(f"its axes are {given}; the first dimension, the batch, must stay")
-    return _shaped(shape[1:])
+def permuted(node: Node) -> list[int]:
+    """Where Transpose takes each dimension from."""
+    return node.attribute("perm", list(reversed(range(node.result().dim()))))
 
 
 @_operator("Transpose")
 def _transpose(node: Node) -> Made:
-    order = node.attribute("perm", list(reversed(range(node.result().dim()))))
+    node.batch()
+    order = permuted(node)
     if order[0] != 0:
         node.refuse(f"it permutes to {order}; the first dimension, the batch, must stay")
     return Applied(lambda value: value.permute(*order))
 
 
+def expanded_shape(node: Node) -> tuple[int, ...]:
+    """The shape that Expand gives what ONNX has of one image."""
+    value, sizes = node.result(), [int(size) for size in node.needed(1)]
+    shape = tuple(torch.broadcast_shapes(value.shape, sizes))
+    if len(shape) != value.dim() or (len(value) == 1 and shape[0] != 1):
+        node.refuse(f"it makes {shape} of {tuple(value.shape)}; the first dimension, the batch, must stay")
+    return shape
+
+
 @_operator("Expand")
 def _expand(node: Node) -> Made:
     """Copies one after the other along each dimension that grows."""
-    value, sizes = node.result(), [int(size) for size in node.needed(1)]
-    shape = torch.broadcast_shapes(value.shape, sizes)
-    if len(shape) != value.dim() or shape[0] != 1:
-        node.refuse(
-            f"it makes {tuple(shape)} of {tuple(value.shape)}; the first dimension, the batch, must stay"
-        )
+    value, shape = node.batch(), expanded_shape(node)
     grown = [axis for axis, size in enumerate(shape) if size != value.shape[axis]]
 
     def expand(value: Tensor) -> Tensor:
@@ -493,64 +380,85 @@ def _concatenate(node: Node) -> Made:
     axis = node.attribute("axis")
     if not node.takes_results_alone():
         node.refuse("constants are among its inputs; bounds exist for joined results")
-    if axis % node.result().dim() == 0:
-        node.refuse("it joins along the batch; bounds exist for other axes")
+    node.inner_axis(axis)
     return Applied(lambda *parts: torch.cat(parts, axis))
 
 
-@_operator("Split")
-def _split(node: Node) -> Made:
-    value, axis = node.result(), node.attribute("axis", 0)
+def split_lengths(node: Node) -> tuple[list[int], int]:
+    """How long the pieces of Split are, and the axis, counted from the end."""
+    value, axis = node.result(), node.inner_axis(node.attribute("axis", 0))
     sizes = node.setting("split", 1, since=13)
     node.attribute("num_outputs")
-    if axis % value.dim() == 0:
-        node.refuse("it splits the batch; bounds exist for other axes")
     count = len(node.proto.output)
     if sizes is None:
         each = -(-value.shape[axis] // count)
         sizes = [min(each, value.shape[axis] - place * each) for place in range(count)]
-    lengths = [int(size) for size in sizes]
-    return [Applied(partial(_piece, lengths, axis, place)) for place in range(count)]
+    return [int(size) for size in sizes], axis
 
 
-def _piece(lengths: list[int], axis: int, place: int, value: Tensor) -> Tensor:
+@_operator("Split")
+def _split(node: Node) -> Made:
+    node.batch()
+    lengths, axis = split_lengths(node)
+    axis += node.result().dim()
+    return [Applied(partial(piece, lengths, axis, place)) for place in range(len(node.proto.output))]
+
+
+def piece(lengths: list[int], axis: int, place: int, value: Tensor) -> Tensor:
+    """One of the pieces of these lengths along an axis."""
     return value.split(lengths, axis)[place]
 
 
-@_operator("Slice")
-def _slice(node: Node) -> Made:
+def sliced(node: Node) -> tuple[slice, ...]:
+    """What Slice takes along each dimension of what ONNX has of one image; of the batch all."""
     value = node.result()
     starts, ends = (node.setting(name, place, since=10) for place, name in ((1, "starts"), (2, "ends")))
     axes = node.setting("axes", 3, since=10)
     steps = node.constant(4) if node.opset >= 10 else None
     assert starts is not None
     assert ends is not None
-    axes = range(len(starts)) if axes is None else [int(axis) % value.dim() for axis in axes]
+    axes = range(len(starts)) if axes is None else axes
     steps = [1] * len(starts) if steps is None else steps
     index = [slice(None)] * value.dim()
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
-        if axis == 0 or step < 1:
-            node.refuse(
-                f"it takes steps of {step} along axis {axis}; bounds exist for forward steps, not of the batch"
-            )
-        index[axis] = slice(*slice(int(start), int(end), int(step)).indices(value.shape[axis]))
-    chosen = tuple(index)
+        place, size = range(value.dim())[axis], value.shape[axis]
+        if step < 1:
+            node.refuse(f"it takes steps of {step} along axis {axis}; expected forward steps")
+        taken = slice(*slice(int(start), int(end), int(step)).indices(size))
+        if len(range(size)[taken]) < size:
+            index[node.inner_axis(place)] = taken
+    return tuple(index)
+
+
+@_operator("Slice")
+def _slice(node: Node) -> Made:
+    node.batch()
+    chosen = sliced(node)
     return Applied(lambda value: value[chosen])
+
+
+def padded(node: Node) -> tuple[list[tuple[int, int]], float]:
+    """How many places Pad adds before and after each dimension of what ONNX has of one image, and their value."""
+    value, mode = node.result(), node.attribute("mode", b"constant").decode()
+    pads, fill = node.setting("pads", 1, since=11), node.setting("value", 2, since=11)
+    axes = node.constant(3) if node.opset >= 18 else None
+    assert pads is not None
+    if mode != "constant":
+        node.refuse(f"its mode is {mode!r}; expected 'constant'")
+    sides = [(0, 0)] * value.dim()
+    count = len(pads) // 2
+    for place, axis in enumerate(range(value.dim()) if axes is None else axes):
+        sides[axis] = int(pads[place]), int(pads[place + count])
+    return sides, 0.0 if fill is None else float(fill.item())
 
 
 @_operator("Pad")
 def _pad(node: Node) -> Made:
-    value = node.map()
-    mode = node.attribute("mode", b"constant").decode()
-    pads, fill = node.setting("pads", 1, since=11), node.setting("value", 2, since=11)
-    axes = node.constant(3) if node.opset >= 18 else None
-    assert pads is not None
-    axes = range(value.dim()) if axes is None else [int(axis) % value.dim() for axis in axes]
-    sides = {axis: (int(pads[place]), int(pads[place + len(axes)])) for place, axis in enumerate(axes)}
-    is_outside = any(any(sides.get(axis, (0, 0))) for axis in (0, 1))
-    if mode != "constant" or is_outside or (fill is not None and fill.item() != 0):
-        node.refuse(f"mode is {mode!r} and pads are {list(pads)}; bounds exist for zeros around a map")
-    return nn.ZeroPad2d((*sides.get(3, (0, 0)), *sides.get(2, (0, 0))))
+    node.map()
+    sides, fill = padded(node)
+    if any(sides[0]) or any(sides[1]) or fill != 0:
+        node.refuse(f"it pads by {sides} with {fill}; bounds exist for zeros around a map")
+    return nn.ZeroPad2d((*sides[3], *sides[2]))
 
 
 @_operator("Dropout")

@@ -1,11 +1,13 @@
-"""Networks from ONNX files. Every operator that has bounds becomes a module; any other is refused by its name.
+"""Networks from ONNX files: every operator becomes a module, or is refused by its name.
 
-A file is read as a function of one image, and its module takes batches of them. Reading runs no code of the file.
+Bounds refuse modules that have none. A file is read as a function of one image, and its module takes batches of them,
+of which each image is answered by itself. Reading runs no code of the file.
 """
 
 import importlib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from torch import Tensor, nn
 
 from patchcert.bounds.lowering import MASKING_HINT
 from patchcert.errors import ModelError, UnsupportedLayer
-from patchcert.models.onnx.operators import FLOATS, OPERATORS, Array, Node
+from patchcert.models.onnx.nodes import FLOATS, Array, Made, Node, Rule, held
+from patchcert.models.onnx.operators import OPERATORS
 from patchcert.models.onnx.runtime import compare_with_runtime, drawn_images, has_runtime, import_onnx
+from patchcert.models.onnx.unbounded import UNBOUNDED, Unbounded
 from patchcert.tensors import Images, Logits
 
 OLDEST_OPSET = 7
@@ -56,6 +60,7 @@ def load_onnx(path: str | Path, check: bool = True) -> OnnxNetwork:
 
     It takes one input, images (batch, channels, height, width) of a fixed size, and gives one row of logits for each. A
     Softmax at the end is left out: in real numbers, which certificates are about, it keeps the order of the logits.
+    Operators without bounds are modules too, which bounds refuse.
     With `check`, and where ONNX Runtime is installed, the network is compared with it on drawn images.
     """
     path = Path(path)
@@ -81,19 +86,7 @@ def _read(path: Path) -> Any:  # noqa: ANN401 - onnx has no types
 
 
 _HINTS = {
-    "Softmax": f"where it comes last it is left out; elsewhere no useful bound is known: {MASKING_HINT}",
-    **dict.fromkeys(
-        (
-            "LayerNormalization",
-            "InstanceNormalization",
-            "GroupNormalization",
-            "RMSNormalization",
-            "LRN",
-            "Attention",
-        ),
-        f"a patch moves the statistics of a whole image, so that no useful bound is known: {MASKING_HINT}",
-    ),
-    "Erf": "export with opset 20 or later, in which GELU is one operator",
+    "Erf": f"export with opset 20 or later, in which GELU is one operator; else {MASKING_HINT}",
     "ArgMax": "give the file with logits as its output",
 }
 
@@ -124,7 +117,7 @@ class _Reader:
         if end not in self.results or self.results[end] == 0:
             raise UnsupportedLayer(f"{self.file}: its output {end!r} is not computed from its image")
         logits = self.examples[self.results[end]]
-        if logits.dim() != 2 or logits.shape[1] < 2:
+        if logits.dim() != 2 or len(logits) != 1 or logits.shape[1] < 2:
             raise UnsupportedLayer(
                 f"{self.file}: its output has shape {tuple(logits.shape)} for one image; expected (1, classes)",
                 hint="give the file with one row of logits for each image as its output.",
@@ -186,7 +179,9 @@ class _Reader:
     def _take(self, proto: Any, position: int) -> None:  # noqa: ANN401
         where = self._where(proto, position)
         if proto.domain not in _STANDARD:
-            raise UnsupportedLayer(f"{where} is of the domain {proto.domain!r}; no bound is known for it")
+            raise UnsupportedLayer(
+                f"{where} is of the domain {proto.domain!r}; operators of the ONNX standard are read"
+            )
         inputs = [self._input(name, where) for name in proto.input]
         attributes = {each.name: self.helper.get_attribute_value(each) for each in proto.attribute}
         node = Node(proto, where, self.opset, inputs, attributes, self.producers)
@@ -195,18 +190,11 @@ class _Reader:
         if not any(isinstance(value, Tensor) for value in inputs):
             self._fold(node)
             return
-        rule = OPERATORS.get(proto.op_type)
-        if rule is None:
-            node.refuse(
-                f"no bound is known for it; operators that are read: {', '.join(sorted(OPERATORS))}",
-                _HINTS.get(proto.op_type, ""),
-            )
         self._refuse_types(node)
         try:
-            made = rule(node)
+            made = _made(node)
         except (RuntimeError, ValueError, IndexError) as error:
             node.refuse(f"it does not fit its inputs: {error}")
-        node.refuse_unread()
         for place, module in enumerate(made if isinstance(made, list) else [made]):
             self._append(node, module, proto.output[place], position)
 
@@ -229,7 +217,7 @@ class _Reader:
     def _fold(self, node: Node) -> None:
         """What a node makes of constants alone, by the reference of the package `onnx`."""
         if node.proto.op_type.startswith("Random") or node.proto.op_type in _NOT_FOLDED:
-            node.refuse("no bound is known for it")
+            node.refuse("it draws numbers or has graphs of its own, which are not read")
         reference = importlib.import_module("onnx.reference")
         names = [name for name in node.proto.input if name]
         graph = self.helper.make_graph(
@@ -249,14 +237,14 @@ class _Reader:
 
     def _append(self, node: Node, module: nn.Module, output: str, position: int) -> None:
         numbers = tuple(self.results[name] for name in node.proto.input if name in self.results)
+        inputs = [self.examples[number] for number in numbers]
         try:
-            example = module.eval()(*(self.examples[number] for number in numbers))
+            example = _example(module.eval(), inputs)
         except (RuntimeError, ValueError, IndexError) as error:
             node.refuse(f"it does not fit its inputs: {error}")
-        if example.dim() < 2 or len(example) != 1:
+        if example.dim() < 2:
             node.refuse(
-                f"it makes a result of shape {tuple(example.shape)} for one image; the first dimension, the batch, "
-                "must stay"
+                f"it makes a result of shape {tuple(example.shape)} for one image; expected two dimensions"
             )
         self.results[output] = len(self.examples)
         self.examples.append(example)
@@ -271,6 +259,41 @@ class _Reader:
         while name in self.layers:
             name += "_"
         return name
+
+
+def _made(node: Node) -> Made:
+    """What has bounds, where a rule gives that; else what computes the same."""
+    kind = node.proto.op_type
+    if kind not in OPERATORS and kind not in UNBOUNDED:
+        known = ", ".join(sorted({*OPERATORS, *UNBOUNDED}))
+        node.refuse(f"it is not read; operators that are: {known}", _HINTS.get(kind, ""))
+    reason = f"{node.where}: no bound is known for it; operators with bounds: {', '.join(sorted(OPERATORS))}"
+    if kind in OPERATORS:
+        try:
+            return _by_rule(OPERATORS[kind], node)
+        except UnsupportedLayer as refusal:
+            if kind not in UNBOUNDED:
+                raise
+            reason = refusal.message
+    why_unbounded = reason, _HINTS.get(kind, MASKING_HINT)
+    return _by_rule(UNBOUNDED[kind], replace(node, read=set(), why_unbounded=why_unbounded))
+
+
+def _by_rule(rule: Rule, node: Node) -> Made:
+    made = rule(node)
+    node.refuse_unread()
+    return made
+
+
+def _example(module: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+    """What ONNX has of one image after the module; none but an Unbounded one moves the first dimension."""
+    values = [held(value) for value in inputs]
+    if isinstance(module, Unbounded):
+        return module.whole(*values)[0]
+    made = module(*values)
+    if len(made) != 1:
+        raise ValueError(f"it makes {tuple(made.shape)} of one image")
+    return made if all(len(value) == 1 for value in inputs) else made[0]
 
 
 _STANDARD = ("", "ai.onnx")

@@ -38,7 +38,7 @@ from patchcert.bounds.operations import (
 )
 from patchcert.errors import ModelError, UnsupportedLayer
 from patchcert.files import atomic_write
-from patchcert.models.onnx.operators import FLOATS
+from patchcert.models.onnx.nodes import FLOATS
 from patchcert.models.onnx.runtime import compare_with_runtime, drawn_images, has_runtime, import_onnx
 
 OPSET = 13
