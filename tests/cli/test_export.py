@@ -2,12 +2,14 @@
 
 import csv
 import json
+import warnings
 
 import pytest
 import torch
 from PIL import Image
 
 import patchcert as pc
+from attention_models import ClassTokenTransformer, by_products
 from patchcert.cli.app import run
 from patchcert.files import sha256
 from patchcert.models import save_onnx
@@ -96,6 +98,42 @@ def test_a_softmax_is_left_out_and_that_is_said(capsys, tmp_path):
     certify = ["certify", str(tmp_path / "model.onnx"), *MINI, "--limit", "2", "--patch", "2"]
     assert run([*certify, "--device", "cpu"]) == 0
     assert "the Softmax at the end of" in capsys.readouterr().err
+
+
+@pytest.fixture
+def transformer(tmp_path):
+    torch.manual_seed(0)
+    model = ClassTokenTransformer(by_products, channels=1, size=28, patch=7).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (torch.rand(1, 1, 28, 28),), tmp_path / "vit.onnx", dynamo=False)
+    return tmp_path / "vit.onnx"
+
+
+def test_a_transformer_is_certified_behind_masks(capsys, transformer):
+    masks = ("--method", "masking", "--masks", "3", "--patch", "4", "--device", "cpu")
+    found = answer(capsys, "certify", transformer, *MINI, *masks, "--limit", "3")
+    assert found["images"] == 3
+    assert found["certified"] <= found["correct"]
+    assert answer(capsys, "predict", transformer, *MINI, *masks, "--limit", "2")["predictions"]
+    attack = ("attack", transformer, *MINI, *masks, "--images", "1", "--steps", "1", "--restarts", "1")
+    assert answer(capsys, *attack)["images"] == 1
+
+
+WITHOUT_BOUNDS = {
+    "certify": ["certify", "vit.onnx", *MINI, "--patch", "4", "--limit", "3"],
+    "refine": ["certify", "vit.onnx", *MINI, "--patch", "4", "--limit", "3", "--refine", "linear"],
+    "local votes": ["certify", "vit.onnx", *MINI, "--patch", "4", "--limit", "3", "--method", "local-votes"],
+    "explain": ["explain", "vit.onnx", "0", *MINI, "--patch", "4"],
+    "export": ["export", "vit.onnx", "--onnx", "copy.onnx"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_BOUNDS)
+def test_what_needs_bounds_refuses_a_transformer_by_its_operator(refused, transformer, name, monkeypatch):
+    monkeypatch.chdir(transformer.parent)
+    message = refused(run(WITHOUT_BOUNDS[name]))
+    assert "operator Concat at '/Concat_1': constants are among its inputs" in message
 
 
 MISTAKES = {
