@@ -232,3 +232,13 @@ def test_families_without_bounds_are_proven_behind_masks(tmp_path, name):
     )
     assert torch.equal(ours.certified, theirs.certified)
     assert torch.equal(ours.predictions, theirs.predictions)
+
+
+def test_a_gelu_in_parts_is_refused_with_the_opset_that_has_it_whole(tmp_path):
+    network = load_onnx(with_head(tmp_path / "erf.onnx", "Erf", ["x"], {}, 17, 72))
+    with pytest.raises(
+        UnsupportedLayer,
+        match="operator Erf at 'the Erf': no bound is known for it; operators with bounds: Add",
+    ) as caught:
+        trace(network, SHAPE)
+    assert caught.value.hint.startswith("export with opset 20 or later")
