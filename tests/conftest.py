@@ -70,7 +70,18 @@ class FinishedRuns:
     def __init__(self, folder):
         self.folder = folder
 
-    def run(self, spec, counts, limit=None, seconds=10.0, weights_seed=0, loss=1.0, trimmed=False, scale=1.0):
+    def run(
+        self,
+        spec,
+        counts,
+        limit=None,
+        seconds=10.0,
+        weights_seed=0,
+        loss=1.0,
+        trimmed=False,
+        scale=1.0,
+        classifier=INTERVALS,
+    ):
         """A finished run, or one of its trimmed model, from a spec and {threat: (correct, certified)} of 100 images."""
         name = spec.fingerprint(CHECKSUMS)
         run = Run.create(self.folder / ("trimmed" if trimmed else "made") / name, spec)
@@ -80,7 +91,7 @@ class FinishedRuns:
         run.write_environment({"device": "NVIDIA H200", "data": {"checksums": CHECKSUMS}, "commit": "abc"})
         Circumstances(scale).write(run.path)
         for threat, (correct, certified) in counts.items():
-            question = Question("certify", threat, Selection(spec.data.name, limit=limit), INTERVALS)
+            question = Question("certify", threat, Selection(spec.data.name, limit=limit), classifier)
             self.write(run, question, certificates(correct, certified))
         return run
 

@@ -100,12 +100,13 @@ def test_of_a_run_without_metrics_the_time_of_training_is_not_known(finished, ml
     assert count(proofs_of_run(run))[0].cost.training_seconds is None
 
 
-def test_proofs_against_other_shapes_count_where_training_knows_of_none(finished, mlp):
-    proofs = {PATCH: (90, 60), pc.Patch(2): (90, 75), pc.Patch((2, 3)): (90, 70)}
+def test_proofs_against_other_shapes_count_where_they_are_not_by_bounds(finished, mlp):
+    proofs = {PATCH: (90, 60), pc.Patch((2, 3)): (90, 70), pc.Patch(5, "corners"): (90, 80)}
     finished.collect(mlp, proofs)
-    assert sorted(row.patch for row in rows_of(finished)) == ["2x2", "5x5"]
-    finished.collect(read_spec("bands-mnist"), proofs, weights_seed=1)
-    assert sorted(row.patch for row in rows_of(finished)) == ["2x2", "2x2", "2x3", "5x5", "5x5"]
+    assert [row.placements for row in rows_of(finished)] == ["everywhere"]
+    finished.collect(read_spec("bands-mnist"), proofs, weights_seed=1, classifier={"name": "OfYourOwn"})
+    found = sorted((row.patch, row.placements) for row in rows_of(finished) if row.method != "intervals")
+    assert found == [("2x3", "everywhere"), ("5x5", "corners"), ("5x5", "everywhere")]
 
 
 def test_refined_proofs_are_found_by_the_weights_of_the_zoo(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from patchcert.certificates import AnyThreat, method_named
+from patchcert.certificates import AnyThreat, IntervalBounds, method_named
 from patchcert.comparison.leaderboard import EVERYWHERE, NO_OUTSIDE_DATA, Cost, Counted, Row, Seeds, Source
 from patchcert.data import class_names
 from patchcert.errors import InvalidInput
@@ -119,8 +119,11 @@ class Proof:
 
 
 def proofs_of_results(results: Results) -> tuple[Proof, ...]:
-    """Certificates of all test images against squares, and against other patches that a run was trained against or that
-    do not matter in its training, in results of training."""
+    """Certificates of all test images against patches, in results of training.
+
+    By bounds only against squares and what a run was trained against: how training against squares carries over to
+    other shapes is a question of the paper's.
+    """
     found = ((result, each) for result in results.all() for each in result.evidence)
     return tuple(
         Proof(each, Network.of_result(result, each))
@@ -129,8 +132,8 @@ def proofs_of_results(results: Results) -> tuple[Proof, ...]:
         and each.selection.is_whole_test_set
         and isinstance(each.threat, Patch)
         and (
-            each.threat in (result.spec.threat, Patch(each.threat.height))
-            or not result.spec.strategy.has_threat
+            each.meta["classifier"]["name"] != IntervalBounds.__name__
+            or each.threat in (result.spec.threat, Patch(each.threat.height))
         )
     )
 

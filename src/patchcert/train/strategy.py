@@ -121,8 +121,6 @@ class Strategy(ABC):
     """Whether what it trains on are bounds of one layer after the other, which the settings of `[bounds]` are about."""
     has_epsilon: ClassVar[bool] = True
     """Whether epsilon means anything, so that a schedule may have natural epochs and a ramp."""
-    has_threat: ClassVar[bool] = True
-    """Whether a network is trained for its threat; else as much for any other, and the threat is only a name."""
 
     @abstractmethod
     def bind(self, subject: Subject) -> Objective:

@@ -297,7 +297,6 @@ def test_a_run_is_trained_certified_and_attacked_by_its_votes(preset, changes, n
 def test_presets_are_specifications(name, kind, height):
     spec = read_spec(name)
     assert (spec.strategy.kind, spec.threat.height) == (kind, height)
-    assert spec.strategy.has_threat == (kind != "bands")
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.25, torch.tensor(0.25), 1.0])

@@ -50,7 +50,6 @@ class _Parts(Strategy):
     __slots__ = ()
     has_bounds: ClassVar = False
     has_epsilon: ClassVar = False
-    has_threat: ClassVar = False
     draw: Draw
     bfloat16: bool
     compiled: bool
