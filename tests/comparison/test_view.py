@@ -150,6 +150,12 @@ def test_rows_whose_cost_or_threat_is_another_are_not_drawn():
         assert panels([row]) == ()
 
 
+def test_squares_are_drawn_and_rectangles_where_there_are_none():
+    tall, wide = replace(OURS, patch="8x3"), replace(OURS, patch="3x8")
+    assert [line.label for line in panels([tall, OURS, wide])[0].lines] == [OURS.patch]
+    assert len(panels([tall, wide])[0].lines) == 2
+
+
 def test_the_page_has_all_cells_and_escapes_them(parse, tmp_path):
     odd = replace(OURS, method="<b>odd</b>", source=Source(kind="published", title="x", link="https://e.org"))
     (tmp_path / "page.html").write_text(page([odd, OURS]))

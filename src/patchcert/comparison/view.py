@@ -27,7 +27,7 @@ _STATED = {
     "unconfirmed": "stated, not confirmed",
 }
 _PRECISION = re.compile(", (tf32|bfloat16|float16)$")
-_SQUARE = re.compile(r"^(\d+)x(\d+)$")
+_SIDES = re.compile(r"^(\d+)x(\d+)$")
 
 COLUMNS = (
     *(Column(name, numeric=False) for name in ("data", "patch", "method", "network")),
@@ -63,7 +63,7 @@ def _place(row: Row) -> tuple[object, ...]:
 
 
 def _area(row: Row) -> float:
-    found = _SQUARE.match(row.patch)
+    found = _SIDES.match(row.patch)
     return int(found[1]) * int(found[2]) if found else math.inf
 
 
@@ -267,7 +267,7 @@ def panels(rows: Sequence[Row]) -> tuple[Panel, ...]:
     return tuple(
         Panel(
             name,
-            tuple(row for row in drawn if row.data == name),
+            _squares([row for row in drawn if row.data == name]),
             tuple(row for row in stated if row.data == name),
             number % ACROSS * PANEL,
             number // ACROSS * HEIGHT,
@@ -278,6 +278,12 @@ def panels(rows: Sequence[Row]) -> tuple[Panel, ...]:
 
 def _is_drawn(row: Row) -> bool:
     return row.promise == "recovery" and row.pixels == "native" and row.placements == "everywhere"
+
+
+def _squares(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows against squares, whose sides can be compared; all, where there are none."""
+    found = ((row, _SIDES.match(row.patch)) for row in rows)
+    return tuple(row for row, sides in found if sides and sides[1] == sides[2]) or tuple(rows)
 
 
 def _point_words(row: Row, drawn: Sequence[Row]) -> str:
