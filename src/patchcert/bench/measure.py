@@ -295,7 +295,8 @@ def _linear_bounds(model: nn.Module, case: Case, machine: Machine) -> dict[str, 
     corners = case.threat.placements(case.size, case.size).corners
     largest = max(value.numel() for value in network.values(images[:1]))
     boxes = min(len(corners), max(1, default_budget(machine.device) // (8 * 12 * 10 * largest)))
-    some = corners[:: len(corners) // _LINEAR_PLACEMENTS].to(machine.device)
+    drawn = torch.randperm(len(corners), generator=Generator().manual_seed(0))
+    some = corners[drawn[:_LINEAR_PLACEMENTS]].to(machine.device)
 
     def microseconds(bounds: Callable[..., Tensor], count: int, chosen: Tensor) -> float:
         @torch.no_grad()

@@ -281,7 +281,7 @@ class MeanVote(nn.Module):
     """What an attack differentiates in place of votes or masks: the mean of a model's softmax over copies of images.
 
     Where the classifier computes in 16 bits on a GPU, the model does so here: in bfloat16, for the small gradients of
-    single pixels would be zero in float16.
+    single pixels could be zero in float16.
     """
 
     def __init__(
