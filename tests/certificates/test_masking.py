@@ -423,6 +423,122 @@ def test_a_mirrored_classifier_is_one_of_the_mean_over_both_images():
     )
 
 
+class AsksTheMirrorInDoubt(nn.Module):
+    """The rule as it is written down, one copy at a time."""
+
+    def __init__(self, model, doubt):
+        super().__init__()
+        self.model, self.doubt = model, doubt
+        self.eval()
+
+    def forward(self, images):
+        rows = []
+        for image in images:
+            own = self.model(image[None])[0]
+            best, second = own.topk(2).values
+            is_sure = (best - second) / own.abs().max() > self.doubt
+            rows.append(own if is_sure else (own + self.model(image[None].flip(3))[0]) / 2)
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kind", [DoubleMasking, MaskedDetection])
+def test_the_mirror_image_is_asked_in_doubt(kind):
+    torch.manual_seed(0)
+    threat, images = pc.Patch(2), torch.rand(40, 1, 5, 5)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(25, 3)).eval()
+    labels = DoubleMasking(model, threat, masks=3, mirrored=True).predict(images)
+    found, expected, always = (
+        kind(base, threat, masks=3, batch_size=8, **settings).certify(images, labels, threat)
+        for base, settings in (
+            (model, {"mirrored": True, "doubt": 0.8}),
+            (AsksTheMirrorInDoubt(model, 0.8), {}),
+            (model, {"mirrored": True}),
+        )
+    )
+    assert torch.equal(found.predictions, expected.predictions)
+    assert torch.equal(found.certified, expected.certified)
+    assert torch.allclose(found.lead, expected.lead)
+    assert found.certified.any()
+    assert not torch.allclose(found.lead, always.lead)
+
+
+class KnowsLeftFromRight(nn.Module):
+    """Says one thing of images that are lighter on the left, and another of the others."""
+
+    def __init__(self, left, right):
+        super().__init__()
+        self.register_buffer("logits", torch.tensor([right, left]))
+        self.eval()
+
+    def forward(self, images):
+        width = images.shape[3] // 2
+        is_left = images[..., :width].sum(dim=(1, 2, 3)) > images[..., width:].sum(dim=(1, 2, 3))
+        return self.logits[is_left.long()]
+
+
+@pytest.mark.parametrize(
+    ("lead", "proven", "predicted"), [(0.52, True, 0), (0.501, False, 0), (0.499, False, 1), (0.48, False, 1)]
+)
+@pytest.mark.parametrize("kind", [DoubleMasking, MaskedDetection])
+def test_near_the_doubt_both_ways_of_asking_have_to_prove(lead, proven, predicted, kind):
+    image, labels, threat = torch.zeros(1, 1, 4, 4), torch.tensor([0]), pc.Patch(1)
+    image[..., :2] = 1.0
+    settings = {"masks": 4, "mirrored": True, "doubt": 0.5, "slack": 2**-7}
+    model = KnowsLeftFromRight((1.0, 1.0 - lead), (0.0, 1.0))
+    found = kind(model, threat, **settings).certify(image, labels, threat)
+    assert found.certified.tolist() == [proven]
+    assert found.predictions.tolist() == [predicted]
+    agreeing = kind(KnowsLeftFromRight((1.0, 1.0 - lead), (1.0, 0.5)), threat, **settings)
+    assert agreeing.certify(image, labels, threat).certified.all()
+
+
+def test_no_patch_changes_what_is_proven_where_mirrors_are_asked_in_doubt():
+    threat, images = pc.Patch((1, 2)), torch.zeros(1, 1, 2, 4)
+    members = torch.stack([changed for _, changed in patched(images[0], threat)])
+    proven = 0
+    for seed in range(60):
+        model = Lookup(8, 3, seed, calm=0.9, alien=seed % 3)
+        generator = torch.Generator().manual_seed(seed)
+        weights = torch.eye(3) + 0.7 * torch.rand(3, 3, generator=generator)
+        doubtful = nn.Sequential(model, nn.Linear(3, 3, bias=False)).eval()
+        doubtful[1].weight.data.copy_(weights)
+        masking = DoubleMasking(doubtful, threat, masks=(2, 2), mirrored=True, doubt=0.6, batch_size=16)
+        found = masking.certify(images, torch.tensor([0]), threat)
+        expected = DoubleMasking(AsksTheMirrorInDoubt(doubtful, 0.6), threat, masks=(2, 2), batch_size=64)
+        assert torch.equal(masking.predict(members), expected.predict(members))
+        assert not bool(found.certified) or bool((masking.predict(members) == 0).all())
+        proven += int(found.certified)
+    assert 3 <= proven < 60
+
+
+def test_hardly_a_mirror_image_is_asked_of_copies_that_are_sure():
+    batches = []
+    model = KnowsLeftFromRight((1.0, 0.0), (0.0, 1.0))
+    model.register_forward_hook(lambda *_: batches.append(None))
+    image, threat = torch.zeros(1, 1, 4, 4), pc.Patch(1)
+    image[..., :2] = 1.0
+    counts = []
+    for doubt in (None, 0.5):
+        batches.clear()
+        DoubleMasking(model, threat, masks=4, mirrored=True, doubt=doubt, batch_size=8).predict(image)
+        counts.append(len(batches))
+    assert counts[1] <= counts[0] / 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mirrored": True, "doubt": 0.0}, "doubt is 0.0; expected a share"),
+        ({"mirrored": True, "doubt": float("nan")}, "doubt is nan"),
+        ({"mirrored": True, "doubt": "much"}, "doubt is 'much'"),
+        ({"doubt": 0.5}, "doubt=0.5 without mirrored=True"),
+    ],
+)
+def test_doubts_that_mean_nothing_are_refused(settings, message):
+    with pytest.raises(InvalidInput, match=message):
+        DoubleMasking(Scores(1.0, 0.0), pc.Patch(1), **settings)
+
+
 class SaysWhatComesToMind(nn.Module):
     def forward(self, images):
         return torch.rand(len(images), 3)

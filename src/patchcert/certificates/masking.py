@@ -43,6 +43,8 @@ from patchcert.threats.patch import choices
 _PIXELS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
 _BATCHES_AT_ONCE = 4
 """Full batches of pairs between two looks at which images can still be proven."""
+_BATCHES_BEFORE_DOUBT = 32
+"""Full batches of copies before the mirror images of those in doubt are asked, so that these fill batches too."""
 _PASSES_PER_BLOCK = {"cuda": 2**21, "cpu": 2**12}
 
 Numbers = Annotated[Tensor, "b"]
@@ -61,8 +63,10 @@ class _Masked(BatchedClassifier):
     precision: Precision = "float32"
     slack: float | None = None
     mirrored: bool = False
+    doubt: float | None = None
     compiled: bool = False
     batch_size: int | None = None
+    optional: ClassVar[tuple[str, ...]] = ("doubt",)
     undescribed: ClassVar[tuple[str, ...]] = ("model", "threat", "batch_size", "with_map")
 
     def __post_init__(self) -> None:
@@ -77,10 +81,27 @@ class _Masked(BatchedClassifier):
             )
         if self.batch_size is not None:
             check_counts(batch_size=self.batch_size)
+        self._check_doubt()
+
+    def _check_doubt(self) -> None:
+        if self.doubt is None:
+            return
+        # No class leads by more than twice the largest logit.
+        if not isinstance(self.doubt, Real) or not 0 < self.doubt < 2:
+            raise InvalidInput(
+                f"doubt is {self.doubt!r}; expected a share of the largest logit, above 0 and below 2",
+                hint="doubt=0.5 asks the mirror images of copies whose class leads by no more than half of it; "
+                "None asks those of all",
+            )
+        if not self.mirrored:
+            raise InvalidInput(
+                f"doubt={self.doubt} without mirrored=True: no mirror image is asked",
+                hint="give mirrored=True too, or no doubt",
+            )
 
     def shown_model(self) -> nn.Module:
-        """The model that copies are shown to."""
-        return Mirrored(self.model) if self.mirrored else self.model
+        """The model that all copies are shown to."""
+        return Mirrored(self.model) if self.mirrored and self.doubt is None else self.model
 
     @cached_property
     def compiled_model(self) -> nn.Module:
@@ -101,8 +122,13 @@ class _Masked(BatchedClassifier):
         return super().described(model, {**description, "threat": threat})
 
     def passes(self, height: int, width: int) -> int | None:
-        """One for each mask, if all copies agree."""
-        return len(self.mask_set(height, width).hidden) * (2 if self.mirrored else 1)
+        """One for each mask, if all copies agree and none is in doubt."""
+        return len(self.mask_set(height, width).hidden) * self._passes_each
+
+    @property
+    def _passes_each(self) -> int:
+        """How often a copy is looked at, if it is not in doubt."""
+        return 2 if self.mirrored and self.doubt is None else 1
 
     def surrogate(self) -> nn.Module:
         """The mean of the model's softmax over a few fixed masks and pairs of masks, in logarithms."""
@@ -115,7 +141,8 @@ class _Masked(BatchedClassifier):
                 for hidden in masks[spread] | masks[second]:
                     yield torch.where(hidden, fill, images)
 
-        return MeanVote(self.shown_model(), copies, self.precision)
+        shown = Mirrored(self.model) if self.mirrored else self.model
+        return MeanVote(shown, copies, self.precision)
 
     @classmethod
     def contradiction(cls, columns: Columns, meta: Mapping[str, Any]) -> str:
@@ -182,8 +209,10 @@ class DoubleMasking(_Masked):
     An image is certified if for every placement a mask covers it for which the label comes out with every second
     mask. `masks` = K makes K x K masks: the more there are, the less each hides. `fill` is what hidden pixels show.
     The masks are made for `threat`, one patch or several, and serve every threat that they cover.
-    With `mirrored` a copy's logits are the mean of those of the copy and of its mirror image, at twice the cost. With
-    `compiled` a GPU carries the model out as torch.compile fuses its layers, which is faster and rounds otherwise.
+    With `mirrored` a copy's logits are the mean of those of the copy and of its mirror image, at twice the cost; with
+    `doubt` the mirror image is asked only where the class of the copy itself leads the next one by no more than this
+    share of its largest logit, which costs little more than the copies alone. With `compiled` a GPU carries the model out
+    as torch.compile fuses its layers, which is faster and rounds otherwise.
 
     The proof is about the model as it is carried out here: in `precision`, in batches of one shape, and a copy counts
     only where the label leads by more than `slack` of the largest logit. With `with_map` the certificate map is
@@ -302,7 +331,7 @@ class MaskedDetection(_Masked):
 
     def passes(self, height: int, width: int) -> int | None:
         """One for each mask, and one for the whole image."""
-        return (len(self.mask_set(height, width).hidden) + 1) * (2 if self.mirrored else 1)
+        return (len(self.mask_set(height, width).hidden) + 1) * self._passes_each
 
     def _stays_confident(self, answers: "_Answers", classes: int) -> Annotated[Tensor, "n m"]:
         """Whether a confidence stays above the threshold when logits move within the slack.
@@ -351,6 +380,17 @@ class _Answers:
             largest,
         )
 
+    def settled(self, asked: Numbers, mean: "_Answers", by_mean: Tensor, either: Tensor) -> "_Answers":
+        """These, but for the copies with the numbers `asked` what the `mean` of two images says where it decides.
+
+        Where `either` may decide, the worse of both proves.
+        """
+        own = {name: column[asked] for name, column in vars(self).items()}
+        new = {name: torch.where(by_mean, getattr(mean, name), column) for name, column in own.items()}
+        for name, worse in (("lead", torch.minimum), ("odds", torch.minimum), ("largest", torch.maximum)):
+            new[name] = torch.where(either, worse(own[name], getattr(mean, name)), new[name])
+        return _Answers(*(column.index_copy(0, asked, new[name]) for name, column in vars(self).items()))
+
     @staticmethod
     def joined(parts: "Iterable[_Answers]", shape: tuple[int, ...]) -> "_Answers":
         """All parts, as tensors of this shape."""
@@ -378,6 +418,8 @@ class MaskedCopies:
             self.size = settings.batch_size or copies_at_once(shown, self.images, most, precision)
             self.base = FixedBatches(shown, self.images, self.size, precision, compiled)
             self._check(settings.needed_lead)
+        self.doubt, self.slack = settings.doubt, settings.needed_lead
+        self.together = self.size if self.doubt is None else _BATCHES_BEFORE_DOUBT * self.size
 
     @property
     def classes(self) -> int:
@@ -399,11 +441,47 @@ class MaskedCopies:
     def look(
         self, owner: Numbers, first: Numbers, second: Numbers, labels: Labels | None = None
     ) -> Iterator[_Answers]:
-        """What the model says of each image under two masks, batch by batch; of no images one empty batch."""
+        """What the model says of each image under two masks, in parts of `together`; of no images one empty part."""
         known = torch.zeros_like(owner) if labels is None else labels[owner]
-        batches = zip(*(each.split(self.size) for each in (owner, first, second, known)), strict=True)
-        for images, one, other, label in batches:
-            yield _Answers.of(self.base.logits(self._shown(images, one, other)), label)
+        parts = zip(*(each.split(self.together) for each in (owner, first, second, known)), strict=True)
+        for images, one, other, label in parts:
+            logits = self._logits(images, one, other)
+            answers = _Answers.of(logits, label)
+            yield (
+                answers if self.doubt is None else self._in_doubt(answers, logits, images, one, other, label)
+            )
+
+    def _logits(self, owner: Numbers, first: Numbers, second: Numbers, mirrored: bool = False) -> Logits:
+        batches = zip(*(each.split(self.size) for each in (owner, first, second)), strict=True)
+        copies = (self._shown(*batch) for batch in batches)
+        return torch.cat([self.base.logits(copy.flip(3) if mirrored else copy) for copy in copies])
+
+    def _in_doubt(
+        self,
+        answers: _Answers,
+        logits: Logits,
+        owner: Numbers,
+        first: Numbers,
+        second: Numbers,
+        label: Labels,
+    ) -> _Answers:
+        """The answers, but those of both images' mean where the best class leads by no more than the `doubt`.
+
+        A proof allows logits to move by half of the slack s times the largest. A lead L, a share of the largest, then
+        stays between (L - s) / (1 + s / 2) and (L + s) / (1 - s / 2): on its side of the doubt d if it is further than
+        s (1 + d / 2) away from it. Nearer to it both ways of asking have to prove.
+        """
+        assert self.doubt is not None
+        best, next_best = logits.topk(2, dim=1).values.unbind(dim=1)
+        lead = (best - next_best) / logits.abs().amax(dim=1)
+        room = self.slack * (1 + self.doubt / 2)
+        asked = (~(lead > self.doubt + room)).nonzero().flatten()  # NaN is asked, and says nothing either way
+        if not len(asked):
+            return answers
+        mirrored = self._logits(owner[asked], first[asked], second[asked], mirrored=True)
+        mean = _Answers.of((logits[asked] + mirrored) / 2, label[asked])
+        decided, either = lead[asked] > self.doubt, (lead[asked] - self.doubt).abs() <= room
+        return answers.settled(asked, mean, ~decided, either)
 
     def whole_images(self) -> Labels:
         """What the model says with nothing hidden."""
@@ -420,7 +498,7 @@ class MaskedCopies:
         for part in self.look(owner, mask, mask, labels):
             parts.append(part)
             if progress is not None:
-                progress(min(self.size * len(parts), count * masks) / masks, count)
+                progress(min(self.together * len(parts), count * masks) / masks, count)
         return _Answers.joined(parts, (count, masks))
 
     def predictions(self, said: Annotated[Tensor, "n m"], owners: Labels) -> Labels:
@@ -442,7 +520,7 @@ class MaskedCopies:
         while start < total and bool(is_unanimous.any()):
             left = is_unanimous.nonzero().flatten()
             seconds = torch.arange(
-                start, min(total, start + _share(self.size, len(left))), device=owner.device
+                start, min(total, start + _share(self.together, len(left))), device=owner.device
             )
             who, second = left.repeat_interleave(len(seconds)), seconds.repeat(len(left))
             said = torch.cat([part.said for part in self.look(owner[who], mask[who], second)])
@@ -472,7 +550,8 @@ class _Rows:
         order = (self.least[:, self.pairs[:, 0]] + self.least[:, self.pairs[:, 1]]).argsort(dim=1)
         start, left = 0, self._left(covering, for_map)
         while start < len(self.pairs) and len(left):
-            chosen = order[left, start : start + _share(_BATCHES_AT_ONCE * self.copies.size, len(left))]
+            copies = max(_BATCHES_AT_ONCE * self.copies.size, self.copies.together)
+            chosen = order[left, start : start + _share(copies, len(left))]
             self._look(left, chosen, start)
             start += chosen.shape[1]
             left = self._left(covering, for_map)
@@ -512,7 +591,7 @@ class _Rows:
         leads = list[Tensor]()
         for part in self.copies.look(owner, first, second, self.labels):
             leads.append(part.lead)
-            done = min(self.copies.size * len(leads) / len(owner), 1.0)
+            done = min(self.copies.together * len(leads) / len(owner), 1.0)
             self._note_pairs(len(left), before + done * chosen.shape[1])
         lead = torch.cat(leads)
         flat, masks = self.least.flatten(), self.least.shape[1]

@@ -356,7 +356,11 @@ def _masks(kind: str, settings: Settings) -> str:
     masks = settings["masks"]
     rows, columns = masks if isinstance(masks, list) else (masks, masks)
     more = [f"of {settings['patches']} patches"] if settings.get("patches", 1) > 1 else []
-    more += ["mirrored"] if settings.get("mirrored") else []
+    more += (
+        ["mirrored" if settings.get("doubt") is None else "mirrored in doubt"]
+        if settings.get("mirrored")
+        else []
+    )
     return ", ".join([kind, f"{rows}x{columns} masks", *more])
 
 

@@ -19,7 +19,7 @@ from patchcert.train.loop import train
 from patchcert.train.schedules import EpsilonSchedule, LearningRateSchedule, Schedule
 from patchcert.train.spec import DataSettings, ModelSettings, OptimiserSettings, RunSettings, Spec
 from patchcert.train.step import Plan, Trainee
-from patchcert.train.strategies import Masked, Natural
+from patchcert.train.strategies import Masked, Natural, masked
 from patchcert.train.strategies.masked import MaskedTraining
 from patchcert.train.strategy import Batch, Forward, Subject, WholeModel, derived_seed
 from small_trainings import Watcher, check_resumes, watched
@@ -119,7 +119,9 @@ def test_the_stated_shares_have_no_mask_or_one(clean, single):
     assert found.tolist() == pytest.approx([clean, single, 1 - clean - single], abs=0.02)
 
 
-def test_the_hardest_pair_is_the_one_with_the_largest_loss():
+@pytest.mark.parametrize("at_once", [1, 3, 8])
+def test_the_hardest_pair_is_the_one_with_the_largest_loss(at_once, monkeypatch):
+    monkeypatch.setitem(masked._PAIRS_AT_ONCE, "cpu", at_once)
     training = make_training()
     model = training.forward.network.model
     images, labels = make_data().floats()[:12], make_data().labels[:12]
