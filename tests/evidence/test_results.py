@@ -229,6 +229,22 @@ def test_a_model_in_half_precision_leaves_the_evidence_of_the_whole_one_alone(fi
     assert [each.weights for each in again.trimmed] == [sha256(run.weights)]
 
 
+def test_a_model_in_half_precision_alone_says_how_it_was_trained_and_of_no_other_weights(
+    finished, mlp, tmp_path
+):
+    run = finished.run(mlp, {Patch(5): (90, 62)})
+    model, spec = load(run.weights)
+    save(round_to_half(model), spec, run.weights, half=True)
+    (file,) = run.evidence_folder.iterdir()
+    restate(file, lambda _, meta: meta.update(weights_sha256=sha256(run.weights)))
+    (name,) = collect_all(run.path.parent, tmp_path / "results")
+    result = Result.open((tmp_path / "results" / name).parent)
+    assert result.evidence == ()
+    assert [each.certified for each in result.trimmed] == [62]
+    assert result.summary["weights_sha256"] == ""
+    assert result.training_loss is not None
+
+
 def test_every_file_of_the_results_says_what_its_name_says():
     root = results.Path(__file__).parents[2] / "results"
     for file in root.rglob("*.npz"):

@@ -197,19 +197,24 @@ def collect(run: Run, folder: Path) -> Result:
     """Copies what a finished run leaves into the folder of results; what it replaces there stays in the manifest."""
     target = folder / fingerprint(run)
     copy_evidence(run.path / EVIDENCE, target, sha256(run.weights), folder)
+    _describe(run, target)
+    return Result.open(target)
+
+
+def _describe(run: Run, target: Path) -> None:
+    """Writes down how a run was trained, and what the evidence in its folder of results counts."""
     write_text(target / ENVIRONMENT, json.dumps(run.environment(), indent=2) + "\n")
     write_text(target / SUMMARY, json.dumps(_summary(run, target), indent=2) + "\n")
     for name in (SPEC, METRICS):
         if (run.path / name).is_file():
             copy_file(run.path / name, target / name)
-    return Result.open(target)
 
 
 def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
     """Copies every finished run with evidence below a folder to the results; the names they have there.
 
     The evidence of a model that is trimmed, or rounded to half precision, goes to a folder of its own below that of the
-    network as it was trained.
+    network as it was trained, which may have none.
     """
     names = []
     for run in (Run.open(spec_file.parent) for spec_file in sorted(runs.glob(f"*/{SPEC}"))):
@@ -218,6 +223,8 @@ def collect_all(runs: Path, folder: Path) -> tuple[str, ...]:
         if is_altered(run):
             names.append(f"{fingerprint(run)}/{TRIMMED}")
             copy_evidence(run.path / EVIDENCE, folder / names[-1], sha256(run.weights), folder)
+            if not (folder / fingerprint(run) / SUMMARY).is_file():
+                _describe(run, folder / fingerprint(run))
         else:
             names.append(collect(run, folder).path.name)
     return tuple(names)
@@ -303,7 +310,7 @@ def _summary(run: Run, target: Path) -> dict[str, Any]:
         or before.get("commit")
         or commit_of(environment.get("source_sha256", "")),
         "source_sha256": environment.get("source_sha256") or before.get("source_sha256") or source_sha256(),
-        "weights_sha256": sha256(run.weights),
+        "weights_sha256": "" if is_altered(run) else sha256(run.weights),
     }
 
 
