@@ -3,11 +3,12 @@
 import hashlib
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, cast, final
+from typing import Annotated, Any, Self, cast, final
 
 import numpy as np
 import torch
@@ -80,9 +81,34 @@ class Subject:
         return Evidence(columns, meta)
 
 
+@dataclass(frozen=True)
+class _Measurement(ABC):
+    """What is worked out block by block and written to a `file`, if one is named; finished blocks wait beside it."""
+
+    subject: Subject
+
+    @property
+    @abstractmethod
+    def question(self) -> Question:
+        """What the evidence answers."""
+
+    @cached_property
+    @abstractmethod
+    def _partial(self) -> "_Partial": ...
+
+    def into(self, folder: EvidenceFolder) -> Self:
+        """The same, written to the file of its question in a folder."""
+        return replace(self, file=folder.file(self.question))
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether an interruption leaves anything to resume from."""
+        return self._partial.file is not None
+
+
 @final
 @dataclass(frozen=True)
-class Certification:
+class Certification(_Measurement):
     """Certifies the images of a subject, block by block, and writes evidence to a file, if one is named.
 
     Finished blocks wait in a file beside it, so that an interrupted certification resumes where it stopped. Blocks of
@@ -93,15 +119,10 @@ class Certification:
     verdicts do not depend on the number of processes.
     """
 
-    subject: Subject
     threat: AnyThreat
     file: Path | None = None
     command: str = ""
     world: World = ALONE
-
-    def into(self, folder: EvidenceFolder) -> "Certification":
-        """The same, written to the file of its question in a folder."""
-        return replace(self, file=folder.file(self.question))
 
     @property
     def classifier(self) -> Classifier:
@@ -156,11 +177,6 @@ class Certification:
         """How many images an interrupted certification has left proven or refuted."""
         kept = self._kept(self._own_images())
         return 0 if kept is None else len(kept[0])
-
-    @property
-    def can_resume(self) -> bool:
-        """Whether an interruption leaves anything to resume from."""
-        return self._partial.file is not None
 
     def _kept(self, images: Split) -> tuple[Certificates, float] | None:
         """What an interrupted certification of these images has left, and how long it took."""
@@ -278,7 +294,7 @@ def _kept_images(images: Images, kept: Annotated[Tensor, "n"]) -> dict[str, NDAr
 
 @final
 @dataclass(frozen=True)
-class Attacking:
+class Attacking(_Measurement):
     """Attacks the images of a subject, block by block, and writes evidence to a file, if one is named.
 
     Finished blocks wait in a file beside it, as those of a `Certification` do, with the state of the random numbers, so
@@ -288,7 +304,6 @@ class Attacking:
     that were right before the attack and are wrong after it are kept.
     """
 
-    subject: Subject
     attack: Attack
     threat: AnyThreat
     seed: int = 0
@@ -297,10 +312,6 @@ class Attacking:
     among: Tensor | None = None
     save_images: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def into(self, folder: EvidenceFolder) -> "Attacking":
-        """The same, written to the file of its question in a folder."""
-        return replace(self, file=folder.file(self.question))
 
     @property
     def question(self) -> Question:
@@ -327,11 +338,6 @@ class Attacking:
         """How many images an interrupted attack has left attacked."""
         stored = self._partial.read()
         return 0 if stored is None else len(stored[0]["index"])
-
-    @property
-    def can_resume(self) -> bool:
-        """Whether an interruption leaves anything to resume from."""
-        return self._partial.file is not None
 
     def _attack(self, progress: Progress) -> tuple[dict[str, NDArray[Any]], float]:
         """The rows of all images, and the seconds that they took."""
