@@ -10,7 +10,7 @@ A first layer that is also the last is merged with the specification, so that `t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from patchcert.bounds.rounding import NEAREST, Rounding, lifted
 from patchcert.errors import InvalidInput, UnsupportedLayer
 from patchcert.tensors import Epsilon, Images, Labels, Margins
 
-BOUNDS = ("tight", "per-pixel", "per-value")
+SparseBound = Literal["tight", "per-pixel", "per-value"]
 _MOST_ROUNDS = 16
 """On a GPU, at most this many of the largest entries are found one after the other."""
 _FEW_ENTRIES = 16
@@ -82,7 +82,7 @@ def sparse_margins(
     images: Images,
     labels: Labels,
     pixels: int,
-    bound: str = "tight",
+    bound: SparseBound = "tight",
     epsilon: Epsilon = 1.0,
     rounding: Rounding = NEAREST,
 ) -> Margins:
@@ -114,7 +114,7 @@ def sparse_first_layer(
     clean: Interval,
     images: Images,
     pixels: int,
-    bound: str,
+    bound: SparseBound,
     epsilon: Epsilon,
     rounding: Rounding,
 ) -> Interval:
@@ -122,8 +122,10 @@ def sparse_first_layer(
 
     `clean` holds the layer's results on the unchanged images.
     """
-    if bound not in BOUNDS:
-        raise InvalidInput(f"unknown sparse bound {bound!r}; expected one of {', '.join(BOUNDS)}")
+    if bound not in get_args(SparseBound):
+        raise InvalidInput(
+            f"unknown sparse bound {bound!r}; expected one of {', '.join(get_args(SparseBound))}"
+        )
     if isinstance(layer.operation, Convolution) and layer.operation.groups != 1:
         raise UnsupportedLayer(
             "a sparse bound of a grouped convolution is not known", hint="use groups=1 in the first layer"
@@ -176,7 +178,7 @@ def _tight_moves(
 
 
 def _free_moves(
-    weight: Annotated[Tensor, "neurons c positions"], bound: str, pixels: int, like: Tensor
+    weight: Annotated[Tensor, "neurons c positions"], bound: SparseBound, pixels: int, like: Tensor
 ) -> Annotated[Tensor, "neurons ..."]:
     """How far each neuron moves when the k strongest pixels or channel values move by one."""
     strength = weight.abs().sum(dim=1) if bound == "per-pixel" else weight.abs().flatten(1)

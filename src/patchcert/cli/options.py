@@ -17,8 +17,8 @@ from patchcert.errors import InvalidInput, InvalidThreat
 if TYPE_CHECKING:
     import torch
 
+    from patchcert.bounds.sparse import SparseBound
     from patchcert.certificates import AnyThreat
-    from patchcert.threats.sparse import SparseBound
 
 
 def number_option(

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, final, get_args
 import torch
 from torch import Generator, Tensor
 
+from patchcert.bounds.sparse import SparseBound
 from patchcert.errors import InvalidThreat
 from patchcert.tensors import Images, PerImage
 from patchcert.threats.threat import (
@@ -20,8 +21,6 @@ from patchcert.threats.threat import (
     random_filling,
     without_nan,
 )
-
-SparseBound = Literal["tight", "per-pixel", "per-value"]
 
 
 @final

@@ -5,12 +5,11 @@ from typing import Any, ClassVar, Literal, final
 
 from torch import Generator, Tensor
 
-from patchcert.bounds.sparse import sparse_margins
+from patchcert.bounds.sparse import SparseBound, sparse_margins
 from patchcert.certificates.ablation import draw_retained, encode_ablated
 from patchcert.errors import InvalidThreat, SpecError, at_least
 from patchcert.tensors import Images
 from patchcert.threats import SparsePixels
-from patchcert.threats.sparse import SparseBound
 from patchcert.train.batch_norms import trainable_network
 from patchcert.train.strategy import (
     Batch,
