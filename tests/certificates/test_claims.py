@@ -5,23 +5,26 @@ import re
 
 import numpy as np
 import onnx
+import pytest
 import torch
 from onnx import numpy_helper
 
 import patchcert as pc
-from patchcert.certificates.claims import claims_of, write_properties
+from patchcert.certificates.claims import claims_of, vnnlib_property, write_properties
 from patchcert.models import save_onnx
 
 
-def intervals(path):
-    """The box of a property, and its label, read by regular expressions."""
-    text = path.read_text()
-    ends = {">": {}, "<": {}}
-    for sign, place, number in re.findall(r"\(([<>])= X_(\d+) ([\d.]+)\)", text):
-        ends[sign][int(place)] = float(number)
-    lower, upper = (np.array([ends[sign][place] for place in range(len(ends[sign]))]) for sign in "><")
-    (label,) = set(re.findall(r"\(>= Y_\d+ Y_(\d+)\)", text))
-    return lower, upper, int(label)
+def read(text):
+    """The box of a property, the classes that are compared with the label, and the label, by regular expressions."""
+    ends = {}
+    for sign, place, number in re.findall(r"\(assert \(([<>])= X_(\d+) (-?[\d.]+)\)\)", text):
+        ends[sign, int(place)] = float(number)
+    count = len(re.findall(r"\(declare-const X_\d+ Real\)", text))
+    lower, upper = (np.array([ends[sign, place] for place in range(count)]) for sign in "><")
+    (alternatives,) = re.findall(r"\(assert \(or (.*)\)\)", text)
+    others, labels = zip(*re.findall(r"\(and \(>= Y_(\d+) Y_(\d+)\)\)", alternatives), strict=True)
+    (label,) = set(labels)
+    return lower, upper, list(map(int, others)), int(label)
 
 
 def least_margin(file, lower, upper, label):
@@ -55,7 +58,7 @@ def test_an_independent_computation_gives_the_claimed_margins(tmp_path):
     model, digits, threat, claims = written(tmp_path, 3)
     assert len(claims) == 12
     for claim in claims:
-        lower, upper, label = intervals(tmp_path / claim.file)
+        lower, upper, _, label = read((tmp_path / claim.file).read_text())
         assert (upper - lower).sum() == 4.0
         theirs = least_margin(tmp_path / "model.onnx", lower, upper, label)
         assert claim.margin <= theirs
@@ -69,7 +72,7 @@ def test_an_independent_computation_gives_the_claimed_margins(tmp_path):
 def test_members_of_a_property_are_members_of_the_threat(tmp_path):
     _, digits, threat, claims = written(tmp_path, 2)
     for claim in claims:
-        lower, upper, _ = intervals(tmp_path / claim.file)
+        lower, upper, *_ = read((tmp_path / claim.file).read_text())
         image = digits.floats()[claim.row : claim.row + 1]
         member = torch.tensor(np.where(np.random.default_rng(0).random(784) < 0.5, lower, upper))
         assert threat.contains(image, member.float().reshape(image.shape)).all()
@@ -85,3 +88,25 @@ def test_tables_list_every_property(tmp_path):
     assert [[model, (tmp_path / name).is_file()] for model, name, _ in instances] == [
         ["model.onnx", True]
     ] * 8
+
+
+def test_pixels_are_free_inside_the_patch_and_fixed_outside():
+    image = torch.rand(2, 4, 3)
+    text = vnnlib_property(image, 1, 4, pc.Patch((2, 1)), (2, 1), "image 7")
+    lower, upper, others, label = read(text)
+    assert (others, label) == ([0, 2, 3], 1)
+    is_free = torch.zeros(2, 4, 3, dtype=torch.bool)
+    is_free[:, 2:, 1] = True
+    assert np.array_equal(lower.reshape(2, 4, 3), torch.where(is_free, 0.0, image))
+    assert np.array_equal(upper.reshape(2, 4, 3), torch.where(is_free, 1.0, image))
+    assert text.startswith("; image 7, label 1, with a patch at top 2 and left 1\n")
+    assert text.count("(declare-const Y_") == 4
+
+
+@pytest.mark.parametrize("number", [1e-7, 1e-40, 1 / 255, 2**-149, 0.0, 1.0])
+def test_numbers_are_read_back_exactly_and_without_exponents(number):
+    image = torch.full((1, 2, 2), number)
+    text = vnnlib_property(image, 0, 2, pc.Patch(1), (0, 0), "image")
+    lower, upper, *_ = read(text)
+    assert lower[3] == upper[3] == float(image[0, 1, 1])
+    assert not re.search(r"\de-?\d", text)

@@ -1,19 +1,25 @@
-"""What interval bounds claim of each image and placement, in files by which other verifiers can check it."""
+"""What interval bounds claim of each image and placement, in files by which other verifiers can check it.
+
+A VNN-LIB property asserts what must not happen: `unsat` proves the image with the patch there, `sat` comes with a patch
+that breaks it. Inputs are the pixels in the order (channels, height, width), outputs the logits.
+"""
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
+from typing import Annotated
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from patchcert.bounds.network import least_over_others
 from patchcert.certificates.intervals import IntervalBounds
 from patchcert.files import write_text
 from patchcert.tensors import Images, Labels
 from patchcert.threats import Patch
-from patchcert.threats.vnnlib import vnnlib_property
 
 CLAIMS, INSTANCES = "claims.csv", "instances.csv"
 _HEADER = ["property", "image", "label", "top", "left", "margin", "claim"]
@@ -79,6 +85,43 @@ def write_properties(
         write_text(folder / claim.file, text)
     write_text(folder / CLAIMS, _table([_HEADER, *(each.cells for each in claims)]))
     write_text(folder / INSTANCES, _table([[network, each.file, TIMEOUT] for each in claims]))
+
+
+def vnnlib_property(
+    image: Annotated[Tensor, "c h w"],
+    label: int,
+    classes: int,
+    threat: Patch,
+    corner: tuple[int, int],
+    name: str,
+) -> str:
+    """The text of a VNN-LIB file: some class reaches the label, for the image with the patch at a corner.
+
+    `name` says which image it is. Numbers are those of the image, written so that they are read back exactly.
+    """
+    box = threat.boxes(image[None], torch.tensor([corner], device=image.device))
+    title = f"{name}, label {label}, with a patch at top {corner[0]} and left {corner[1]}"
+    lines = _lines(box.lower.flatten(), box.upper.flatten(), label, classes)
+    return "\n".join([f"; {title}", *lines]) + "\n"
+
+
+def _lines(
+    lower: Annotated[Tensor, "values"], upper: Annotated[Tensor, "values"], label: int, classes: int
+) -> Iterator[str]:
+    yield "; unsat: no patch there changes the prediction away from the label"
+    yield from (f"(declare-const X_{place} Real)" for place in range(len(lower)))
+    yield from (f"(declare-const Y_{place} Real)" for place in range(classes))
+    for place, (least, most) in enumerate(zip(lower.tolist(), upper.tolist(), strict=True)):
+        yield f"(assert (>= X_{place} {_decimal(least)}))"
+        yield f"(assert (<= X_{place} {_decimal(most)}))"
+    others = (f"(and (>= Y_{place} Y_{label}))" for place in range(classes) if place != label)
+    yield f"(assert (or {' '.join(others)}))"
+
+
+def _decimal(number: float) -> str:
+    """Without an exponent, which not every reader of VNN-LIB knows, and exact."""
+    text = repr(number)
+    return text if "e" not in text else format(Decimal(number), "f")
 
 
 def _table(rows: Sequence[Sequence[object]]) -> str:
