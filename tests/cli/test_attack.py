@@ -30,10 +30,6 @@ def _one_block(monkeypatch):
     monkeypatch.setattr(measuring, "ATTACKED_ON_CPU", 25)
 
 
-def answer(capsys):
-    return json.loads(capsys.readouterr().out)
-
-
 def attack(*arguments):
     return run(["attack", *map(str, arguments), "--device", "cpu"])
 
@@ -75,12 +71,11 @@ def lie(folder):
     subject.evidence(work.question, columns, {}).write(work.file)
 
 
-def test_the_summary_and_the_rows_are_what_the_library_says(capsys, trained_file, tmp_path):
+def test_the_summary_and_the_rows_are_what_the_library_says(answered, trained_file, tmp_path):
     out = tmp_path / "evidence.npz"
-    assert (
-        attack(trained_file, "--data", "mnist-mini", "--patch", 3, *QUICK, "--out", out, "--save-images") == 0
+    summary = answered(
+        attack(trained_file, "--data", "mnist-mini", "--patch", 3, *QUICK, "--out", out, "--save-images")
     )
-    summary = answer(capsys)
     index = Selection("mnist-mini", drawn=25).positions(1000)
     images = load_dataset("mnist-mini").test[index]
     model = load(trained_file)[0]
@@ -145,13 +140,10 @@ def test_another_question_keeps_the_evidence_of_the_first(run_folder):
     assert len(evidence(run_folder)) == len(questions) + 2
 
 
-def test_the_first_images_can_be_asked_for(capsys, trained_file, tmp_path):
+def test_the_first_images_can_be_asked_for(answered, trained_file, tmp_path):
     out = tmp_path / "rows.npz"
-    assert (
-        attack(trained_file, "--data", "mnist-mini", "--sparse", 2, *QUICK[:4], "--limit", 6, "--out", out)
-        == 0
-    )
-    assert answer(capsys)["attack"]["kind"] == "SparseAttack"
+    asked = ("--data", "mnist-mini", "--sparse", 2, *QUICK[:4], "--limit", 6, "--out", out)
+    assert answered(attack(trained_file, *asked))["attack"]["kind"] == "SparseAttack"
     with np.load(out, allow_pickle=False) as rows:
         assert rows["index"].tolist() == list(range(6))
         assert (rows["top"] == -1).all()
@@ -175,13 +167,10 @@ def test_defended_models_are_attacked_with_and_without_knowing_the_defense(answe
     assert summary["attack"]["kind"] == type(whole).__name__
 
 
-def test_settings_are_tuned_on_training_images(capsys, trained_file):
+def test_settings_are_tuned_on_training_images(answered, trained_file):
     options = ["--defense", "lgs", "--tune", "20", "--largest-drop", "1", "--images", "5"]
-    assert (
-        attack(trained_file, "--data", "mnist-mini", "--patch", 4, "--steps", 4, "--restarts", 2, *options)
-        == 0
-    )
-    tuning = answer(capsys)["tuning"]
+    quick = ("--patch", 4, "--steps", 4, "--restarts", 2)
+    tuning = answered(attack(trained_file, "--data", "mnist-mini", *quick, *options))["tuning"]
     assert tuning["images"] == 20
     model, images = load(trained_file)[0], load_dataset("mnist-mini").train[5980:]
     inner = pc.PatchAttack(steps=4, restarts=2)
@@ -362,17 +351,15 @@ def test_an_interrupted_attack_says_what_it_keeps_and_resumes(capsys, trained_fi
     assert all(np.array_equal(rows[name], expected[name]) for name in expected.files if name != "meta")
 
 
-def test_several_patches_are_certified_and_attacked_at_once(
-    trained_file, capsys, tmp_path, answered, refused
-):
+def test_several_patches_are_certified_and_attacked_at_once(trained_file, tmp_path, answered, refused):
     one = [trained_file, "--data", "mnist-mini", "--patch", "2", "--placements", "corners"]
     file = tmp_path / "rows.npz"
     two = answered(attack(*one, *QUICK, "--patches", "2", "--search", "sweep", "--out", file))
     assert two["threat"] == {"kind": "patches", "stamp": "2x2", "placements": "corners", "count": 2}
     assert two["attack"]["kind"] == "PatchesInTurn"
     assert two["attack"]["attack"]["search"] == "sweep"
-    assert run(["certify", *map(str, one), "--patches", "2", "--limit", "25", "--device", "cpu"]) == 0
-    assert answer(capsys)["threat"]["count"] == 2
+    proven = answered(run(["certify", *map(str, one), "--patches", "2", "--limit", "25", "--device", "cpu"]))
+    assert proven["threat"]["count"] == 2
     assert "is not a whole number of at least 2" in refused(attack(*one, *QUICK, "--patches", "1"))
 
 
@@ -387,10 +374,10 @@ def test_one_patch_is_learned_on_training_images_and_tried_on_test_images(traine
     assert Evidence.read(file).meta["attack"] == said["attack"]
 
 
-def test_patches_for_transforms_are_attacked_with_too(trained_file, capsys):
+def test_patches_for_transforms_are_attacked_with_too(trained_file, answered):
     one = [trained_file, "--data", "mnist-mini", "--patch", "6"]
-    assert attack(*one, *QUICK, "--transform", "brightness=0.2", "--certified-only") == 0
-    assert answer(capsys)["attack"]["kind"] == "TransformedAttack"
+    found = answered(attack(*one, *QUICK, "--transform", "brightness=0.2", "--certified-only"))
+    assert found["attack"]["kind"] == "TransformedAttack"
 
 
 @pytest.mark.parametrize(
@@ -410,11 +397,9 @@ def test_mistakes_about_printed_patches_are_said(trained_file, options, message,
     assert message in refused(attack(trained_file, "--data", "mnist-mini", "--patch", "2", *QUICK, *options))
 
 
-def test_masks_are_those_of_the_attacked_classifier(trained_file, capsys):
+def test_masks_are_those_of_the_attacked_classifier(trained_file, answered):
     common = (trained_file, "--data", "mnist-mini", "--patch", 2, "--method", "masking")
     quick = ("--steps", 2, "--restarts", 1, "--images", 3)
-    assert attack(*common, *quick, "--masks", 3) == 0
-    found = answer(capsys)
+    found = answered(attack(*common, *quick, "--masks", 3))
     assert found["classifier"]["masks"] == 3
-    assert attack(*common, *quick, "--setting", "masks=3") == 0
-    assert answer(capsys)["classifier"] == found["classifier"]
+    assert answered(attack(*common, *quick, "--setting", "masks=3"))["classifier"] == found["classifier"]

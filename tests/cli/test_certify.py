@@ -17,18 +17,15 @@ from patchcert.files import sha256
 from patchcert.models import ModelSpec, build, load, save
 
 
-def answer(capsys):
-    return json.loads(capsys.readouterr().out)
-
-
 def certify(*arguments):
     return run(["certify", *map(str, arguments), "--device", "cpu"])
 
 
-def test_the_summary_is_what_the_library_says(capsys, model_file, tmp_path):
+def test_the_summary_is_what_the_library_says(answered, model_file, tmp_path):
     out = tmp_path / "evidence.npz"
-    assert certify(model_file, "--data", "mnist-mini", "--patch", "2x3", "--limit", 30, "--out", out) == 0
-    summary = answer(capsys)
+    summary = answered(
+        certify(model_file, "--data", "mnist-mini", "--patch", "2x3", "--limit", 30, "--out", out)
+    )
     images = load_dataset("mnist-mini").test.take(30)
     expected = pc.certify(load(model_file)[0], images.floats(), images.labels, pc.Patch((2, 3)))
     assert summary["images"] == 30
@@ -44,7 +41,7 @@ def test_the_summary_is_what_the_library_says(capsys, model_file, tmp_path):
 
 
 def test_evidence_names_the_weights_that_were_read_even_if_the_file_is_replaced(
-    capsys, model_file, monkeypatch
+    answered, model_file, monkeypatch
 ):
     expected, honest = sha256(model_file), IntervalBounds.certify
 
@@ -53,9 +50,9 @@ def test_evidence_names_the_weights_that_were_read_even_if_the_file_is_replaced(
         return honest(*arguments)
 
     monkeypatch.setattr(IntervalBounds, "certify", replacing)
-    assert certify(model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 3) == 0
+    found = answered(certify(model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 3))
     assert model_file.read_bytes() == b"newer weights"
-    assert answer(capsys)["weights_sha256"] == expected
+    assert found["weights_sha256"] == expected
 
 
 def test_an_interrupted_command_resumes_when_it_is_given_again(capsys, model_file, tmp_path, monkeypatch):
@@ -246,11 +243,12 @@ def test_an_unfinished_run_is_refused(refused, run_folder):
     assert "has not finished training" in refused(certify(run_folder.path))
 
 
-def test_a_proof_by_masks_goes_through_the_same_command(capsys, model_file, tmp_path):
+def test_a_proof_by_masks_goes_through_the_same_command(answered, model_file, tmp_path):
     out = tmp_path / "evidence.npz"
     common = (model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 8)
-    assert certify(*common, "--method", "masking", "--masks", 3, "--setting", "fill=0.2", "--out", out) == 0
-    summary = answer(capsys)
+    summary = answered(
+        certify(*common, "--method", "masking", "--masks", 3, "--setting", "fill=0.2", "--out", out)
+    )
     images = load_dataset("mnist-mini").test.take(8)
     masking = pc.DoubleMasking(load(model_file)[0], pc.Patch(2), masks=3, fill=0.2)
     expected = masking.certify(images.floats(), images.labels, pc.Patch(2))
@@ -260,8 +258,10 @@ def test_a_proof_by_masks_goes_through_the_same_command(capsys, model_file, tmp_
     stored = Evidence.read(out)
     assert stored.columns["lead"].tolist() == expected.lead.tolist()
     assert stored.columns["first_mask"].tolist() == expected.weakest_masks[:, 0].tolist()
-    assert certify(*common, "--method", "detection", "--masks", "3,2", "--setting", "mirrored=true") == 0
-    assert answer(capsys)["guarantee"]["promise"] == "detection"
+    found = answered(
+        certify(*common, "--method", "detection", "--masks", "3,2", "--setting", "mirrored=true")
+    )
+    assert found["guarantee"]["promise"] == "detection"
 
 
 def test_evidence_by_masks_that_contradicts_itself_is_refused(model_file, tmp_path):

@@ -27,10 +27,6 @@ def published(tmp_path, monkeypatch):
     return folder
 
 
-def answer(capsys):
-    return json.loads(capsys.readouterr().out)
-
-
 def test_list_says_what_is_there(answered, tmp_path, published):
     rows = {row["name"]: row for row in answered(run(["data", "list", "--data-dir", str(published)]))["data"]}
     assert rows["mnist-mini"]["available"]
@@ -50,9 +46,9 @@ def test_fetch_then_verify(capsys, tmp_path, published, answered):
     assert all(file["verified"] for file in verified["files"])
 
 
-def test_fetch_fills_the_cache_by_default(capsys, published):
-    assert run(["data", "fetch", "mnist", "--mirror", published.as_uri()]) == 0
-    assert answer(capsys)["folder"].endswith("/patchcert/mnist")
+def test_fetch_fills_the_cache_by_default(answered, published):
+    found = answered(run(["data", "fetch", "mnist", "--mirror", published.as_uri()]))
+    assert found["folder"].endswith("/patchcert/mnist")
 
 
 def test_verify_finds_damage(capsys, published):

@@ -72,9 +72,8 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop("own_models", None)
 
 
-def certified(capsys, *arguments):
-    assert run(["certify", *map(str, arguments), *ARGUMENTS]) == 0
-    return json.loads(capsys.readouterr().out)
+def certified(answered, *arguments):
+    return answered(run(["certify", *map(str, arguments), *ARGUMENTS]))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def certified(capsys, *arguments):
     ],
 )
 @pytest.mark.parametrize("kind", ["safetensors", "pt", "checkpoint", "parallel"])
-def test_what_is_certified_is_the_model_with_its_weights_and_normalisation(capsys, own, target, kind):
+def test_what_is_certified_is_the_model_with_its_weights_and_normalisation(answered, own, target, kind):
     weights = own.state_dict()
     match kind:
         case "safetensors":
@@ -100,7 +99,7 @@ def test_what_is_certified_is_the_model_with_its_weights_and_normalisation(capsy
             torch.save({"epoch": 3, "state_dict": weights}, "own.checkpoint")
         case "parallel":
             torch.save(nn.DataParallel(own).state_dict(), "own.parallel")
-    summary = certified(capsys, target, "--weights", f"own.{kind}", "--normalise", "0.13/0.31")
+    summary = certified(answered, target, "--weights", f"own.{kind}", "--normalise", "0.13/0.31")
     model, images = nn.Sequential(pc.Normalize(0.13, 0.31), own), load_dataset("mnist-mini").test.take(6)
     expected = pc.certify(model, images.floats(), images.labels, pc.Patch(2))
     assert summary["correct"] == int((expected.predictions == images.labels).sum())
@@ -108,12 +107,12 @@ def test_what_is_certified_is_the_model_with_its_weights_and_normalisation(capsy
     assert summary["weights_sha256"] == state_sha256(model)
 
 
-def test_every_command_takes_it(capsys, own, answered):
+def test_every_command_takes_it(own, answered):
     torch.save(own.state_dict(), "own.pt")
     images = load_dataset("mnist-mini").test.take(6)
     expected = own(images.floats()).argmax(dim=1)
-    assert run(["predict", "own_models:small", "--weights", "own.pt", *ARGUMENTS]) == 0
-    assert list(json.loads(capsys.readouterr().out)["predictions"].values()) == expected.tolist()
+    found = answered(run(["predict", "own_models:small", "--weights", "own.pt", *ARGUMENTS]))
+    assert list(found["predictions"].values()) == expected.tolist()
     attack = ["attack", "own_models:small", "--weights", "own.pt", "--steps", "1", "--restarts", "1"]
     assert answered(run([*attack, *ARGUMENTS]))["correct"] == int((expected == images.labels).sum())
 
@@ -126,9 +125,9 @@ def test_without_weights_it_is_taken_as_it_is_made(capsys, own):
     assert json.loads(printed.out)["weights_sha256"] == state_sha256(type(own)())
 
 
-def test_double_precision_is_kept_and_attacked(capsys, own):
+def test_double_precision_is_kept_and_attacked(capsys, own, answered):
     torch.save(own.double().state_dict(), "own.pt")
-    summary = certified(capsys, "own_models:small", "--weights", "own.pt")
+    summary = certified(answered, "own_models:small", "--weights", "own.pt")
     assert summary["classifier"]["dtype"] == "float64"
     attack = ["attack", "own_models:small", "--weights", "own.pt", "--steps", "1", "--restarts", "1"]
     assert run([*attack, *ARGUMENTS]) == 0

@@ -66,12 +66,8 @@ def zoo(folder, tmp_path, monkeypatch):
     return made
 
 
-def answer(capsys):
-    return json.loads(capsys.readouterr().out)
-
-
 def test_added_models_are_listed_and_shown(capsys, zoo, folder, answered):
-    (added,) = answer(capsys)["runs"]
+    (added,) = answered(0)["runs"]
     assert (added["name"], added["status"]) == (NAME, "added")
     assert run(["zoo", "list"]) == 0
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(NAME)]
