@@ -14,6 +14,7 @@ from torch import nn
 from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
 from patchcert.bounds.lowering import LAYER_RULES
 from patchcert.errors import UnsupportedLayer
+from patchcert.testing.conformance import seeded
 from patchcert.testing.networks import randomise
 from patchcert.threats import Patch
 from patchcert.windows.dense import dense_margins, reference_margins
@@ -35,10 +36,6 @@ def _example():
     yield
     for layer in LAYERS:
         del LAYER_RULES[layer]
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def network(sides, seed=0, dtype=torch.float32):

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from boxes import OUTWARD, box_around, contains, networks_with_boxes, points_of, seeded
+from boxes import OUTWARD, box_around, contains, networks_with_boxes, points_of
 from patchcert.bounds import Interval, Rounding, trace
 from patchcert.bounds.network import Network
 from patchcert.bounds.operations import Add, Affine, Convolution, Linear, Monotone, Operation
+from patchcert.testing.conformance import seeded
 from patchcert.testing.networks import randomise
 from strategies import seeds
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import patchcert as pc
-from boxes import seeded
 from patchcert.bounds import NEAREST, Interval, Rounding, trace
 from patchcert.bounds.sparse import (
     FirstLayer,
@@ -26,6 +25,7 @@ from patchcert.bounds.sparse import (
 )
 from patchcert.errors import InvalidInput, UnsupportedLayer
 from patchcert.models import Normalize
+from patchcert.testing.conformance import seeded
 from patchcert.testing.networks import randomise
 from strategies import seeds
 

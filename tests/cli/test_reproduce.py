@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import patchcert
+from other_processes import environment, interrupted
 from patchcert.cli.app import run
 from patchcert.cli.reproduce import stop_on_signals
 from patchcert.papers.chiang2020.tables import table_names
@@ -69,19 +69,9 @@ def test_a_whole_table_takes_its_shape_in_a_quick_look(answered, tmp_path):
 def test_ctrl_c_stops_cleanly_and_the_same_command_resumes(tmp_path):
     rows = ["strategy-detail-5x5", "--rows", "MNIST random(1) mlp", "--scale", "quick", "--device", "cpu"]
     command = [sys.executable, "-m", "patchcert", "reproduce", *rows, "--runs", str(tmp_path / "runs")]
-    source = str(Path(patchcert.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stderr=pipe, stdout=pipe, text=True, env=environment) as process:
-        assert process.stderr is not None
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if line.startswith("running:"):
-                process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+    said = interrupted(command, at="running:")
     assert any("give the same command again to resume" in line for line in said)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
 
@@ -178,16 +168,8 @@ from patchcert.cli.app import run
 assert run({rows!r}) == 0
 print(*(name for name in sys.modules if name.startswith("patchcert")), file=sys.stderr)
 """
-    source = str(Path(patchcert.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=True)
     loaded = done.stderr.split()
     assert "patchcert.papers.chiang2020.counting" in loaded
     assert not {name for name in loaded if name.endswith((".imagenet", ".runner", ".answering"))}

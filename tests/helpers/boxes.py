@@ -4,13 +4,10 @@ import torch
 from hypothesis import strategies as st
 
 from patchcert.bounds import Interval, Rounding
+from patchcert.testing.conformance import seeded
 from strategies import image_batches, image_shapes, networks, seeds
 
 OUTWARD = Rounding.outward(torch.float64)
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def box_around(images, seed, reach=0.3):

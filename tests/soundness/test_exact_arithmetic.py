@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from exact import exact_matrix, fractions, ill_scaled
 from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
 from patchcert.bounds.operations import Add
 from patchcert.certificates import certify, placement_margins
@@ -17,12 +18,6 @@ from patchcert.models import ModelSpec, build
 from patchcert.threats import Patch, SparsePixels
 from patchcert.windows.dense import dense_margins
 from strategies import seeds
-
-as_fractions = np.vectorize(Fraction, otypes=[object])
-
-
-def fractions(tensor):
-    return as_fractions(tensor.detach().double().numpy())
 
 
 @dataclass
@@ -42,20 +37,6 @@ class Box:
         return Box(np.maximum(self.lower, 0), np.maximum(self.upper, 0))
 
 
-def matrix_of(layer, shape):
-    """A convolution on maps of this shape as a matrix in fractions, and its bias for each output."""
-    channels, height, width = shape
-    probe = nn.Conv2d(
-        channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding, bias=False
-    )
-    probe.weight.data = torch.arange(1.0, layer.weight.numel() + 1).reshape(layer.weight.shape)
-    basis = torch.eye(channels * height * width).reshape(-1, *shape)
-    which = probe.double()(basis.double()).flatten(1).T.round().long()
-    weights = np.concatenate([[Fraction(0)], fractions(layer.weight).flatten()])
-    places = which.shape[0] // layer.out_channels
-    return weights[which.numpy()], np.repeat(fractions(layer.bias), places)
-
-
 def exact_margins(model, images, label, patch):
     """Margins (n, placements, classes) in fractions: a box for each placement, the last layer merged."""
     corners = patch.placements(*images.shape[2:]).corners
@@ -68,7 +49,7 @@ def exact_margins(model, images, label, patch):
         else:
             is_map = isinstance(layer, nn.Conv2d)
             weight, bias = (
-                matrix_of(layer, images.shape[1:])
+                exact_matrix(layer, images.shape[1:])
                 if is_map
                 else (fractions(layer.weight), fractions(layer.bias))
             )
@@ -78,16 +59,6 @@ def exact_margins(model, images, label, patch):
     weight, bias = fractions(last.weight), fractions(last.bias)
     margins = box.through(weight[label] - weight, bias[label] - bias).lower
     return margins.reshape(len(images), len(corners), -1)
-
-
-def ill_scaled(shape, generator, spread):
-    """Weights of either sign over many powers of two, some of them nearly cancelling their neighbours."""
-    exponents = torch.randint(-spread, spread + 1, shape, generator=generator)
-    values = torch.randn(shape, generator=generator) * 2.0**exponents
-    flat = values.flatten()
-    twins = torch.randperm(len(flat) - 1, generator=generator)[: len(flat) // 3]
-    flat[twins + 1] = -flat[twins] * (1 + 1e-6 * torch.randn(len(twins), generator=generator))
-    return flat.reshape(shape)
 
 
 KINDS = {
@@ -158,7 +129,7 @@ def test_layers_never_leave_out_the_exact_bound(kind, seed, spread):
     first = next(layer for layer in model if isinstance(layer, nn.Linear | nn.Conv2d))
     flat = Box(fractions(box.lower.flatten(1)), fractions(box.upper.flatten(1)))
     if isinstance(first, nn.Conv2d):
-        exact = flat.through(*matrix_of(first, SHAPE))
+        exact = flat.through(*exact_matrix(first, SHAPE))
     else:
         exact = flat.through(fractions(first.weight), fractions(first.bias))
     with torch.no_grad(), precise_arithmetic():

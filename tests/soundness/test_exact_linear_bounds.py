@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from exact import exact_matrix, fractions, ill_scaled
 from patchcert.bounds import Interval, Rounding, precise_arithmetic, trace
 from patchcert.bounds.linear import linear_margins
 from patchcert.bounds.mixture import Mixture
@@ -19,20 +20,6 @@ from strategies import seeds
 from written_models import model_of
 
 FLOAT32, FLOAT64 = Rounding.outward(torch.float32), Rounding.outward(torch.float64)
-as_fractions = np.vectorize(Fraction, otypes=[object])
-
-
-def fractions(tensor):
-    return as_fractions(tensor.detach().double().numpy())
-
-
-def ill_scaled(shape, generator, spread):
-    exponents = torch.randint(-spread, spread + 1, shape, generator=generator)
-    values = torch.randn(shape, generator=generator) * 2.0**exponents
-    flat = values.flatten()
-    twins = torch.randperm(max(len(flat) - 1, 1), generator=generator)[: len(flat) // 3]
-    flat[twins + 1] = -flat[twins] * (1 + 1e-6 * torch.randn(len(twins), generator=generator))
-    return flat.reshape(shape)
 
 
 def some_box(shape, generator, spread):
@@ -51,31 +38,6 @@ LAYERS = {
     "groups": (lambda: nn.Conv2d(2, 4, 2, groups=2, dilation=2, bias=False), (2, 4, 3)),
     "average": (lambda: nn.AvgPool2d(2, 1, 1), (2, 3, 3)),
 }
-
-
-def exact_matrix(layer, shape):
-    """The layer's matrix and offset in fractions; which weight stands where is found by numbering them."""
-    size = int(np.prod(shape))
-    basis = torch.eye(size, dtype=torch.float64).reshape(-1, *shape)
-    if isinstance(layer, nn.AvgPool2d):
-        counts = (layer(basis) * 4).round().flatten(1).T.long().numpy()
-        matrix = as_fractions(counts) / 4
-        return matrix, np.full(len(matrix), Fraction(0))
-    probe = type(layer)(*probe_arguments(layer), bias=False)
-    probe.weight.data = torch.arange(1.0, layer.weight.numel() + 1).reshape(layer.weight.shape)
-    which = probe.double()(basis).flatten(1).T.round().long().numpy()
-    weights = np.concatenate([[Fraction(0)], fractions(layer.weight).flatten()])
-    bias = torch.zeros(len(layer.weight)) if layer.bias is None else layer.bias
-    return weights[which], np.repeat(fractions(bias), len(which) // len(bias))
-
-
-def probe_arguments(layer):
-    if isinstance(layer, nn.Linear):
-        return layer.in_features, layer.out_features
-    return (
-        layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding, layer.dilation,
-        layer.groups,
-    )  # fmt: skip
 
 
 @torch.no_grad()

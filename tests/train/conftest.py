@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import patchcert
+from other_processes import environment
 
 SERVER = Path(__file__).with_name("fork_server.py")
 
@@ -19,12 +19,11 @@ class Forks:
 
     def __init__(self, folder):
         self.folder = folder
-        source = str(Path(patchcert.__file__).parents[1])
-        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        environment |= {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        known = environment(NO_COLOR="1")
+        alone = {key: value for key, value in known.items() if key not in ("RANK", "WORLD_SIZE")}
         pipe = subprocess.PIPE
         command = [sys.executable, str(SERVER)]
-        self.server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self.server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=alone)
         self.started = 0
         assert self.answer() == "ready"
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from boxes import seeded
 from patchcert.bounds import NEAREST, Rounding, trace
 from patchcert.certificates import certify, placement_margins
 from patchcert.models import Normalize
+from patchcert.testing.conformance import seeded
 from patchcert.testing.networks import ResidualBlock, randomise
 from patchcert.threats import Patch, shapes
 from patchcert.windows import passes

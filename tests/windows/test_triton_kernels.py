@@ -13,6 +13,7 @@ from patchcert.bounds import NEAREST, precise_arithmetic, trace
 from patchcert.bounds.geometry import FeatureMap, Geometry, Window, convolve
 from patchcert.bounds.rounding import fast_arithmetic
 from patchcert.models import Normalize
+from patchcert.testing.conformance import seeded
 from patchcert.testing.networks import randomise
 from patchcert.threats import Patch
 from patchcert.windows.passes import cells, clean_pass
@@ -33,10 +34,6 @@ pytestmark = [
         not HAS_CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="no CUDA device and no interpreter"
     ),
 ]
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def random_parts(window, channels, generator):

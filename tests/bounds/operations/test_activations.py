@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from boxes import seeded
 from patchcert.bounds import Interval, Rounding, trace
+from patchcert.testing.conformance import seeded
 
 SELU = mpmath.mpf("1.0507009873554804934193349852946"), mpmath.mpf("1.6732632423543772848170429916717")
 

@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from boxes import OUTWARD, box_around, seeded
+from boxes import OUTWARD, box_around
 from patchcert.bounds import Interval, Rounding, trace
 from patchcert.models import Normalize
+from patchcert.testing.conformance import seeded
 from patchcert.testing.networks import randomise
 from strategies import seeds
 

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from boxes import box_around, contains, seeded
+from boxes import box_around, contains
 from patchcert.bounds import Interval, Rounding, trace
 from patchcert.bounds.operations import Multiply
 from patchcert.errors import UnsupportedLayer
+from patchcert.testing.conformance import seeded
 from strategies import seeds
 from written_models import model_of
 

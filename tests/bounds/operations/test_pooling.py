@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from boxes import OUTWARD, box_around, contains, networks_with_boxes, points_of, seeded
+from boxes import OUTWARD, box_around, contains, networks_with_boxes, points_of
 from patchcert.bounds import NEAREST, Interval, Rounding, trace
 from patchcert.bounds.linear import linear_margins
 from patchcert.errors import UnsupportedLayer
+from patchcert.testing.conformance import seeded
 from patchcert.testing.networks import ResidualBlock, randomise
 from strategies import seeds
 from written_models import images as random_images

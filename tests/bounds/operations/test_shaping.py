@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from boxes import OUTWARD, box_around, seeded
+from boxes import OUTWARD, box_around
 from patchcert.bounds import trace
 from patchcert.errors import UnsupportedLayer
+from patchcert.testing.conformance import seeded
 from strategies import seeds
 from written_models import model_of
 

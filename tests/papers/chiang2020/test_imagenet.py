@@ -2,13 +2,9 @@
 
 import inspect
 import json
-import os
-import signal
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from threading import Event
 
 import numpy as np
@@ -18,8 +14,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-import patchcert
 from forged_evidence import forge
+from other_processes import interrupted
 from patchcert.attacks import AttackJob, FastCopy, PatchAttack
 from patchcert.cli.app import run
 from patchcert.data import load_dataset
@@ -45,6 +41,7 @@ from patchcert.papers.chiang2020.networks import (
 from patchcert.papers.chiang2020.recipes import recipe
 from patchcert.papers.chiang2020.runner import Runner, Workshop
 from patchcert.papers.chiang2020.tables import find_table
+from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch
 
 TABLE = find_table("break-imagenet")
@@ -352,25 +349,11 @@ sys.exit(run(sys.argv[1:]))
     rows = ["break-imagenet", "--rows", "LGS"]
     where = ["--data-dir", str(data_dir), "--results", str(tmp_path / "results"), "--device", "cpu"]
     command = [sys.executable, str(script), "reproduce", *rows, *where, "--runs", str(tmp_path / "runs")]
-    source = str(Path(patchcert.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stderr=pipe, stdout=pipe, text=True, env=environment) as process:
-        assert process.stderr is not None
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if line.startswith("running: imagenet resnet50 52x52"):
-                process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130, said
+    said = interrupted(command, at="running: imagenet resnet50 52x52")
     assert len(list((tmp_path / "results").iterdir())) == 1
     assert any("1 done, 1 interrupted, 1 waiting" in line for line in said), said
     assert reproduce(data_dir, tmp_path, *rows) == 0
     assert "1 already done, 2 done" in capsys.readouterr().err
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def small_model() -> nn.Sequential:

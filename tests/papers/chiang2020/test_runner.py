@@ -1,15 +1,14 @@
 """Every run is planned once, however many rows share it; processes run, fail, resume, and end with their parent."""
 
-import os
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 from threading import Event
 
 import pytest
 import torch
 
 import patchcert
+from other_processes import environment
 from patchcert.data import load_dataset
 from patchcert.evidence.results import Circumstances, Result
 from patchcert.papers.chiang2020.recipes import QUICK_DATA, Scale, parse_scale
@@ -131,8 +130,7 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
     long = replace(made.spec, schedule=replace(made.spec.schedule, epochs=100_000))
     replace(made, spec=long).write(tmp_path / "run", jobs=1)
     command = [*WORKER, str(tmp_path / "run"), "--parent", "1"]
-    source = str(Path(patchcert.__file__).parents[1])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": source}, capture_output=True, timeout=60)
+    done = subprocess.run(command, env=environment(), capture_output=True, timeout=60)
     assert done.returncode == 130, done.stderr.decode()
 
 
