@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from attacked_models import normal
+from attacked_models import Bright, normal, one_pixel
 from patchcert.attacks import (
     AdaptiveAfterTransfer,
     AdaptiveAttack,
@@ -23,14 +23,6 @@ from patchcert.defenses import Defended, Defense, DigitalWatermarking, LocalGrad
 from patchcert.errors import InvalidInput
 from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, Patches, SparsePixels
-
-
-class Bright(nn.Module):
-    """Says 1 where the first pixel exceeds one half."""
-
-    def forward(self, images):
-        value = images[:, 0, 0, 0]
-        return torch.stack([0.5 - value, value - 0.5], dim=1)
 
 
 class Never(nn.Module):
@@ -59,10 +51,6 @@ class Wall(Defense):
 
     def surrogates(self):
         return (lambda images: self(images).detach() + 0 * images, self.forward)
-
-
-def one_pixel(*values: float) -> torch.Tensor:
-    return torch.tensor(values).reshape(-1, 1, 1, 1)
 
 
 ATTACK = PatchAttack(steps=10, step_size=0.2, restarts=2, search="random")

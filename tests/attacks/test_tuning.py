@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from attacked_models import Bright, one_pixel
 from patchcert.attacks import Attack, Findings, PatchAttack, smoothing_grid, tune_defense, watermarking_grid
 from patchcert.defenses import Defense, LocalGradientSmoothing
 from patchcert.errors import InvalidInput
@@ -24,18 +25,6 @@ class Dim(Defense):
         return (self.forward,)
 
 
-class Threshold(nn.Module):
-    """Says 1 where the first pixel exceeds one half."""
-
-    def forward(self, images):
-        first = images[:, 0, 0, 0]
-        return torch.stack([0.5 - first, first - 0.5], dim=1)
-
-
-def column(*values: float) -> torch.Tensor:
-    return torch.tensor(values).reshape(-1, 1, 1, 1)
-
-
 @dataclass(frozen=True)
 class Finds(Attack):
     """Finds the given images."""
@@ -51,11 +40,11 @@ class Finds(Attack):
 
 
 def tuned(factors, largest_drop, progress=None):
-    attack = Finds(column(0.7, 0.9, 0.9, 0.9))
-    images, labels = column(0.1, 0.2, 0.9, 0.6), torch.tensor([0, 0, 1, 1])
+    attack = Finds(one_pixel(0.7, 0.9, 0.9, 0.9))
+    images, labels = one_pixel(0.1, 0.2, 0.9, 0.6), torch.tensor([0, 0, 1, 1])
     defenses = [Dim(factor) for factor in factors]
     return tune_defense(
-        attack, Threshold(), images, labels, Patch(1), defenses, largest_drop=largest_drop, progress=progress
+        attack, Bright(), images, labels, Patch(1), defenses, largest_drop=largest_drop, progress=progress
     )
 
 
@@ -105,9 +94,9 @@ def test_watermarking_grid_covers_windows_up_to_two_pixels_more_than_the_patch()
 def test_unequal_numbers_of_images_and_none_are_refused():
     attack = PatchAttack(1, restarts=1)
     with pytest.raises(InvalidInput, match=r"labels must be a long tensor \(2,\), got torch.int64 \(1,\)"):
-        tune_defense(attack, Threshold(), column(0.1, 0.2), torch.tensor([0]), Patch(1), [])
+        tune_defense(attack, Bright(), one_pixel(0.1, 0.2), torch.tensor([0]), Patch(1), [])
     with pytest.raises(InvalidInput, match="a defense is tuned on at least one image, got none"):
-        tune_defense(attack, Threshold(), torch.zeros(0, 1, 1, 1), torch.zeros(0).long(), Patch(1), [])
+        tune_defense(attack, Bright(), torch.zeros(0, 1, 1, 1), torch.zeros(0).long(), Patch(1), [])
 
 
 class Cap(Defense):
@@ -129,11 +118,11 @@ def test_the_weak_attack_is_made_once_and_the_best_allowed_setting_is_chosen():
     labels = torch.tensor([0, 0, 0, 1])
     defenses = [Cap(1.0), Cap(0.4)]
     attack = PatchAttack(steps=5, step_size=0.3, restarts=2)
-    strict = tune_defense(attack, Threshold(), images, labels, Patch(1), defenses, largest_drop=0.1)
+    strict = tune_defense(attack, Bright(), images, labels, Patch(1), defenses, largest_drop=0.1)
     assert strict.undefended_accuracy == 1.0
     assert [trial.weak_accuracy for trial in strict.trials] == [0.0, 0.75]
     assert strict.best is not None
     assert strict.best.defense is defenses[0]
-    free = tune_defense(attack, Threshold(), images, labels, Patch(1), defenses, largest_drop=0.3)
+    free = tune_defense(attack, Bright(), images, labels, Patch(1), defenses, largest_drop=0.3)
     assert free.best is not None
     assert free.best.defense is defenses[1]

@@ -116,7 +116,7 @@ def test_mistakes_are_named(runs, words, message, refused):
     assert message in refused(run(["compare", *given]))
 
 
-def test_a_run_without_certificates_is_no_row(runs, tmp_path, refused):
+def test_a_run_without_certificates_is_no_row(tmp_path, refused):
     spec = Spec(DataSettings("mnist-mini"), ModelSettings("mlp"), pc.Patch(5), Bands())
     empty = Run.create(tmp_path / "empty", spec)
     settings = ModelSpec("mlp", 1, 28, 28)

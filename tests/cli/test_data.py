@@ -27,7 +27,7 @@ def published(tmp_path, monkeypatch):
     return folder
 
 
-def test_list_says_what_is_there(answered, tmp_path, published):
+def test_list_says_what_is_there(answered, published):
     rows = {row["name"]: row for row in answered(run(["data", "list", "--data-dir", str(published)]))["data"]}
     assert rows["mnist-mini"]["available"]
     assert rows["mnist"] == {"name": "mnist", "available": True, "where": str(published)}

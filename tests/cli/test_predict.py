@@ -54,7 +54,7 @@ def test_pictures_of_more_than_8_bits_are_refused(refused, model_file, tmp_path)
     assert "deep.png has pixels of mode I;16, which do not fit into 8 bits" in said
 
 
-def test_a_model_of_ones_own_has_the_size_that_is_given(answered, refused, capsys, tmp_path, monkeypatch):
+def test_a_model_of_ones_own_has_the_size_that_is_given(answered, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "anywhere.py").write_text(
         "import torch\n"

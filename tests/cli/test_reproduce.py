@@ -160,7 +160,7 @@ def test_tables_are_written_as_an_html_page(capsys, tmp_path):
     assert f"--from {ROOT / 'results'}" in written
 
 
-def test_recounting_rows_does_not_load_what_trains_or_attacks(tmp_path):
+def test_recounting_rows_does_not_load_what_trains_or_attacks():
     rows = ["reproduce", "strategy-detail-5x5", "--rows", "MNIST all mlp", "--from", str(ROOT / "results")]
     script = f"""
 import sys

@@ -94,7 +94,7 @@ def test_no_network_gives_one_clear_error(tmp_path, cifar10_source):
     assert names(tmp_path) == []
 
 
-def test_the_next_mirror_is_tried(tmp_path, mirror, write_mnist, mnist_source, monkeypatch):
+def test_the_next_mirror_is_tried(tmp_path, mirror, write_mnist, mnist_source):
     import dataclasses
 
     folder, url = mirror

@@ -28,7 +28,7 @@ def test_published_files_of_labels_are_known_by_two_sums_where_they_are_also_pac
     assert [len(TRAINING[name].sources) for name in ("mnist", "cifar10")] == [2, 1]
 
 
-def test_labels_that_were_changed_are_refused(monkeypatch):
+def test_labels_that_were_changed_are_refused():
     with pytest.raises(DataError, match="were changed"):
         dataclasses.replace(KNOWN["mnist"], sha256="0" * 64).read()
 

@@ -418,7 +418,7 @@ def test_a_folder_without_a_manifest_says_how_to_write_one(tmp_path):
     assert "audit --write" in finding.what
 
 
-def test_what_a_later_training_replaces_stays_in_the_manifest(finished, mlp, tmp_path):
+def test_what_a_later_training_replaces_stays_in_the_manifest(finished, mlp):
     first = finished.collect(mlp, {Patch(5): (94, 62), Patch(2): (94, 80)}, loss=0.5)
     folder = first.path.parent
     Manifest.read(folder).updated(folder).write(folder)
@@ -445,7 +445,7 @@ def test_an_answer_that_is_measured_again_supersedes_the_earlier_one_unless_its_
     assert (line.counted, line.why) == (62, "measured again: the same weights gave other rows")
 
 
-def test_a_manifest_is_read_as_it_was_written_and_refused_where_it_is_none(tmp_path, finished, mlp):
+def test_a_manifest_is_read_as_it_was_written_and_refused_where_it_is_none(finished, mlp):
     folder = finished.collect(mlp, {Patch(5): (94, 62)}).path.parent
     made = Manifest().updated(folder)
     made.write(folder)

@@ -175,7 +175,7 @@ def test_weights_that_changed_in_memory_do_not_resume(subject, model, tmp_path):
         (nn.AvgPool2d([2, 1]), nn.AvgPool2d([1, 2])),
     ],
 )
-def test_another_network_of_the_same_weights_does_not_resume(subject, model, tmp_path, layer, other):
+def test_another_network_of_the_same_weights_does_not_resume(model, layer, other):
     """As when the code that builds an architecture is changed between two calls; some settings are not printed."""
     assert architecture(nn.Sequential(model, layer)) == architecture(
         nn.Sequential(copy.deepcopy(model), layer)
@@ -183,7 +183,7 @@ def test_another_network_of_the_same_weights_does_not_resume(subject, model, tmp
     assert architecture(nn.Sequential(model, layer)) != architecture(nn.Sequential(model, other))
 
 
-def test_votes_resume_too(subject, dataset, tmp_path, monkeypatch):
+def test_votes_resume_too(subject, tmp_path, monkeypatch):
     base = nn.Sequential(nn.Flatten(), nn.Linear(72, 4)).eval()
     ablation = pc.RandomAblation(base, 20, 10, 50, batch_size=64)
     monkeypatch.setattr(pc.RandomAblation, "images_per_block", lambda self, device: 6)

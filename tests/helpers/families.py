@@ -5,7 +5,7 @@ All take images (n, 3, 32, 32) to ten logits.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 CLASSES = 10
 
@@ -259,12 +259,6 @@ class ShuffledGroups(nn.Module):
 
 def shufflenet_v1():
     return nn.Sequential(convolution(3, 6, 3, 2), ShuffledGroups(6, 2), head(6))
-
-
-class LayerNorm2d(nn.LayerNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
-        return x.permute(0, 3, 1, 2)
 
 
 class ConvNeXtBlock(nn.Module):

@@ -10,6 +10,10 @@ def constant(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
+def ints(*values):
+    return np.array(values, dtype=np.int64)
+
+
 def node(kind, inputs, outputs, name=None, **attributes):
     """A node with a name."""
     return helper.make_node(kind, inputs, outputs, name=name or f"the {kind}", **attributes)

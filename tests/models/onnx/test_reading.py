@@ -12,7 +12,7 @@ from torch import nn
 
 import patchcert as pc
 from families import FAMILIES
-from onnx_graphs import SHAPE, constant, node, with_head, write
+from onnx_graphs import SHAPE, constant, ints, node, with_head, write
 from patchcert.bounds import Interval, Rounding, trace
 from patchcert.errors import ModelError, UnsupportedLayer
 from patchcert.models import load_onnx
@@ -21,11 +21,6 @@ from patchcert.models.onnx.operators import OPERATORS
 from patchcert.models.onnx.runtime import runtime_outputs
 from patchcert.models.onnx.unbounded import UNBOUNDED
 from patchcert.testing.networks import randomise
-
-
-def ints(*values):
-    return np.array(values, dtype=np.int64)
-
 
 WEIGHT, CHANNELS = constant(3, 2, 3, 3), constant(2, 1, 1)
 STATISTICS = {

@@ -7,18 +7,13 @@ import torch
 import patchcert as pc
 from attention_models import NETWORKS
 from families import FAMILIES
-from onnx_graphs import SHAPE, constant, node, with_head, write
+from onnx_graphs import SHAPE, constant, ints, node, with_head, write
 from patchcert.bounds import trace
 from patchcert.errors import ModelError, UnsupportedLayer
 from patchcert.models import load_onnx
 from patchcert.models.onnx.runtime import runtime_outputs
 from patchcert.models.onnx.unbounded import UNBOUNDED
 from patchcert.testing.networks import randomise
-
-
-def ints(*values):
-    return np.array(values, dtype=np.int64)
-
 
 CHANNELS, LAST = constant(2, 1, 1), constant(6)
 PAIR = {"w": constant(2), "b": constant(2, seed=1)}

@@ -210,7 +210,7 @@ def test_json_has_the_seeds_that_were_passed_over():
     assert [(each["seed"], each["training_loss"]) for each in plain["passed_over"]] == [(2019, 0.9)]
 
 
-def test_random_images_and_a_scaled_schedule_are_stated(finished):
+def test_random_images_and_a_scaled_schedule_are_stated():
     table = find_table("sparse-vs-ablation")
     (entry, *_) = table.chosen(["cifar ablation"])
     run = replace(counted_run(6207), drawn_images=1000)
