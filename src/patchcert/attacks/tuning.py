@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from torch import Generator, nn
+from torch import nn
 
 from patchcert.attacks.base import Attack, AttackedModel, AttackJob, require_contained, seeded
 from patchcert.bounds import precise_arithmetic
@@ -60,7 +60,6 @@ def tune_defense(
     defenses: Iterable[Defense],
     *,
     largest_drop: float = 0.02,
-    generator: Generator | None = None,
     progress: Progress | None = None,
 ) -> TuningResult:
     """Every defense tried on held-out images, and on the same images as attacked on the undefended model.
@@ -73,7 +72,7 @@ def tune_defense(
     target.check(images, labels)
     if not len(images):
         raise InvalidInput("a defense is tuned on at least one image, got none", hint="hold out some images")
-    job = AttackJob(images, labels, threat, generator or seeded())
+    job = AttackJob(images, labels, threat, seeded())
     attacked = attack.exhaustive().propose(target, job).images
     require_contained(threat, images, attacked)
     candidates, trials = tuple(defenses), []
@@ -93,12 +92,7 @@ def accuracy(target: AttackedModel, images: Images, labels: Labels, batch_size: 
     return float((predictions == labels).sum()) / len(images)
 
 
-def smoothing_grid(
-    windows: Sequence[int] = (2, 3, 4, 5, 7, 8),
-    overlaps: Sequence[int] = (0, 1, 2, 3),
-    thresholds: Sequence[float] = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8),
-    factors: Sequence[float] = (0.5, 0.75, 1.0, 1.5, 2.3, 3.0, 5.0),
-) -> Iterator[LocalGradientSmoothing]:
+def smoothing_grid() -> Iterator[LocalGradientSmoothing]:
     """Every combination in which the overlap is smaller than the window.
 
     Windows begin at two pixels. A window of one pixel has no neighbourhood whose mean gradient could be asked
@@ -106,24 +100,19 @@ def smoothing_grid(
     the grid is wide enough that the best lies inside; small patches are found best by small windows with a
     threshold that only a very abrupt change exceeds.
     """
+    windows, overlaps = (2, 3, 4, 5, 7, 8), (0, 1, 2, 3)
+    thresholds = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+    factors = (0.5, 0.75, 1.0, 1.5, 2.3, 3.0, 5.0)
     for window, overlap, threshold, factor in itertools.product(windows, overlaps, thresholds, factors):
         if overlap < window:
             yield LocalGradientSmoothing(window, overlap, threshold, factor)
 
 
 def watermarking_grid(
-    model: nn.Module,
-    patch: int,
-    *,
-    quantiles: Sequence[float] = (0.8, 0.9, 0.95, 0.98),
-    openings: Sequence[int] = (1, 2),
-    kinds: Sequence[SaliencyKind] = ("guided", "gradient", "loss-gradient"),
-    fills: Sequence[Fill] = ((0.0,), "ring"),
+    model: nn.Module, patch: int, fills: Sequence[Fill] = ((0.0,), "ring")
 ) -> Iterator[DigitalWatermarking]:
-    """Every combination, with windows from the patch's side to two pixels more.
-
-    Leave "guided" out of the kinds for a model without ReLU modules.
-    """
-    windows = range(patch, patch + 3)
+    """Every combination, with windows from the patch's side to two pixels more."""
+    windows, quantiles, openings = range(patch, patch + 3), (0.8, 0.9, 0.95, 0.98), (1, 2)
+    kinds: tuple[SaliencyKind, ...] = ("guided", "gradient", "loss-gradient")
     for settings in itertools.product(windows, quantiles, openings, kinds, fills):
         yield DigitalWatermarking(model, *settings)

@@ -136,14 +136,14 @@ def _percent(share: Proportion) -> str:
     return f"{share.percent:.1f} % (95 % interval {100 * low:.1f} to {100 * high:.1f})"
 
 
-def mean_interval(shares: Sequence[Proportion], confidence: float = 0.95) -> tuple[float, float]:
-    """Covers the mean of the true proportions with at least this confidence, however they depend on each other.
+def mean_interval(shares: Sequence[Proportion]) -> tuple[float, float]:
+    """Covers the mean of the true proportions with a confidence of at least 95 %, however they depend on each other.
 
     Each has an exact interval whose risk of missing is its part of the whole risk, so that all hold at once;
     runs on the same test images need not be independent. For one proportion it is the Clopper-Pearson interval.
     """
     if not shares:
         raise InvalidInput("a mean needs at least one proportion")
-    each = 1 - (1 - confidence) / len(shares)
+    each = 1 - 0.05 / len(shares)
     ends = [clopper_pearson(share.successes, share.total, each) for share in shares]
     return fmean(low for low, _ in ends), fmean(high for _, high in ends)

@@ -15,9 +15,9 @@ NOT_MEASURED = "not measured"
 Cell = str | int | float | Proportion | None
 
 
-def percent(share: float, decimals: int = 1) -> str:
+def percent(share: float) -> str:
     """A share in [0, 1] as a percentage, e.g. `91.5%`."""
-    return f"{100 * share:.{decimals}f}%"
+    return f"{100 * share:.1f}%"
 
 
 def with_interval(proportion: Proportion | None) -> str:
