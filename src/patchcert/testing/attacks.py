@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from patchcert.attacks import Attack
 from patchcert.testing.conformance import ConformanceReport, everything_unchanged, require, run_checks, seeded
-from patchcert.testing.networks import Shape, constant, pixel_probe, random_networks, stamp_probe
+from patchcert.testing.networks import SHAPE, constant, pixel_probe, random_networks, stamp_probe
 from patchcert.threats import Patch, SparsePixels, shapes
 
-SHAPE: Shape = (1, 4, 5)
 COPIES = 32
 
 

@@ -20,9 +20,9 @@ from patchcert.testing.conformance import (
     seeded,
 )
 from patchcert.testing.networks import (
+    SHAPE,
     Flip,
     HiddenOrder,
-    Shape,
     brightness_probe,
     constant,
     linear,
@@ -31,8 +31,6 @@ from patchcert.testing.networks import (
     stamp_probe,
 )
 from patchcert.threats import Patch, Patches, SparsePixels, shapes
-
-SHAPE: Shape = (1, 4, 5)
 
 Factory = Callable[[nn.Module], Classifier]
 

@@ -11,6 +11,8 @@ from torch import Generator, Tensor, nn
 
 Shape = tuple[int, int, int]
 """Channels, height and width of images."""
+SHAPE: Shape = (1, 4, 5)
+"""Of the images on which attacks and classifiers are tried."""
 
 
 class ResidualBlock(nn.Module):
