@@ -3,17 +3,11 @@ import json
 import pytest
 import torch
 
+from hidden_data import no_other_data as no_other_data
 from patchcert.models import ModelSpec, build, load, save
 from patchcert.train.run_folder import Run
 from patchcert.train.spec import DataSettings, ModelSettings, Spec
 from patchcert.train.strategies import AllPlacements
-
-
-@pytest.fixture(autouse=True)
-def _no_other_data(monkeypatch, tmp_path_factory):
-    """No test finds the data of the machine it runs on."""
-    monkeypatch.delenv("PATCHCERT_DATA", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture

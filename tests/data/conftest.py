@@ -10,14 +10,8 @@ import tarfile
 import numpy as np
 import pytest
 
+from hidden_data import no_other_data as no_other_data
 from patchcert.data.sources import CIFAR10, CIFAR100, MNIST
-
-
-@pytest.fixture(autouse=True)
-def _no_other_data(monkeypatch, tmp_path_factory):
-    """No test finds the data of the machine it runs on."""
-    monkeypatch.delenv("PATCHCERT_DATA", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def digest(content):
