@@ -78,14 +78,16 @@ def test_sums_of_local_votes_are_proven_exactly_where_brute_force_changes_nothin
     assert found.placements is None
 
 
+class Certain(nn.Module):
+    """Votes 0 whatever it sees."""
+
+    def forward(self, encoded):
+        return torch.tensor([[1.0, 0.0]]).expand(len(encoded), -1)
+
+
 def test_bands_count_what_either_patch_touches():
     """Of eight bands of one column all vote 0, and a patch of one column turns one vote: 3 patches leave 5 : 3."""
-
-    class Constant(nn.Module):
-        def forward(self, encoded):
-            return torch.tensor([[1.0, 0.0]]).expand(len(encoded), -1)
-
-    votes, batch, label = pc.BandVotes(Constant().eval(), width=1), torch.zeros(1, 1, 3, 8), torch.tensor([0])
+    votes, batch, label = pc.BandVotes(Certain().eval(), width=1), torch.zeros(1, 1, 3, 8), torch.tensor([0])
     verdicts = [
         bool(votes.certify(batch, label, pc.Patches(pc.Patch(1), count)).certified) for count in (2, 3, 4, 5)
     ]
@@ -151,10 +153,6 @@ def test_masks_for_two_serve_one_and_masks_for_one_do_not_serve_two():
 
 
 def test_random_ablation_counts_the_pixels_of_all_patches():
-    class Certain(nn.Module):
-        def forward(self, encoded):
-            return torch.tensor([[1.0, 0.0]]).expand(len(encoded), -1)
-
     ablation = pc.RandomAblation(Certain().eval(), retained=2, selection_samples=20, estimation_samples=200)
     batch, labels = torch.zeros(1, 1, 8, 8), torch.tensor([0])
     radius = int(ablation.certify(batch, labels, pc.Patch(1)).radius)

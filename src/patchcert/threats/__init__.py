@@ -7,5 +7,4 @@ from patchcert.threats.patch import Patches as Patches
 from patchcert.threats.patch import threat_from_dict as threat_from_dict
 from patchcert.threats.placements import Placements as Placements
 from patchcert.threats.sparse import SparsePixels as SparsePixels
-from patchcert.threats.threat import Plain as Plain
 from patchcert.threats.threat import Threat as Threat

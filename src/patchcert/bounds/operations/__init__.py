@@ -33,7 +33,6 @@ from patchcert.bounds.operations.pooling import equal_weights as equal_weights
 from patchcert.bounds.operations.shaping import Concatenate as Concatenate
 from patchcert.bounds.operations.shaping import ExpandAs as ExpandAs
 from patchcert.bounds.operations.shaping import Moved as Moved
-from patchcert.bounds.operations.shaping import NearestUpsample as NearestUpsample
 from patchcert.bounds.operations.shaping import Part as Part
 from patchcert.bounds.operations.shaping import Permute as Permute
 from patchcert.bounds.operations.shaping import Reshape as Reshape
