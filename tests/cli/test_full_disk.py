@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from other_processes import environment
 from patchcert.cli.app import run
 from patchcert.data import sources
 from patchcert.files import sha256
@@ -164,6 +165,7 @@ def test_an_output_that_is_full_is_said_without_a_traceback(arguments):
         done = subprocess.run(
             [sys.executable, "-m", "patchcert", *arguments],
             stdout=full,
+            env=environment(),
             stderr=subprocess.PIPE,
             text=True,
             check=False,
