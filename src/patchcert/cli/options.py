@@ -289,7 +289,14 @@ def parse_image_size(text: str) -> tuple[int, int, int]:
 
 def with_masks(settings: Sequence[str] | None, masks: str | None) -> list[str]:
     """The settings of a method, those that --masks stands for among them."""
-    return [*(settings or ()), *([] if masks is None else [f"masks={masks}"])]
+    if masks is None:
+        return [*(settings or ())]
+    if not re.fullmatch(r"\d+(,\d+)?", masks):
+        raise InvalidInput(
+            f"--masks {masks} is neither one whole number of masks nor two",
+            hint="write K for K x K masks, like 6, or ROWS,COLUMNS, like 6,4.",
+        )
+    return [*(settings or ()), f"masks={masks}"]
 
 
 def parse_settings(

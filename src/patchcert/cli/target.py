@@ -336,9 +336,14 @@ def choose_classifier(
         raise InvalidInput(
             f"--{option} is a setting of interval bounds, not of {chosen}", hint="leave it out."
         )
+    has_masks = chosen in ("masking", "detection")
+    if not has_masks and any(setting.startswith("masks=") for setting in settings):
+        raise InvalidInput(
+            f"masks are a setting of masking and detection, not of {chosen}",
+            hint="give --method masking or --method detection, or leave them out.",
+        )
     words = parse_settings(chosen, kind, settings, without=(*_OTHERWISE_GIVEN, *of_intervals))
     made = cast("Callable[..., pc.Classifier]", kind)
-    has_masks = chosen in ("masking", "detection")
     if has_masks and threat is None:
         raise no_threat()
     masked = {"threat": threat} if has_masks else {}
