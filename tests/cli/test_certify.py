@@ -285,7 +285,10 @@ def test_evidence_by_masks_that_contradicts_itself_is_refused(model_file, tmp_pa
         (("--masks", "6,4,2"), "--masks 6,4,2 is neither"),
         (("--masks", "2.5"), "--masks 2.5 is neither"),
         (("--setting", "masks=six"), "--setting masks=six is not a number"),
-        (("--masks", 3, "--method", "interval"), "masks are a setting of masking and detection, not of interval"),
+        (
+            ("--masks", 3, "--method", "interval"),
+            "masks are a setting of masking and detection, not of interval",
+        ),
         (("--setting", "fill=0.1,0.2"), "fill has 2 values"),
         (("--setting", "mirrored=maybe"), "neither true nor false"),
         (("--patches", 2, "--masks", 20), "forward pass per image"),
