@@ -376,9 +376,38 @@ def test_where_little_is_proven_the_reasons_and_the_next_steps_are_told(capsys):
     assert "--method ablation" in capsys.readouterr().err
 
 
+def test_the_next_steps_are_commands_that_run(capsys, model_file, tmp_path, monkeypatch):
+    out, shared = tmp_path / "kept.npz", ("--data", "mnist-mini", "--patch", "14", "--limit", "8")
+    of_intervals = (
+        "--dtype=float64",
+        "--method",
+        "interval",
+        "--memory-budget",
+        "1GiB",
+        "--setting",
+        "budget=9",
+    )
+    asked = (str(model_file), *of_intervals, *shared, "--refine", "split", "--out", str(out))
+    monkeypatch.setattr(sys, "argv", ["patchcert", "certify", *asked])
+    assert certify(*asked) == 0
+    told = capsys.readouterr().err
+    command = f"patchcert certify {model_file} {' '.join(shared)} --method masking"
+    assert f"prove the model by masks: {command}\n" in told
+    assert certify(model_file, *shared, "--method", "masking") == 0
+
+
+def test_where_nothing_is_right_behind_masks_weights_are_asked_about_first(capsys, model_file):
+    shared = (model_file, "--data", "mnist-mini", "--limit", 1, "--patch", 2)
+    assert certify(*shared, "--method", "masking", "--setting", "fill=100") == 0
+    told = capsys.readouterr().err
+    assert "nothing is proven, because nothing is right: do weights, --normalise and classes fit" in told
+    assert "  if they do: DoubleMasking shows the model parts of images" in told
+    assert "little is proven" not in told
+
+
 def test_where_masks_prove_little_it_is_told(capsys):
-    shared = ("zoo:mnist-2x2-mlp", "--data", "mnist-mini", "--limit", 3)
-    assert certify(*shared, "--patch", 14, "--method", "masking") == 0
+    shared = ("zoo:mnist-2x2-cnn2", "--data", "mnist-mini", "--limit", 5)
+    assert certify(*shared, "--patches", 2, "--method", "masking") == 0
     assert (
         "right images, by DoubleMasking: models are seldom proven unless trained for it"
         in capsys.readouterr().err

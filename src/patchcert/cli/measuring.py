@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 Measurement = TypeVar("Measurement", "Certification", "Attacking")
 
 
-def command_line(*, without: tuple[str, ...] = ()) -> str:
-    """The command that was given, as evidence names it, less some of its words."""
-    return shlex.join(["patchcert", *(word for word in sys.argv[1:] if word not in without)])
+def command_line(*, without: tuple[str, ...] = (), without_options: tuple[str, ...] = ()) -> str:
+    """The command that was given, as evidence names it, less some of its words, and some options with their values."""
+    pairs = zip(sys.argv, sys.argv[1:], strict=False)
+    kept = [word for before, word in pairs if not {before, word.partition("=")[0]} & {*without_options}]
+    return shlex.join(["patchcert", *(word for word in kept if word not in without)])
 
 
 def kept_with(target: "Target", work: Measurement) -> Measurement:
