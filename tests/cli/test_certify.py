@@ -75,6 +75,23 @@ def test_an_interrupted_command_resumes_when_it_is_given_again(capsys, model_fil
     assert {file.name for file in tmp_path.glob("*.npz*")} == {"whole.npz", "parts.npz"}
 
 
+def test_what_an_interruption_has_kept_is_not_lost_to_other_settings(
+    answered, refused, model_file, tmp_path, monkeypatch
+):
+    asked = (model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 6, "--method", "masking")
+    out = ("--out", tmp_path / "parts.npz")
+    monkeypatch.setattr(pc.DoubleMasking, "images_per_block", lambda *_: 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(measuring, "_shifted", lambda _, start, total: interrupt() if start == 4 else None)
+        assert certify(*asked, "--masks", 3, *out) == 130
+    for other in (("--masks", 4), ("--masks", 3, "--limit", 5), ("--masks", 3, "--setting", "fill=0")):
+        said = refused(certify(*asked, *other, *out))
+        assert "parts.npz.partial holds what is done of other work, which was interrupted" in said
+        assert "name another file, give the command of that work again, or delete it first" in said
+    assert certify(*asked, "--masks", 3, *out) == 0
+    assert [file.name for file in tmp_path.glob("*.npz*")] == ["parts.npz"]
+
+
 def test_an_interruption_without_a_file_says_that_nothing_is_kept(capsys, model_file, monkeypatch):
     monkeypatch.setattr(measuring, "_next_size", interrupt)
     assert certify(model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 20) == 130

@@ -27,7 +27,8 @@ def command_line(*, without: tuple[str, ...] = (), without_options: tuple[str, .
 def kept_with(target: "Target", work: Measurement) -> Measurement:
     """The same work, its evidence kept in the folder of the target's run where no file is named for it.
 
-    A file that is named must hold nothing but earlier evidence of the same question and weights.
+    A file that is named, and the one beside it where blocks are kept, must hold nothing but earlier evidence of the
+    same question and weights.
     """
     from patchcert.evidence import EvidenceFolder
 
@@ -61,6 +62,11 @@ def measure(work: "Certification | Attacking", target: "Target") -> "Evidence":
 def _check_free(work: "Certification | Attacking") -> None:
     from patchcert.evidence import Evidence
 
+    if work.file is not None and work.in_the_way is not None:
+        raise InvalidInput(
+            f"{work.in_the_way} holds what is done of other work, which was interrupted",
+            hint="name another file, give the command of that work again, or delete it first.",
+        )
     if work.file is None or not work.file.exists():
         return
     found = None
