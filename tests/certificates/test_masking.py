@@ -423,6 +423,37 @@ def test_a_mirrored_classifier_is_one_of_the_mean_over_both_images():
     )
 
 
+class NormalisesInPlace(nn.Module):
+    """As of an image and its mirror image the same memory must not be normalised twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+
+    def forward(self, images):
+        return self.layers(images.sub_(0.5).div_(0.25))
+
+
+def test_a_mirrored_model_may_change_the_images_it_is_given():
+    torch.manual_seed(0)
+    model = NormalisesInPlace().eval()
+    plain = nn.Sequential(pc.Normalize(0.5, 0.25), model.layers).eval()
+    images, labels, threat = torch.rand(6, 1, 4, 4), torch.zeros(6, dtype=torch.long), pc.Patch(1)
+    for kind in (DoubleMasking, MaskedDetection):
+        found, expected = (
+            kind(each, threat, masks=3, mirrored=True).certify(images, labels, threat)
+            for each in (model, plain)
+        )
+        assert torch.allclose(found.lead, expected.lead, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [DoubleMasking, MaskedDetection])
+def test_settings_are_given_by_name(kind):
+    """`DoubleMasking(model, threat, 6)` would not mean masks=6."""
+    with pytest.raises(TypeError, match="positional"):
+        kind(Scores(1.0, 0.0), pc.Patch(1), 6)
+
+
 class SaysWhatComesToMind(nn.Module):
     def forward(self, images):
         return torch.rand(len(images), 3)

@@ -69,7 +69,7 @@ def masks_covering(
     if bool(hidden.flatten(1).all(dim=1).any()):
         raise InvalidInput(
             f"with masks={masks} a mask hides the whole image, and nothing is left to look at",
-            hint="give more masks per axis: they are smaller",
+            hint="give more masks per axis: they are smaller, though never than the patch",
         )
     return MaskSet(hidden)
 
