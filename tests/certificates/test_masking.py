@@ -454,6 +454,16 @@ def test_settings_are_given_by_name(kind):
         kind(Scores(1.0, 0.0), pc.Patch(1), 6)
 
 
+def test_weights_of_several_types_are_named_where_the_model_does_not_take_the_longest():
+    """NumPy makes buffers of float64, which the images of a float32 model are then brought to."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval()
+    model.register_buffer("prior", torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(ModelError, match="must have the same dtype") as refusal:
+        DoubleMasking(model, pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4))
+    assert "are of torch.float32 and torch.float64, and images are given" in refusal.value.hint
+    assert DoubleMasking(model.float(), pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4)).shape == (2,)
+
+
 class SaysWhatComesToMind(nn.Module):
     def forward(self, images):
         return torch.rand(len(images), 3)

@@ -194,10 +194,19 @@ class FixedBatches:
         except torch.OutOfMemoryError as error:
             raise _too_many(self._input, self.size) from error
         except RuntimeError as error:
+            hint = (
+                "check channels, height and width against the model's first layers; models that vote on bands or "
+                "blocks take one channel more than images have, those that vote on ablated images twice as many"
+            )
+            held = sorted({str(weight.dtype) for weight in float_weights(self.model)})
+            if len(held) > 1:
+                hint = (
+                    f"weights and buffers are of {' and '.join(held)}, and images are given to the model in "
+                    f"{self._input.dtype}, which holds all: bring them to one type, with model.float()"
+                )
             raise ModelError(
                 f"the model does not take images of {tuple(self._input.shape[1:])}: {str(error).splitlines()[0]}",
-                hint="check channels, height and width against the model's first layers; models that vote on bands or "
-                "blocks take one channel more than images have, those that vote on ablated images twice as many",
+                hint=hint,
             ) from error
 
     def _capture(self) -> None:
