@@ -454,6 +454,24 @@ def test_settings_are_given_by_name(kind):
         kind(Scores(1.0, 0.0), pc.Patch(1), 6)
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (AssertionError("Wrong image height! Expected 224 but got 4!"), "Wrong image height! Expected 224"),
+        (ValueError("Input image size (4*4) doesn't match model (224*224)."), "doesn't match model"),
+        (AssertionError(), "AssertionError"),
+        (InvalidInput("images are grey"), "^images are grey"),
+    ],
+)
+def test_models_that_assert_the_size_of_their_images_are_quoted(error, message):
+    class Asserts(nn.Module):
+        def forward(self, images):
+            raise error
+
+    with pytest.raises((ModelError, InvalidInput), match=message):
+        DoubleMasking(Asserts().eval(), pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4))
+
+
 def test_weights_of_several_types_are_named_where_the_model_does_not_take_the_longest():
     """NumPy makes buffers of float64, which the images of a float32 model are then brought to."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval()
