@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from attacked_models import PixelModel, normal
+from patchcert import DoubleMasking, IntervalBounds
 from patchcert.attacks import PatchAttack, reference_patch_attack
 from patchcert.attacks.patch import random_order, vertices
 from patchcert.certificates import placement_margins
-from patchcert.errors import InvalidInput
+from patchcert.errors import InvalidInput, UnsupportedLayer
 from patchcert.testing.conformance import seeded
 from patchcert.threats import Patch, SparsePixels, shapes
 
@@ -110,6 +111,23 @@ def test_certificate_search_takes_the_given_margins():
     wrong = dataclasses.replace(attack, placement_margins=lambda *_: torch.ones(4, 8, 2))
     with pytest.raises(InvalidInput, match=r"shape \(4, 9, classes\), got \(4, 8, 2\)"):
         wrong.run(model, images, labels, threat)
+
+
+def test_certificate_search_is_refused_where_a_classifier_has_no_bounds_and_its_model_is_named_else():
+    threat, model, images = Patch(1), linear_model(1, 3, 3), random_images(4, 1, 3)
+    labels, attack = own_labels(model, images), PatchAttack(1, 1.0, 1, search="certificate")
+    masking = DoubleMasking(model, threat, masks=2)
+    with pytest.raises(
+        InvalidInput, match="bounds are weakest, and there are none for DoubleMasking"
+    ) as refusal:
+        attack.run(masking, images, labels, threat)
+    assert "search='sweep'" in refusal.value.hint
+    assert (
+        len(dataclasses.replace(attack, search="sweep").run(masking, images, labels, threat).succeeded) == 4
+    )
+    odd = nn.Sequential(nn.ChannelShuffle(1), model).eval()
+    with pytest.raises(UnsupportedLayer, match="ChannelShuffle"):
+        attack.run(IntervalBounds(odd), images, labels, threat)
 
 
 @pytest.mark.parametrize(("columns", "most"), [(7, 1), (7, 3), (7, 6), (7, 7), (7, 9), (8, 4)])

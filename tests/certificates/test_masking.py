@@ -539,6 +539,65 @@ def test_doubts_that_mean_nothing_are_refused(settings, message):
         DoubleMasking(Scores(1.0, 0.0), pc.Patch(1), **settings)
 
 
+class NormalisesInPlace(nn.Module):
+    """As of an image and its mirror image the same memory must not be normalised twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+
+    def forward(self, images):
+        return self.layers(images.sub_(0.5).div_(0.25))
+
+
+def test_a_mirrored_model_may_change_the_images_it_is_given():
+    torch.manual_seed(0)
+    model = NormalisesInPlace().eval()
+    plain = nn.Sequential(pc.Normalize(0.5, 0.25), model.layers).eval()
+    images, labels, threat = torch.rand(6, 1, 4, 4), torch.zeros(6, dtype=torch.long), pc.Patch(1)
+    for kind in (DoubleMasking, MaskedDetection):
+        found, expected = (
+            kind(each, threat, masks=3, mirrored=True).certify(images, labels, threat)
+            for each in (model, plain)
+        )
+        assert torch.allclose(found.lead, expected.lead, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [DoubleMasking, MaskedDetection])
+def test_settings_are_given_by_name(kind):
+    """`DoubleMasking(model, threat, 6)` would not mean masks=6."""
+    with pytest.raises(TypeError, match="positional"):
+        kind(Scores(1.0, 0.0), pc.Patch(1), 6)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (AssertionError("Wrong image height! Expected 224 but got 4!"), "Wrong image height! Expected 224"),
+        (ValueError("Input image size (4*4) doesn't match model (224*224)."), "doesn't match model"),
+        (AssertionError(), "AssertionError"),
+        (InvalidInput("images are grey"), "^images are grey"),
+    ],
+)
+def test_models_that_assert_the_size_of_their_images_are_quoted(error, message):
+    class Asserts(nn.Module):
+        def forward(self, images):
+            raise error
+
+    with pytest.raises((ModelError, InvalidInput), match=message):
+        DoubleMasking(Asserts().eval(), pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4))
+
+
+def test_weights_of_several_types_are_named_where_the_model_does_not_take_the_longest():
+    """NumPy makes buffers of float64, which the images of a float32 model are then brought to."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval()
+    model.register_buffer("prior", torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(ModelError, match="must have the same dtype") as refusal:
+        DoubleMasking(model, pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4))
+    assert "are of torch.float32 and torch.float64, and images are given" in refusal.value.hint
+    assert DoubleMasking(model.float(), pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4)).shape == (2,)
+
+
 class SaysWhatComesToMind(nn.Module):
     def forward(self, images):
         return torch.rand(len(images), 3)

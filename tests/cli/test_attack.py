@@ -242,7 +242,8 @@ def test_nothing_certified_is_said(capsys, run_folder):
     ("options", "message"),
     [
         (["--adaptive"], "--adaptive needs a defense"),
-        (["--setting", "window=3"], "--setting needs a defense or a kind of proof"),
+        (["--setting", "window=3"], "--setting and --masks need a defense or a kind of proof"),
+        (["--masks", 3], "--setting and --masks need a defense or a kind of proof"),
         (["--tune", "5"], "--tune needs a defense"),
         (["--defense", "lgs", "--tune", "5", "--setting", "window=3"], "--tune chooses what --setting sets"),
         (["--defense", "lgs", "--tune", "7000"], "--tune 7000: mnist-mini has 6000 training images"),

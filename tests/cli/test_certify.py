@@ -72,6 +72,23 @@ def test_an_interrupted_command_resumes_when_it_is_given_again(capsys, model_fil
     assert {file.name for file in tmp_path.glob("*.npz*")} == {"whole.npz", "parts.npz"}
 
 
+def test_what_an_interruption_has_kept_is_not_lost_to_other_settings(
+    answered, refused, model_file, tmp_path, monkeypatch
+):
+    asked = (model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 6, "--method", "masking")
+    out = ("--out", tmp_path / "parts.npz")
+    monkeypatch.setattr(pc.DoubleMasking, "images_per_block", lambda *_: 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(measuring, "_shifted", lambda _, start, total: interrupt() if start == 4 else None)
+        assert certify(*asked, "--masks", 3, *out) == 130
+    for other in (("--masks", 4), ("--masks", 3, "--limit", 5), ("--masks", 3, "--setting", "fill=0")):
+        said = refused(certify(*asked, *other, *out))
+        assert "parts.npz.partial holds what is done of other work, which was interrupted" in said
+        assert "name another file, give the command of that work again, or delete it first" in said
+    assert certify(*asked, "--masks", 3, *out) == 0
+    assert [file.name for file in tmp_path.glob("*.npz*")] == ["parts.npz"]
+
+
 def test_an_interruption_without_a_file_says_that_nothing_is_kept(capsys, model_file, monkeypatch):
     monkeypatch.setattr(measuring, "_next_size", interrupt)
     assert certify(model_file, "--data", "mnist-mini", "--patch", 2, "--limit", 20) == 130
@@ -280,7 +297,15 @@ def test_evidence_by_masks_that_contradicts_itself_is_refused(model_file, tmp_pa
     [
         (("--masks", 0), "masks is 0"),
         (("--masks", 1), "hides the whole image"),
-        (("--masks", "six"), "not a number"),
+        (("--masks", "six"), "--masks six is neither one whole number of masks nor two"),
+        (("--masks", "6,"), "write K for K x K masks, like 6, or ROWS,COLUMNS, like 6,4."),
+        (("--masks", "6,4,2"), "--masks 6,4,2 is neither"),
+        (("--masks", "2.5"), "--masks 2.5 is neither"),
+        (("--setting", "masks=six"), "--setting masks=six is not a number"),
+        (
+            ("--masks", 3, "--method", "interval"),
+            "masks are a setting of masking and detection, not of interval",
+        ),
         (("--setting", "fill=0.1,0.2"), "fill has 2 values"),
         (("--setting", "mirrored=maybe"), "neither true nor false"),
         (("--patches", 2, "--masks", 20), "forward pass per image"),
@@ -368,9 +393,38 @@ def test_where_little_is_proven_the_reasons_and_the_next_steps_are_told(capsys):
     assert "--method ablation" in capsys.readouterr().err
 
 
+def test_the_next_steps_are_commands_that_run(capsys, model_file, tmp_path, monkeypatch):
+    out, shared = tmp_path / "kept.npz", ("--data", "mnist-mini", "--patch", "14", "--limit", "8")
+    of_intervals = (
+        "--dtype=float64",
+        "--method",
+        "interval",
+        "--memory-budget",
+        "1GiB",
+        "--setting",
+        "budget=9",
+    )
+    asked = (str(model_file), *of_intervals, *shared, "--refine", "split", "--out", str(out))
+    monkeypatch.setattr(sys, "argv", ["patchcert", "certify", *asked])
+    assert certify(*asked) == 0
+    told = capsys.readouterr().err
+    command = f"patchcert certify {model_file} {' '.join(shared)} --method masking"
+    assert f"prove the model by masks: {command}\n" in told
+    assert certify(model_file, *shared, "--method", "masking") == 0
+
+
+def test_where_nothing_is_right_behind_masks_weights_are_asked_about_first(capsys, model_file):
+    shared = (model_file, "--data", "mnist-mini", "--limit", 1, "--patch", 2)
+    assert certify(*shared, "--method", "masking", "--setting", "fill=100") == 0
+    told = capsys.readouterr().err
+    assert "nothing is proven, because nothing is right: do weights, --normalise and classes fit" in told
+    assert "  if they do: DoubleMasking shows the model parts of images" in told
+    assert "little is proven" not in told
+
+
 def test_where_masks_prove_little_it_is_told(capsys):
-    shared = ("zoo:mnist-2x2-mlp", "--data", "mnist-mini", "--limit", 3)
-    assert certify(*shared, "--patch", 14, "--method", "masking") == 0
+    shared = ("zoo:mnist-2x2-cnn2", "--data", "mnist-mini", "--limit", 5)
+    assert certify(*shared, "--patches", 2, "--method", "masking") == 0
     assert (
         "right images, by DoubleMasking: models are seldom proven unless trained for it"
         in capsys.readouterr().err

@@ -42,6 +42,50 @@ def test_next_commands_can_be_read(capsys, answered, tmp_path):
         assert all(word in options for word in command.split() if word.startswith("--"))
 
 
+def next_of(answered, tmp_path, *arguments):
+    answer = answered(explain(*arguments, "--data", "mnist-mini", "--out", tmp_path / "why.html"))
+    return answer["verdict"], [" ".join(command.split()[1:]) for command in answer["next"]]
+
+
+def test_next_commands_are_about_the_kind_of_proof_that_was_asked_for(answered, tmp_path):
+    target, data = "zoo:mnist-2x2-cnn2", "--data mnist-mini"
+    masked = (
+        "--method",
+        "detection",
+        "--setting",
+        "mirrored=true",
+        "--setting",
+        "threshold=0.9",
+        "--masks",
+        "2,3",
+    )
+    verdict, steps = next_of(answered, tmp_path, target, 1, "--patch", 8, *masked)
+    assert verdict == "not certified"
+    settings = "--method detection --setting mirrored=true --setting threshold=0.9 --masks"
+    assert steps == [
+        f"explain {target} 1 --patch 8 {data} {settings} 4,5",
+        f"attack {target} --patch 8 {data} {settings} 2,3 --search sweep",
+    ]
+    verdict, steps = next_of(answered, tmp_path, target, 0, "--method", "masking")
+    assert (verdict, steps) == (
+        "certified",
+        [f"attack {target} {data} --method masking --certified-only --images 100"],
+    )
+    verdict, steps = next_of(answered, tmp_path, target, 5, "--patches", 2, "--method", "masking")
+    assert (verdict, steps) == (
+        "not certified",
+        [f"attack {target} --patches 2 {data} --method masking"],
+    )
+
+
+def test_more_masks_are_advised_only_where_there_can_be_more(answered, tmp_path):
+    few = ("zoo:mnist-2x2-cnn2", 8, "--patch", 14, "--placements", "0,0;7,7;14,14", "--method", "masking")
+    for masks, more in ((2, ["4"]), (3, [])):
+        verdict, steps = next_of(answered, tmp_path, *few, "--masks", masks)
+        assert verdict == "not certified"
+        assert [step.split()[-1] for step in steps if step.startswith("explain")] == more
+
+
 def test_a_picture_is_explained_for_what_it_is_taken_for_or_said_to_be(tmp_path, answered):
     test = load_dataset("mnist-mini").test
     Image.fromarray(test.images[7, 0].numpy()).save(tmp_path / "digit.png")

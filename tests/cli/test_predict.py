@@ -28,7 +28,9 @@ def test_only_masks_need_a_threat(answered, refused, model_file):
     images = load_dataset("mnist-mini").test.take(12)
     expected = load(model_file)[0](images.floats()).argmax(dim=1)
     assert list(answered(predict(*common))["predictions"].values()) == expected.tolist()
-    assert "no threat is given" in refused(predict(*common, "--method", "masking"))
+    said = refused(predict(*common, "--method", "masking"))
+    assert "no threat is given, and masks are made for one" in said
+    assert "--sparse" not in said  # no option of predict, and nothing that masks hide
 
 
 def test_alerts_are_null(answered, model_file):

@@ -90,18 +90,23 @@ def test_blocks_of_another_claim_or_other_code_are_not_used(subject, model, tmp_
         replace(subject, selection=Selection("toy", limit=19)),
         replace(subject, dataset=replace(subject.dataset, checksums={"toy.bin": "2" * 64})),
     ]
-    for other in others:
-        assert not Certification(other, THREAT, tmp_path / "proof.npz").kept
-    assert not Certification(subject, pc.Patch(1), tmp_path / "proof.npz").kept
+    asked = [Certification(other, THREAT, tmp_path / "proof.npz") for other in others]
+    for other in (*asked, Certification(subject, pc.Patch(1), tmp_path / "proof.npz")):
+        assert not other.kept
+        assert other.in_the_way == tmp_path / "proof.npz.partial"
+    assert Certification(subject, THREAT, tmp_path / "another.npz").in_the_way is None
     for code in ("other code", ""):
         monkeypatch.setattr(measuring, "source_sha256", lambda code=code: code)
-        assert not Certification(subject, THREAT, tmp_path / "proof.npz").kept
+        again = Certification(subject, THREAT, tmp_path / "proof.npz")
+        assert not again.kept
+        assert again.in_the_way is None
 
 
 def test_a_broken_file_of_blocks_is_as_good_as_none(subject, tmp_path):
     (tmp_path / "proof.npz.partial").write_bytes(b"no tensors")
     work = Certification(subject, THREAT, tmp_path / "proof.npz")
     assert not work.kept
+    assert work.in_the_way is None
     assert same_rows(work.run(), Certification(subject, THREAT).run())
 
 

@@ -52,6 +52,16 @@ def test_any_stamp_at_any_placements_is_covered(height, width, stamp, rows, colu
     assert torch.equal(found, covered_one_by_one(masks, threat))
 
 
+@pytest.mark.parametrize("rows", ["##.\n#..", "#.#", "..#\n.#.\n##.", "###\n###"])
+@pytest.mark.parametrize("size", [(9, 11), (60, 50)])
+def test_a_mask_hides_the_patches_that_it_covers_and_no_other_pixel(rows, size):
+    threat = pc.Patch(pc.shapes.from_text(rows))
+    masks = pc.masks_covering(threat, *size, masks=(2, 3))
+    patches = threat.placements(*size).masks(threat.stamp)
+    for hidden, covered in zip(masks.hidden, masks.covers(threat).T, strict=True):
+        assert torch.equal(hidden, patches[covered].any(dim=0))
+
+
 def test_a_mask_set_serves_smaller_patches_and_no_larger_ones():
     masks = pc.masks_covering(pc.Patch(5), 32, 32, 6)
     for smaller in (pc.Patch(4), pc.Patch((2, 5)), pc.Patch(pc.shapes.diamond(13)), pc.Patch(5, "corners")):

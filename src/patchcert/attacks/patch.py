@@ -25,7 +25,7 @@ from patchcert.attacks.views import ImageViews, OnCells, PerAscent, WindowViews,
 from patchcert.bounds import precise_arithmetic
 from patchcert.bounds.network import least_over_others
 from patchcert.certificates import placement_margins as interval_placement_margins
-from patchcert.errors import InvalidInput, whole_number
+from patchcert.errors import InvalidInput, UnsupportedLayer, whole_number
 from patchcert.progress import Overture
 from patchcert.tensors import Corners, Images, Labels
 from patchcert.threats import Patch
@@ -119,7 +119,16 @@ class PatchAttack(GradientAttack):
         if self.placement_margins is not None:
             margins = self.placement_margins(*work)
         else:
-            margins = interval_placement_margins(*work, progress=overture)
+            try:
+                margins = interval_placement_margins(*work, progress=overture)
+            except UnsupportedLayer as error:
+                if target.surrogate in (target.judge, getattr(target.judge, "model", None)):
+                    raise
+                kind = type(target.judge).__name__
+                raise InvalidInput(
+                    f"search='certificate' goes where interval bounds are weakest, and there are none for {kind}",
+                    hint="search='sweep' tries every placement; on the command line --search sweep",
+                ) from error
         if overture is not None:
             overture(1, 1)
             ascents.effort.follow(overture.share)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from patchcert.bounds.rounding import fast_arithmetic, place_by_place, precise_arithmetic
 from patchcert.certificates.checks import check_independence, check_logits, check_module, float_weights
 from patchcert.certificates.classifier import Classifier
-from patchcert.errors import InvalidInput, ModelError
+from patchcert.errors import InvalidInput, ModelError, PatchcertError
 from patchcert.tensors import Images, Logits
 from patchcert.work import count_at_once
 
@@ -187,17 +187,28 @@ class FixedBatches:
             given, self._input = self._input, self._input.contiguous(memory_format=torch.channels_last)
             try:
                 return self._forward()
-            except RuntimeError:  # a view of a map may exist in the other layout only
+            except _REFUSALS:  # a view of a map may exist in the other layout only
                 self._input = given
         try:
             return self._forward()
         except torch.OutOfMemoryError as error:
             raise _too_many(self._input, self.size) from error
-        except RuntimeError as error:
+        except PatchcertError:
+            raise
+        except _REFUSALS as error:
+            hint = (
+                "check channels, height and width against the model's first layers; models that vote on bands or "
+                "blocks take one channel more than images have, those that vote on ablated images twice as many"
+            )
+            held = sorted({str(weight.dtype) for weight in float_weights(self.model)})
+            if len(held) > 1:
+                hint = (
+                    f"weights and buffers are of {' and '.join(held)}, and images are given to the model in "
+                    f"{self._input.dtype}, which holds all: bring them to one type, with model.float()"
+                )
             raise ModelError(
-                f"the model does not take images of {tuple(self._input.shape[1:])}: {str(error).splitlines()[0]}",
-                hint="check channels, height and width against the model's first layers; models that vote on bands or "
-                "blocks take one channel more than images have, those that vote on ablated images twice as many",
+                f"the model does not take images of {tuple(self._input.shape[1:])}: {_first_line(error)}",
+                hint=hint,
             ) from error
 
     def _capture(self) -> None:
@@ -214,6 +225,14 @@ class FixedBatches:
             torch.cuda.synchronize()
             return
         self._graph = graph
+
+
+_REFUSALS = (RuntimeError, AssertionError, ValueError)
+"""What layers raise where images do not fit; transformers assert the size of theirs, or say it with a ValueError."""
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def neighbours(height: int, width: int) -> Annotated[Tensor, "_"]:

@@ -219,6 +219,7 @@ class DoubleMasking(_Masked):
     complete; else an image is left at its first wrong copy, which takes far less time.
     """
 
+    _: KW_ONLY
     with_map: bool = False
 
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
@@ -294,6 +295,7 @@ class MaskedDetection(_Masked):
     as in `DoubleMasking`.
     """
 
+    _: KW_ONLY
     threshold: float = 0.0
     promise: ClassVar[Promise] = "detection"
 
@@ -619,7 +621,8 @@ class Mirrored(nn.Module):
 
     def forward(self, images: Images) -> Logits:
         """Half the sum of both."""
-        return (self.model(images) + self.model(images.flip(3))) / 2
+        # First of the copy: a model may change the images that it is given.
+        return (self.model(images.flip(3)) + self.model(images)) / 2
 
 
 def _fill(fill: float | tuple[float, ...], channels: int) -> Annotated[Tensor, "1 c 1 1"]:

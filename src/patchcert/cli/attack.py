@@ -374,7 +374,8 @@ def _subject(attacked: AttackedTarget, asked: AttackOptions) -> "tuple[Subject, 
         model, tuning = _defended(model, attacked, asked)
     elif asked.settings:
         raise InvalidInput(
-            "--setting needs a defense or a kind of proof", hint="give --defense lgs or --method masking."
+            "--setting and --masks need a defense or a kind of proof",
+            hint="give --defense lgs or --method masking.",
         )
     subject = Subject(model, target.weights_sha256, attacked.dataset, attacked.selection, asked.device)
     return subject, tuning

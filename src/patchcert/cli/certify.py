@@ -30,6 +30,8 @@ LITTLE = 0.1
 """Up to this share of right images proven, it is said why."""
 EXPLAINED, SHOWN = 4, 6
 """How many images the reasons are looked for in, and how many layers are spoken of."""
+_OF_ONE_METHOD = ("--method", "--setting", "--dtype", "--memory-budget", "--refine", "--out")
+"""Options that a proof of another kind refuses, or that name the file of this one."""
 
 
 def certify(
@@ -98,7 +100,7 @@ def certify(
             return
         limits = _limits(subject, refine)
         evidence = measure(certification, opened)
-    _say_why(subject, threat, evidence, command)
+    _say_why(subject, threat, evidence)
     card = _compare(opened, evidence)
     print_json({**summarise(evidence), **limits, **card})
     say(in_words(evidence))
@@ -118,19 +120,22 @@ def _limits(subject: "Subject", refine: str | None) -> dict[str, Any]:
     return {"refinement": {"by_interval": list(limits.by_interval), "unsplit": list(limits.unsplit)}}
 
 
-def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", command: str) -> None:
+def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence") -> None:
     """Where little is proven: why, of bounds where those of a few images grow wide, and what to try instead."""
     from patchcert.certificates.explaining import blown_up, widths
 
     if evidence.correct and evidence.certified > LITTLE * evidence.correct:
         return
-    little = f"little is proven: {evidence.certified} of {evidence.correct} right images, by"
-    if not isinstance(subject.classifier, pc.IntervalBounds):
-        say(f"{little} {type(subject.classifier).__name__}: models are seldom proven unless trained for it")
-        say("  `patchcert explain TARGET IMAGE` draws why, of one image; `patchcert train --help` trains")
-        return
+    kind = type(subject.classifier).__name__
     if not evidence.correct:
         say("nothing is proven, because nothing is right: do weights, --normalise and classes fit the data?")
+        if not isinstance(subject.classifier, pc.IntervalBounds):
+            say(f"  if they do: {kind} shows the model parts of images, for which it may have to be trained")
+        return
+    little = f"little is proven: {evidence.certified} of {evidence.correct} right images, by"
+    if not isinstance(subject.classifier, pc.IntervalBounds):
+        say(f"{little} {kind}: models are seldom proven unless trained for it")
+        say("  `patchcert explain TARGET IMAGE` draws why, of one image; `patchcert train --help` trains")
         return
     say(f"{little} interval bounds")
     if isinstance(threat, pc.Patch):
@@ -151,6 +156,7 @@ def _say_why(subject: "Subject", threat: "AnyThreat", evidence: "Evidence", comm
     say(
         "next: train on bounds, see `patchcert train --help`, or patchcert.worst_case_margins for a loop of your own"
     )
+    command = command_line(without_options=_OF_ONE_METHOD)
     if not isinstance(threat, pc.SparsePixels):
         say(f"  or prove the model by masks: {command} --method masking")
         say(f"  or by votes, if it is trained for them: {command} --method bands")

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,6 +91,7 @@ def explain(
         {
             "weights": weights,
             "normalise": normalise,
+            "image-size": image_size,
             "patch": patch,
             "shape": shape,
             "sparse": sparse,
@@ -102,7 +103,8 @@ def explain(
             "split": None if split == "test" else split,
         },
     )
-    commands = next_commands(found, image, shared)
+    kind = [("method", method), *(("setting", word) for word in setting or ()), ("masks", masks)]
+    commands = next_commands(found, image, shared, [(name, word) for name, word in kind if word is not None])
     page = write_explanation(found, out, commands)
     print_json({**_facts(found), "page": str(page), "next": [command for _, command in commands]})
     for sentence in found.sentences:
@@ -113,8 +115,11 @@ def explain(
 
 
 def _shared_words(target: str, options: Mapping[str, object]) -> list[str]:
-    given = [(name, str(value)) for name, value in options.items() if value is not None]
-    return [target, *(word for name, value in given for word in (f"--{name}", value))]
+    return [target, *_words((name, str(value)) for name, value in options.items() if value is not None)]
+
+
+def _words(options: Iterable[tuple[str, str]]) -> list[str]:
+    return [word for name, value in options for word in (f"--{name}", value)]
 
 
 def _of_data(
@@ -150,8 +155,13 @@ def _label(classifier: "pc.Classifier", picture: "Split", given: int | None) -> 
     return label
 
 
-def next_commands(found: "Explanation", image: str, shared: Sequence[str]) -> list[tuple[str, str]]:
-    """What to try next, each with the reason; `shared` are the words of the command that others take too."""
+def next_commands(
+    found: "Explanation", image: str, shared: Sequence[str], kind: Sequence[tuple[str, str]] = ()
+) -> list[tuple[str, str]]:
+    """What to try next, each with the reason; `shared` are the words of the command that others take too, and `kind`
+    the options that name the kind of proof."""
+    is_bounded = isinstance(found.classifier, pc.IntervalBounds)
+    same_kind = _words(each for each in kind if each[0] == "method" or not is_bounded)
 
     def command(name: str, *options: str) -> str:
         target, *rest = shared
@@ -160,24 +170,36 @@ def next_commands(found: "Explanation", image: str, shared: Sequence[str]) -> li
         )
 
     if found.verdict == "certified":
-        return [("try to break what is proven", command("attack", "--certified-only", "--images", "100"))]
+        again = command("attack", *same_kind, "--certified-only", "--images", "100")
+        return [("try to break what is proven", again)]
     if found.verdict != "not certified":
         return []
     if not isinstance(found.threat, pc.Patch):
-        return [("look for pixels that change predictions", command("attack"))]
-    steps = [("look for patches that change predictions", command("attack", "--search", "sweep"))]
-    if found.hidden is not None:
-        more = command("explain", "--method", "masking", "--masks", "8")
-        return [("more masks hide less each", more), *steps]
+        what = "pixels" if isinstance(found.threat, pc.SparsePixels) else "patches"
+        return [(f"look for {what} that change predictions", command("attack", *same_kind))]
+    attack = command("attack", *same_kind, "--search", "sweep")
+    steps = [("look for patches that change predictions", attack)]
+    if isinstance(found.classifier, pc.DoubleMasking | pc.MaskedDetection):
+        more = _more_masks(found.classifier, found.image.shape[1:])
+        kept = [each for each in kind if each[0] != "masks" and not each[1].startswith("masks=")]
+        again = command("explain", *_words(kept), "--masks", more)
+        return [("more masks hide less each", again), *steps] if more else steps
     steps = [("prove it behind masks", command("explain", "--method", "masking", "--masks", "6")), *steps]
-    is_close = (
-        isinstance(found.classifier, pc.IntervalBounds)
-        and found.classifier.refine is None
-        and found.wide is None
-    )
-    if is_close:
-        steps = [("tighter bounds prove it, or break it", command("explain", "--refine", "split")), *steps]
+    if isinstance(found.classifier, pc.IntervalBounds) and not found.classifier.refine and found.wide is None:
+        refined = command("explain", *same_kind, "--refine", "split")
+        steps = [("tighter bounds prove it, or break it", refined), *steps]
     return steps
+
+
+def _more_masks(classifier: "pc.DoubleMasking | pc.MaskedDetection", size: tuple[int, int]) -> str:
+    """Two more along each axis, as `--masks` takes them, where that makes more masks than there are; else ""."""
+    from patchcert.threats.masks import masks_per_axis
+
+    rows, columns = (count + 2 for count in masks_per_axis(classifier.masks))
+    more = replace(classifier, masks=(rows, columns))
+    if len(more.mask_set(*size)) == len(classifier.mask_set(*size)):
+        return ""
+    return str(rows) if rows == columns else f"{rows},{columns}"
 
 
 def _facts(found: "Explanation") -> dict[str, Any]:

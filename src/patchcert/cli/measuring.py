@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 Measurement = TypeVar("Measurement", "Certification", "Attacking")
 
 
-def command_line(*, without: tuple[str, ...] = ()) -> str:
-    """The command that was given, as evidence names it, less some of its words."""
-    return shlex.join(["patchcert", *(word for word in sys.argv[1:] if word not in without)])
+def command_line(*, without: tuple[str, ...] = (), without_options: tuple[str, ...] = ()) -> str:
+    """The command that was given, as evidence names it, less some of its words, and some options with their values."""
+    pairs = zip(sys.argv, sys.argv[1:], strict=False)
+    kept = [word for before, word in pairs if not {before, word.partition("=")[0]} & {*without_options}]
+    return shlex.join(["patchcert", *(word for word in kept if word not in without)])
 
 
 def kept_with(target: "Target", work: Measurement) -> Measurement:
     """The same work, its evidence kept in the folder of the target's run where no file is named for it.
 
-    A file that is named must hold nothing but earlier evidence of the same question and weights.
+    A file that is named, and the one beside it where blocks are kept, must hold nothing but earlier evidence of the
+    same question and weights.
     """
     from patchcert.evidence import EvidenceFolder
 
@@ -59,6 +62,11 @@ def measure(work: "Certification | Attacking", target: "Target") -> "Evidence":
 def _check_free(work: "Certification | Attacking") -> None:
     from patchcert.evidence import Evidence
 
+    if work.file is not None and work.in_the_way is not None:
+        raise InvalidInput(
+            f"{work.in_the_way} holds what is done of other work, which was interrupted",
+            hint="name another file, give the command of that work again, or delete it first.",
+        )
     if work.file is None or not work.file.exists():
         return
     found = None

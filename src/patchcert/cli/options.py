@@ -156,7 +156,9 @@ def parse_threat(
     elif sparse is not None:
         threat = pc.SparsePixels(sparse, cast("SparseBound", bound or "tight"))
     if threat is None:
-        raise no_threat()
+        raise InvalidThreat(
+            "no threat is given", hint="give --patch 5x5, --shape diamond:25 or --sparse 4, for example."
+        )
     if isinstance(threat, pc.Patch):
         one = threat if placements is None else pc.Patch(threat.stamp, parse_placements(placements))
         one = one if resized is None else resized(one)
@@ -167,13 +169,6 @@ def parse_threat(
                 f"{option} {value} needs a patch, not {threat}", hint="give --patch or --shape."
             )
     return threat
-
-
-def no_threat() -> InvalidThreat:
-    """What to say where a threat is needed and none is given."""
-    return InvalidThreat(
-        "no threat is given", hint="give --patch 5x5, --shape diamond:25 or --sparse 4, for example."
-    )
 
 
 def parse_camera(text: str) -> tuple[tuple[int, int], str, bool]:
@@ -289,7 +284,14 @@ def parse_image_size(text: str) -> tuple[int, int, int]:
 
 def with_masks(settings: Sequence[str] | None, masks: str | None) -> list[str]:
     """The settings of a method, those that --masks stands for among them."""
-    return [*(settings or ()), *([] if masks is None else [f"masks={masks}"])]
+    if masks is None:
+        return [*(settings or ())]
+    if not re.fullmatch(r"\d+(,\d+)?", masks):
+        raise InvalidInput(
+            f"--masks {masks} is neither one whole number of masks nor two",
+            hint="write K for K x K masks, like 6, or ROWS,COLUMNS, like 6,4.",
+        )
+    return [*(settings or ()), f"masks={masks}"]
 
 
 def parse_settings(

@@ -10,14 +10,13 @@ import patchcert as pc
 from patchcert.cli.factory import make_model, names_a_factory
 from patchcert.cli.options import (
     check_choice,
-    no_threat,
     parse_camera,
     parse_image_size,
     parse_normalisation,
     parse_settings,
 )
 from patchcert.cli.output import say
-from patchcert.errors import DataError, InvalidInput
+from patchcert.errors import DataError, InvalidInput, InvalidThreat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -336,11 +335,19 @@ def choose_classifier(
         raise InvalidInput(
             f"--{option} is a setting of interval bounds, not of {chosen}", hint="leave it out."
         )
+    has_masks = chosen in ("masking", "detection")
+    if not has_masks and any(setting.startswith("masks=") for setting in settings):
+        raise InvalidInput(
+            f"masks are a setting of masking and detection, not of {chosen}",
+            hint="give --method masking or --method detection, or leave them out.",
+        )
     words = parse_settings(chosen, kind, settings, without=(*_OTHERWISE_GIVEN, *of_intervals))
     made = cast("Callable[..., pc.Classifier]", kind)
-    has_masks = chosen in ("masking", "detection")
     if has_masks and threat is None:
-        raise no_threat()
+        raise InvalidThreat(
+            "no threat is given, and masks are made for one",
+            hint="give --patch 5x5 or --shape diamond:25, for example.",
+        )
     masked = {"threat": threat} if has_masks else {}
     trained = learned_settings if chosen == learned else {}
     return made(target.model, **masked, **{**trained, **given, **words})

@@ -105,6 +105,11 @@ class _Measurement(ABC):
         """Whether an interruption leaves anything to resume from."""
         return self._partial.file is not None
 
+    @property
+    def in_the_way(self) -> Path | None:
+        """The file where this would keep its blocks, if it holds those of another question or of other weights."""
+        return self._partial.file if self._partial.holds_other_work else None
+
 
 @final
 @dataclass(frozen=True)
@@ -402,6 +407,10 @@ def _model_of(attacked: Classifier | nn.Module) -> nn.Module:
     return attacked.model if isinstance(attacked, Classifier) else attacked
 
 
+_ASKED = ("kind", "threat", "data", "classifier", "attack", "certified_only", "weights_sha256")
+"""What a claim says of the question and the weights."""
+
+
 @final
 @dataclass(frozen=True)
 class _Partial:
@@ -440,6 +449,19 @@ class _Partial:
         except (SafetensorError, OSError):
             return None
         return tensors, notes
+
+    @property
+    def holds_other_work(self) -> bool:
+        """Whether what was kept is of another question or other weights, on whatever machine and by whatever code."""
+        if self.file is None or not self.file.is_file():
+            return False
+        try:
+            with safe_open(self.file, framework="pt") as stored:
+                theirs = json.loads((stored.metadata() or {}).get("claim", "{}"))
+        except (SafetensorError, OSError):
+            return False
+        own = json.loads(self.claim)
+        return any(theirs.get(name) != own.get(name) for name in _ASKED)
 
     def write(
         self, tensors: Mapping[str, Tensor], seconds: float, notes: Mapping[str, str] | None = None

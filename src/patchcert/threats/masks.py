@@ -10,7 +10,7 @@ from torch import Tensor
 
 from patchcert.errors import InvalidInput
 from patchcert.threats.patch import Patch, Patches, choices, patch_and_count
-from patchcert.threats.shapes import to_rows
+from patchcert.threats.shapes import sums_under, to_rows
 from patchcert.threats.threat import as_pair
 
 MOST_MASKS = 4096
@@ -62,14 +62,14 @@ def masks_covering(
     number = _runs(corners[:, 0], rows) * columns + _runs(corners[:, 1], columns)
     starts = torch.zeros(rows * columns, height - patch.height + 1, width - patch.width + 1)
     starts[number, corners[:, 0], corners[:, 1]] = 1
-    stamp = patch.stamp.to(starts)[None, None]
-    # Counts of patches over a pixel: whole numbers, which a convolution gives up to rounding.
-    hidden = F.conv_transpose2d(starts[:, None], stamp)[:, 0] > 0.5
+    # A pixel is hidden by the patches that start where a turned stamp, its last corner at the pixel, lies.
+    around = (patch.width - 1, patch.width - 1, patch.height - 1, patch.height - 1)
+    hidden = sums_under(patch.stamp.flip(0, 1), F.pad(starts, around)) > 0
     hidden = _unions(hidden[hidden.flatten(1).any(dim=1)], count)
     if bool(hidden.flatten(1).all(dim=1).any()):
         raise InvalidInput(
             f"with masks={masks} a mask hides the whole image, and nothing is left to look at",
-            hint="give more masks per axis: they are smaller",
+            hint="give more masks per axis: they are smaller, though never than the patch",
         )
     return MaskSet(hidden)
 
