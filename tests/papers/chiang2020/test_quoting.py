@@ -339,10 +339,14 @@ def test_a_figure_may_not_come_from_a_file_that_nobody_listed(sources):
         sources.figure("json README.md cases.0.ratio")
 
 
-def test_of_several_proofs_against_one_patch_that_which_all_seeds_have_is_quoted(sources):
+def test_of_several_proofs_against_one_patch_that_which_most_seeds_have_is_quoted(sources):
     """One seed was also certified behind finer masks."""
     finer = "results/3d0c3e70adf90ed2/certify-patch-5x5-square-everywhere-2e8e99f8736e67f3.npz"
     texts = [f"<!--= run 3d0c3e70adf90ed2 {what} -->" for what in ("certified", "mean", "seeds")]
     found = [updated(f"0.00{text}", sources).partition("<")[0] for text in texts]
     assert found == ["67.49", "68.02", "3.00"]
     assert updated(f"0<!--= evidence {finer} certified -->", sources).startswith("7,256<")
+    mean = updated("0.00<!--= run 9689492d79ba2c68 mean -->", sources)  # a fourth seed has other proofs
+    assert mean.startswith("75.52<")
+    with pytest.raises(InvalidInput, match="has 2 proofs against .* that as many seeds have; expected one"):
+        sources.figure("run 53902237f23e7a80 certified")

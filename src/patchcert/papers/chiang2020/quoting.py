@@ -359,13 +359,14 @@ def _run(sources: Sources, name: str, what: str, shape: str = "") -> float | Non
     if what in ("loss", "seconds"):
         return run.training_loss if what == "loss" else run.training_seconds
     threat = f"Patch({shape}, everywhere)" if shape else run.training.split(", ", 3)[3].rpartition("), ")[0]
+    question = _quoted(sources, run, threat)
     if what in ("mean", "spread", "seeds"):
-        seeds = [each for each in _seeds_of(sources, run) if _proofs_against(sources, each, threat)]
-        shares = [_share(_proof_lines(sources, each, threat), "certified") for each in seeds]
+        found = (_proofs_against(sources, seed, threat).get(question) for seed in _seeds_of(sources, run))
+        shares = [_share(_counts(line), "certified") for line in found if line is not None]
         if what == "spread":
             return stdev(shares) if len(shares) > 1 else None
         return fmean(shares) if what == "mean" else len(shares)
-    return _share(_proof_lines(sources, run, threat), what)
+    return _share(_counts(_proofs_against(sources, run, threat)[question]), what)
 
 
 def _seeds_of(sources: Sources, run: ListedRun) -> tuple[ListedRun, ...]:
@@ -374,17 +375,21 @@ def _seeds_of(sources: Sources, run: ListedRun) -> tuple[ListedRun, ...]:
     return tuple(each for each in sources.manifest.runs if recipes[each.run] == recipes[run.run])
 
 
-def _proof_lines(sources: Sources, run: ListedRun, threat: str) -> tuple[int, int, int]:
-    """Images, right and proven ones against a threat; of several proofs, by other settings, the one of all seeds."""
-    found = _proofs_against(sources, run, threat)
-    if len(found) > 1:
-        shared = set.intersection(
-            *(set(_proofs_against(sources, seed, threat)) for seed in _seeds_of(sources, run))
+def _quoted(sources: Sources, run: ListedRun, threat: str) -> str:
+    """The name of a run's proof against a threat; of several, by other settings, that which most of its seeds have."""
+    seeds = [_proofs_against(sources, seed, threat) for seed in _seeds_of(sources, run)]
+    count = {name: sum(name in each for each in seeds) for name in _proofs_against(sources, run, threat)}
+    most = [name for name, number in count.items() if number == max(count.values())]
+    if len(most) != 1:
+        raise InvalidInput(
+            f"run {run.run} has {len(most)} proofs against {threat} that as many seeds have; expected one",
+            hint="quote the file: evidence results/RUN/FILE.npz certified",
         )
-        found = {name: line for name, line in found.items() if name in shared}
-    if len(found) != 1:
-        raise InvalidInput(f"run {run.run} has {len(found)} proofs against {threat}; expected one")
-    (line,) = found.values()
+    return most[0]
+
+
+def _counts(line: ListedFile) -> tuple[int, int, int]:
+    """Images, right and proven ones."""
     return line.images or 0, line.right or 0, line.counted or 0
 
 
