@@ -348,5 +348,5 @@ def test_of_several_proofs_against_one_patch_that_which_most_seeds_have_is_quote
     assert updated(f"0<!--= evidence {finer} certified -->", sources).startswith("7,256<")
     mean = updated("0.00<!--= run 9689492d79ba2c68 mean -->", sources)  # a fourth seed has other proofs
     assert mean.startswith("75.52<")
-    with pytest.raises(InvalidInput, match="has 2 proofs against .* that as many seeds have; expected one"):
+    with pytest.raises(InvalidInput, match="has 3 proofs against .* that as many seeds have; expected one"):
         sources.figure("run 53902237f23e7a80 certified")
