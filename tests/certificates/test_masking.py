@@ -13,7 +13,7 @@ from torch import nn
 import patchcert as pc
 from patchcert.certificates import ABSTAINED
 from patchcert.certificates.batches import copies_at_once
-from patchcert.certificates.masking import DoubleMasking, MaskedCopies, MaskedDetection
+from patchcert.certificates.masking import DoubleMasking, MaskedDetection
 from patchcert.errors import InvalidInput, InvalidThreat, ModelError
 from strategies import seeds
 
@@ -666,7 +666,8 @@ def test_progress_tells_of_parts_of_images_and_never_goes_back():
 def test_batches_of_large_networks_on_a_cpu_are_small_unless_their_size_is_given(name, batch_size, copies):
     model, images = pc.models.build(pc.ModelSpec(name, 3, 32, 32)).eval(), torch.zeros(2, 3, 32, 32)
     masking = DoubleMasking(model, pc.Patch(5), masks=3, batch_size=batch_size)
-    assert MaskedCopies(masking, images).size == copies
+    with masking.copies(images) as shown:
+        assert shown.size == copies
 
 
 def test_no_image_chooses_the_size_of_its_batch():

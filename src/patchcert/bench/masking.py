@@ -62,11 +62,13 @@ def run_masked_case(case: MaskedCase, machine: Machine) -> dict[str, Any]:
     images = torch.rand(shape, generator=generator).to(machine.device)
     # No verdict is asked for, so that rounding of random weights in half precision does not matter.
     masking = DoubleMasking(model, Patch(case.patch), masks=case.masks, precision=precision, slack=0.99)
-    copies = MaskedCopies(masking, images)
-    bare = copies.size / seconds(_bare(copies.base, images), machine.device, machine.spend)
-    masked = _rate(copies, machine)
-    compiled = _rate(MaskedCopies(replace(masking, compiled=True), images), machine) if on_gpu else None
-    count = len(copies.masks)
+    with masking.copies(images) as copies:
+        bare = copies.size / seconds(_bare(copies.base, images), machine.device, machine.spend)
+        masked, count = _rate(copies, machine), len(copies.masks)
+    compiled = None
+    if on_gpu:
+        with replace(masking, compiled=True).copies(images) as fused:
+            compiled = _rate(fused, machine)
     passes = count * (count + 1) // 2
     operations, best = 2.0 * multiply_adds(model, images[:1]), max(masked, compiled or 0.0)
     return {

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal, final, get_args
 
@@ -169,12 +170,18 @@ class PartVotes(VoteClassifier):
         check_some(images)
         images = images.to(weight_dtype(self.model, images.dtype))
         views = self.views(*images.shape[2:]).to(images.device)
-        base, each, found = self._base(images, views, with_probe), len(views), list[Tensor]()
-        # All views of the first image, then those of the next, in batches of one shape.
-        for rows in torch.arange(len(images) * each, device=images.device).split(base.size):
-            found.append(base.logits(encode_visible(images[rows // each], views[rows % each])))
-            if progress is not None:
-                progress((int(rows[-1]) + 1) / each, len(images))
+        each, found = len(views), list[Tensor]()
+        with self.prepared(images, partial(self._batches, images, views)) as (base, _):
+            if with_probe:
+                numbers = torch.arange(base.size, device=images.device)
+                owner = numbers // each % len(images)
+                sample = encode_visible(images[owner], views[numbers % each])
+                base.check_company(sample, self.needed_lead / 4, owner)
+            # All views of the first image, then those of the next, in batches of one shape.
+            for rows in torch.arange(len(images) * each, device=images.device).split(base.size):
+                found.append(base.logits(encode_visible(images[rows // each], views[rows % each])))
+                if progress is not None:
+                    progress((int(rows[-1]) + 1) / each, len(images))
         logits = torch.cat(found).unflatten(0, (len(images), each))
         return cell_scores(logits.mT, self.score_kind, self.needed_lead, self.threshold)
 
@@ -228,16 +235,10 @@ class PartVotes(VoteClassifier):
             self, self.model, lambda images: torch.stack([self.model(each) for each in copies(images)], dim=2)
         )
 
-    def _base(self, images: Images, views: Views, with_probe: bool) -> FixedBatches:
+    def _batches(self, images: Images, views: Views) -> FixedBatches:
         shown = encode_visible(images[:1], views[:1])
         size = copies_at_once(self.model, shown, self.batch_size, self.precision)
-        numbers = torch.arange(size, device=images.device)
-        owner = numbers // len(views) % len(images)
-        sample = encode_visible(images[owner], views[numbers % len(views)])
-        base = FixedBatches(self.model, sample, size, self.precision)
-        if with_probe:
-            base.check_company(sample, self.needed_lead / 4, owner)
-        return base
+        return FixedBatches(self.model, shown, size, self.precision)
 
 
 @final

@@ -1,8 +1,9 @@
 """A model as it is deployed on many copies of images: in one arithmetic, and always in batches of one shape."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import fields
+from functools import cached_property, partial
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal, final, get_args
 
@@ -75,6 +76,32 @@ class BatchedClassifier(Classifier):
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"slack": self.needed_lead}
+
+    @contextmanager
+    def prepared(
+        self, images: Images, make: "Callable[[], FixedBatches]"
+    ) -> "Iterator[tuple[FixedBatches, bool]]":
+        """Batches for images like these, and whether they are new: those of an earlier call, if the model is as it was.
+
+        Nobody else has them meanwhile: a call from another thread makes its own.
+        """
+        asked, batches = (*_kind_of(images), _state_of(self.model)), None
+        with suppress(IndexError):
+            known, there = self._prepared.pop()
+            batches = there if known == asked else None
+            del there  # and the memory of what does not fit, before more is asked for
+        is_new = batches is None
+        batches = make() if batches is None else batches
+        yield batches, is_new
+        self._prepared[:] = [(asked, batches)]
+
+    @cached_property
+    def _prepared(self) -> "list[tuple[object, FixedBatches]]":
+        return []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies begin with nothing prepared."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # pyright: ignore[reportArgumentType]
 
 
 @final
@@ -233,6 +260,39 @@ _REFUSALS = (RuntimeError, AssertionError, ValueError)
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _kind_of(images: Images) -> tuple[object, ...]:
+    """What images must share to go through the same batches: work on another stream does not wait for theirs, and what
+    is made in inference mode cannot be changed outside of it."""
+    stream = torch.cuda.current_stream(images.device).cuda_stream if images.is_cuda else 0
+    return images.shape[1:], images.dtype, images.device, stream, torch.is_inference_mode_enabled()
+
+
+def _state_of(model: nn.Module) -> object:
+    """What a recorded forward pass hangs on beside the numbers in its weights, which it reads anew: the layers, their
+    settings and hooks, and where tensors are."""
+    try:
+        tensors = [_place_of(each) for each in (*model.parameters(), *model.buffers())]
+    except RuntimeError:  # of a tensor without a place of its own
+        return object()
+    return tensors, [
+        (id(layer), type(layer), *map(_setting, vars(layer).items())) for layer in model.modules()
+    ]
+
+
+def _place_of(tensor: Tensor) -> tuple[object, ...]:
+    version = 0 if tensor.is_inference() else tensor._version
+    return id(tensor), tensor.data_ptr(), version, tensor.shape, tensor.dtype
+
+
+def _setting(named: tuple[str, object]) -> object:
+    """A plain value itself, the keys of a dict, such as hooks, and of anything else which one it is."""
+    name, value = named
+    if isinstance(value, dict):
+        return name, list(value)
+    parts = value if isinstance(value, tuple) else (value,)
+    return name, value if all(isinstance(part, int | float | str) for part in parts) else id(value)
 
 
 def neighbours(height: int, width: int) -> Annotated[Tensor, "_"]:

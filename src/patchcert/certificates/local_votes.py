@@ -5,8 +5,8 @@ Sums of 0/1 scores are certified as BagCert does (Metzen and Yatsura 2021).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Annotated, ClassVar, Literal, final, get_args
+from functools import partial, reduce
+from typing import Annotated, ClassVar, Literal, cast, final, get_args
 
 import torch
 import torch.nn.functional as F
@@ -289,21 +289,25 @@ class LocalVotes(VoteClassifier):
     ) -> Scores:
         """The scores of every cell, row by row; with a probe of whether they depend on the batch."""
         check_some(images)
-        images, flat = images.to(weight_dtype(self.model, images.dtype)), _FlatMaps(self.model, self.mirrored)
-        base = FixedBatches(flat, images, self.batch_size, self.precision, by_place=True)
-        if with_probe:
-            numbers = torch.arange(self.batch_size, device=images.device)
-            base.check_company(images[numbers % len(images)], self.needed_lead / 4)
-            network = trace_local(self.model, images.shape[1:])
-            self._check_trace(network, images)
-            self._check_sight(network, base, images)
-            self._check_kernels(network, base, images)
-        rows = []
-        for start in range(0, len(images), self.batch_size):
-            rows.append(base.logits(images[start : start + self.batch_size]))
-            if progress is not None:
-                progress(min(start + self.batch_size, len(images)), len(images))
-        return self._scores(flat.by_pass(torch.cat(rows)))
+        images = images.to(weight_dtype(self.model, images.dtype))
+        with self.prepared(images, partial(self._batches, images)) as (base, _):
+            if with_probe:
+                numbers = torch.arange(self.batch_size, device=images.device)
+                base.check_company(images[numbers % len(images)], self.needed_lead / 4)
+                network = trace_local(self.model, images.shape[1:])
+                self._check_trace(network, images)
+                self._check_sight(network, base, images)
+                self._check_kernels(network, base, images)
+            rows = []
+            for start in range(0, len(images), self.batch_size):
+                rows.append(base.logits(images[start : start + self.batch_size]))
+                if progress is not None:
+                    progress(min(start + self.batch_size, len(images)), len(images))
+            return self._scores(cast("_FlatMaps", base.model).by_pass(torch.cat(rows)))
+
+    def _batches(self, images: Images) -> FixedBatches:
+        flat = _FlatMaps(self.model, self.mirrored)
+        return FixedBatches(flat, images, self.batch_size, self.precision, by_place=True)
 
     def _scores(self, logits: Annotated[Tensor, "n passes k cells"]) -> Scores:
         """Those of the mean over passes, each of which rounds by a share of the largest logit of any."""
@@ -401,7 +405,13 @@ class _FlatMaps(nn.Module):
         self.training = model.training
 
     def forward(self, images: Images) -> Annotated[Tensor, "n _"]:
-        """The numbers of the map, class by class; anything but a map is refused."""
+        """The numbers of the map, class by class."""
+        # First of the mirror image: a model may change the images that it is given.
+        mirrored = [self._map(images.flip(3)).flip(3)] if self.mirrored else []
+        return torch.cat([each.flatten(1) for each in (self._map(images), *mirrored)], dim=1)
+
+    def _map(self, images: Images) -> Annotated[Tensor, "n k _ _"]:
+        """What the model gives; anything but a map is refused."""
         logits = self.model(images)
         is_map = isinstance(logits, Tensor) and logits.dim() == 4 and len(logits) == len(images)
         if not is_map or logits.shape[1] < 2:
@@ -411,9 +421,6 @@ class _FlatMaps(nn.Module):
                 hint="end the model with a 1x1 convolution to one channel for each class, without pooling",
             )
         self.classes = logits.shape[1]
-        logits = logits.flatten(1)
-        if self.mirrored:
-            logits = torch.cat([logits, self.model(images.flip(3)).flip(3).flatten(1)], dim=1)
         return logits
 
     def by_pass(self, rows: Annotated[Tensor, "n _"]) -> Annotated[Tensor, "n passes k cells"]:

@@ -6,8 +6,9 @@ rules and their proofs.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Self, final
 
@@ -109,8 +110,15 @@ class _Masked(BatchedClassifier):
         return torch.compile(self.shown_model(), dynamic=False)  # pyright: ignore[reportReturnType]
 
     def mask_set(self, height: int, width: int) -> MaskSet:
-        """The masks for images of this size."""
-        return masks_covering(self.threat, height, width, self.masks)
+        """The masks for images of this size; part of the classifier, and so kept once made."""
+        size = (height, width)
+        if size not in self._mask_sets:
+            self._mask_sets[size] = masks_covering(self.threat, height, width, self.masks)
+        return self._mask_sets[size]
+
+    @cached_property
+    def _mask_sets(self) -> dict[tuple[int, int], MaskSet]:
+        return {}
 
     def describe(self) -> dict[str, Any]:
         masked = {"masked_threat": self.threat.to_dict(), "patches": hidden_patch(self.threat)[1]}
@@ -163,14 +171,34 @@ class _Masked(BatchedClassifier):
         rows, columns = masks_per_axis(self.masks)
         return math.comb(rows * columns, min(hidden_patch(self.threat)[1], rows * columns))
 
-    def _copies(
+    @contextmanager
+    def copies(self, images: Images, for_proof: bool = False) -> "Iterator[MaskedCopies]":
+        """Copies of these images, shown to the model as it is; for a proof they are always tried in other company."""
+        images = images.to(weight_dtype(self.model, images.dtype))
+        with self.prepared(images, partial(self._batches, images)) as (batches, are_new):
+            copies = MaskedCopies(self, images, batches)
+            if for_proof or are_new:
+                copies.check_company()
+            yield copies
+
+    def _batches(self, images: Images) -> FixedBatches:
+        """As many copies at once as the device is best at."""
+        device, (height, width), shown = images.device.type, images.shape[2:], self.shown_model()
+        pixels = _PIXELS_AT_ONCE.get(device, _PIXELS_AT_ONCE["cpu"])
+        most = max(1, min(pixels // (height * width), 4096))
+        size = self.batch_size or copies_at_once(shown, images, most, self.precision)
+        compiled = self.compiled_model if self.compiled and images.is_cuda else None
+        return FixedBatches(shown, images, size, self.precision, compiled)
+
+    @contextmanager
+    def _covered(
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None
-    ) -> "tuple[MaskedCopies, Annotated[Tensor, 'q m']]":
-        """Copies of images that fit, and which masks hide the threat."""
+    ) -> "Iterator[tuple[MaskedCopies, Annotated[Tensor, 'q m']]]":
+        """Copies of images that fit, for a proof, and which masks hide the threat."""
         check_inputs(self.model, images, labels, progress)
-        copies = MaskedCopies(self, images)
-        check_labels(labels, copies.classes)
-        return copies, self._covering(threat, copies.masks).to(images.device)
+        with self.copies(images, for_proof=True) as copies:
+            check_labels(labels, copies.classes)
+            yield copies, self._covering(threat, copies.masks).to(images.device)
 
     def _covering(self, threat: AnyThreat, masks: MaskSet) -> Annotated[Tensor, "q m"]:
         """Which masks hide all of the threat, for each different answer over its placements; refused where none does.
@@ -224,9 +252,9 @@ class DoubleMasking(_Masked):
 
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         check_images(self.model, images, progress)
-        copies = MaskedCopies(self, images)
-        owners = torch.arange(len(images), device=images.device)
-        return copies.predictions(copies.singles(progress=progress).said, owners)
+        with self.copies(images) as copies:
+            owners = torch.arange(len(images), device=images.device)
+            return copies.predictions(copies.singles(progress=progress).said, owners)
 
     def detect(self, images: Images, threshold: float = 0.0) -> PerImage:
         """Whether an alert is raised for each image, by the rule of `MaskedDetection`."""
@@ -241,15 +269,15 @@ class DoubleMasking(_Masked):
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
     ) -> Certificates:
         """A placement is proven if some mask that covers it says the label with every second mask."""
-        copies, covering = self._copies(images, labels, threat, progress)
-        rows = _Rows(copies, labels, self.needed_lead, progress)
-        rows.look_at_pairs(covering, self.with_map)
-        lead = _best_leads(rows.least, covering).amin(dim=1)
-        certified = lead > self.needed_lead
-        # What is proven is predicted, since a patch may change nothing; only the others have to be asked for.
-        predictions = labels.clone()
-        others = (~certified).nonzero().flatten()
-        predictions[others] = copies.predictions(rows.said[others], others)
+        with self._covered(images, labels, threat, progress) as (copies, covering):
+            rows = _Rows(copies, labels, self.needed_lead, progress)
+            rows.look_at_pairs(covering, self.with_map)
+            lead = _best_leads(rows.least, covering).amin(dim=1)
+            certified = lead > self.needed_lead
+            # What is proven is predicted, since a patch may change nothing; only the others have to be asked for.
+            predictions = labels.clone()
+            others = (~certified).nonzero().flatten()
+            predictions[others] = copies.predictions(rows.said[others], others)
         return Certificates(
             certified=certified,
             predictions=predictions,
@@ -269,9 +297,9 @@ class DoubleMasking(_Masked):
         """
         if not isinstance(threat, Patch):
             raise InvalidThreat(f"one placement after the other is about one patch, got {threat!r}")
-        copies, covering = self._copies(images, labels, threat, progress)
-        rows = _Rows(copies, labels, self.needed_lead, progress)
-        rows.look_at_pairs(covering, for_map=True)
+        with self._covered(images, labels, threat, progress) as (copies, covering):
+            rows = _Rows(copies, labels, self.needed_lead, progress)
+            rows.look_at_pairs(covering, for_map=True)
         return _best_leads(rows.least, copies.masks.covers(threat).to(images.device))
 
     def images_per_block(self, device: torch.device) -> int | None:
@@ -309,15 +337,15 @@ class MaskedDetection(_Masked):
 
     def predict(self, images: Images, progress: Progress | None = None) -> Labels:
         check_images(self.model, images, progress)
-        copies = MaskedCopies(self, images)
-        return self._predictions(copies.whole_images(), copies.singles(progress=progress))
+        with self.copies(images) as copies:
+            return self._predictions(copies.whole_images(), copies.singles(progress=progress))
 
     def certify(
         self, images: Images, labels: Labels, threat: AnyThreat, progress: Progress | None = None
     ) -> Certificates:
         """A placement is proven if some mask that covers it says the label, with confidence."""
-        copies, covering = self._copies(images, labels, threat, progress)
-        whole, singles = copies.whole_images(), copies.singles(labels, progress)
+        with self._covered(images, labels, threat, progress) as (copies, covering):
+            whole, singles = copies.whole_images(), copies.singles(labels, progress)
         predictions = self._predictions(whole, singles)
         leads = torch.where(self._stays_confident(singles, copies.classes), singles.lead, -torch.inf)
         lead = _best_leads(leads, covering).amin(dim=1)
@@ -403,23 +431,15 @@ class _Answers:
 class MaskedCopies:
     """Copies of images of which parts are hidden, shown to the model in batches of one shape."""
 
-    def __init__(self, settings: _Masked, images: Images) -> None:
+    def __init__(self, settings: _Masked, images: Images, base: FixedBatches) -> None:
         device, (_, channels, height, width) = images.device, images.shape
         self.masks = settings.mask_set(height, width)
         # The last one hides nothing.
         self.hidden = torch.cat([self.masks.hidden, torch.zeros(1, height, width, dtype=torch.bool)]).to(
             device
         )
-        self.images = images.to(weight_dtype(settings.model, images.dtype))
-        self.fill = _fill(settings.fill, channels).to(self.images)
-        with torch.no_grad():
-            compiled = settings.compiled_model if settings.compiled and images.is_cuda else None
-            shown, precision = settings.shown_model(), settings.precision
-            pixels = _PIXELS_AT_ONCE.get(device.type, _PIXELS_AT_ONCE["cpu"])
-            most = max(1, min(pixels // (height * width), 4096))
-            self.size = settings.batch_size or copies_at_once(shown, self.images, most, precision)
-            self.base = FixedBatches(shown, self.images, self.size, precision, compiled)
-            self._check(settings.needed_lead)
+        self.images, self.base, self.size = images, base, base.size
+        self.fill = _fill(settings.fill, channels).to(images)
         self.doubt, self.slack = settings.doubt, settings.needed_lead
         self.together = self.size if self.doubt is None else _BATCHES_BEFORE_DOUBT * self.size
 
@@ -428,12 +448,13 @@ class MaskedCopies:
         """How many classes the model tells apart."""
         return self.base.classes
 
-    def _check(self, slack: float) -> None:
+    @torch.no_grad()
+    def check_company(self) -> None:
         """Answers may differ by a quarter of the slack: twice that is the change of a lead, of two logits."""
         if len(self.images):
             numbers = torch.arange(self.size, device=self.images.device)
             owner, mask = numbers % len(self.images), numbers % len(self.hidden)
-            self.base.check_company(self._shown(owner, mask, mask), slack / 4)
+            self.base.check_company(self._shown(owner, mask, mask), self.slack / 4)
 
     def _shown(self, owner: Numbers, first: Numbers, second: Numbers) -> Annotated[Tensor, "b c h w"]:
         hidden = self.hidden[first] | self.hidden[second]
