@@ -610,9 +610,10 @@ def test_a_model_that_draws_lots_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
-)  # the compiler's own
+@pytest.mark.filterwarnings(  # the compiler's own, of which the second is about what proofs leave off
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",
+    "ignore:TensorFloat32 tensor cores:UserWarning",
+)
 def test_a_compiled_model_says_the_same_up_to_rounding():
     spec = pc.models.ModelSpec("resnet18", 3, 16, 16, 4, filters=4)
     model = pc.models.build(spec, torch.Generator().manual_seed(0)).eval().cuda()

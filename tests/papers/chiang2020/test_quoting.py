@@ -176,6 +176,7 @@ def test_what_was_altered_is_made_again(forged):
         ("run cd50fe1e72720725 spread '2x2 square'", 0.115),
         ("run 5d80627705ab1ae2 seeds", 3),
         ("run c229aae437870b75 seeds", 1),
+        ("epoch 94223c7eec79c84b 12", 0.67),
         ("run a8c9528c646fcb8f seeds", 4),
         ("run a8c9528c646fcb8f seeds '2x2 square'", 3),  # one of the four was not certified against it
         ("superseded 22526a400f41b9e1 certified", 67.80),

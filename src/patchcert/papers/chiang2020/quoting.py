@@ -51,6 +51,7 @@ from patchcert.papers.chiang2020.view import (
     grid,
 )
 from patchcert.report.tables import Column, Table
+from patchcert.train.run_folder import Run
 from patchcert.train.toml import nearest
 from patchcert.work import parameter_count
 from patchcert.zoo.audit import whole_proof
@@ -369,6 +370,16 @@ def _run(sources: Sources, name: str, what: str, shape: str = "") -> float | Non
     return _share(_counts(_proofs_against(sources, run, threat)[question]), what)
 
 
+def _epoch(sources: Sources, name: str, number: str) -> float | None:
+    """How many seconds an epoch of a run took, by its training curve; epochs are counted from 0."""
+    run = next((each for each in sources.found.all() if each.path.name == name), None)
+    curve = [] if run is None else Run.open(run.path).metrics()
+    found = [row["seconds"] for row in curve if str(row["epoch"]) == number]
+    if not found:
+        raise InvalidInput(f"there is no run {name} with a curve that has epoch {number}")
+    return found[0]
+
+
 def _seeds_of(sources: Sources, run: ListedRun) -> tuple[ListedRun, ...]:
     """The run and those that are other seeds of it."""
     recipes = {each.path.name: recipe_key(each.spec) for each in sources.found.all()}
@@ -492,6 +503,7 @@ def _parameters(sources: Sources, model: str) -> float:
 _FIGURES: Mapping[str, Callable[..., Any]] = {
     "row": _row,
     "run": _run,
+    "epoch": _epoch,
     "superseded": _superseded,
     "card": _card,
     "json": lambda sources, file, path: _at(sources.read(file), path),
