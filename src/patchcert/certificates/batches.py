@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal, final, get_args
@@ -271,28 +271,48 @@ def _kind_of(images: Images) -> tuple[object, ...]:
 
 def _state_of(model: nn.Module) -> object:
     """What a recorded forward pass hangs on beside the numbers in its weights, which it reads anew: the layers, their
-    settings and hooks, and where tensors are."""
+    settings and hooks, and where tensors are. Of a model whose tensors are nowhere yet, equal to no other."""
     try:
         tensors = [_place_of(each) for each in (*model.parameters(), *model.buffers())]
-    except RuntimeError:  # of a tensor without a place of its own
+        # Scripted layers keep their mode elsewhere.
+        layers = [
+            (_Same(layer), type(layer), layer.training, _setting(vars(layer))) for layer in model.modules()
+        ]
+    except (RuntimeError, ValueError):
         return object()
-    return tensors, [
-        (id(layer), type(layer), *map(_setting, vars(layer).items())) for layer in model.modules()
-    ]
+    return tensors, layers
 
 
 def _place_of(tensor: Tensor) -> tuple[object, ...]:
     version = 0 if tensor.is_inference() else tensor._version
-    return id(tensor), tensor.data_ptr(), version, tensor.shape, tensor.dtype
+    return id(tensor), tensor.data_ptr(), version, tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _setting(named: tuple[str, object]) -> object:
-    """A plain value itself, the keys of a dict, such as hooks, and of anything else which one it is."""
-    name, value = named
+def _setting(value: object) -> object:
+    """A plain value itself, where a tensor is, all that lists and dicts hold, and of anything else which one it is."""
+    if isinstance(value, _PLAIN):
+        return value
     if isinstance(value, dict):
-        return name, list(value)
-    parts = value if isinstance(value, tuple) else (value,)
-    return name, value if all(isinstance(part, int | float | str) for part in parts) else id(value)
+        return [*map(_setting, value), *map(_setting, value.values())] if value else ()
+    if isinstance(value, list | tuple):
+        return [*map(_setting, value)]
+    if isinstance(value, Tensor):
+        return _place_of(value)
+    return _Same(value)
+
+
+_PLAIN = (int, float, str, type(None))
+
+
+@final
+@dataclass(frozen=True, eq=False, slots=True)
+class _Same:
+    """Equal to what holds the same object, which is kept: no other one gets its id meanwhile."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
 
 
 def neighbours(height: int, width: int) -> Annotated[Tensor, "_"]:
