@@ -81,7 +81,7 @@ def replace_layer(model):
     model.middle = nn.Tanh()
 
 
-class Negative(nn.ReLU):
+class Negative(nn.Module):
     def forward(self, values):
         return -values
 
@@ -170,7 +170,7 @@ def test_another_function_at_the_same_place_in_memory_is_another_one():
     model = Bent(lambda values: values)
     before = _state_of(model)
     for _ in range(20):
-        model.function = None
+        del model.function
         model.function = lambda values: -values
         assert _state_of(model) != before
 
@@ -279,6 +279,52 @@ def test_every_proof_tries_copies_in_other_company():
     model.looks.data += 1  # of which nothing but the answers tells
     with pytest.raises(ModelError, match="when others are in their batch"):
         classifier.certify(images, labels, THREAT)
+
+
+def test_copies_of_no_image_are_no_trial_in_other_company():
+    model = RemembersItsCompany()
+    model.looks += 1
+    classifier = masked(model)
+    assert len(classifier.predict(images_of(5)[:0])) == 0
+    with pytest.raises(ModelError, match="when others are in their batch"):
+        classifier.predict(images_of(5))
+
+
+READ = {"sharpness": 1.0}
+
+
+class ReadsAGlobal(nn.Module):
+    """Of which nothing in the model tells."""
+
+    def forward(self, images):
+        return images.flatten(1)[:, :3] * READ["sharpness"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_proof_is_about_the_model_as_it_is(device, monkeypatch):
+    """So are the predictions that follow it."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    images, labels = images_of(8, 1).to(device), torch.zeros(1, dtype=torch.long, device=device)
+    images[0, 0, 0, :3] = images.new_tensor([1.0, 0.5, 0.0])
+    corner = pc.Patch(1, [(5, 5)])
+    classifier = pc.DoubleMasking(ReadsAGlobal().eval(), corner, masks=1, batch_size=16)
+    assert classifier.certify(images, labels, corner).certified.all()
+    monkeypatch.setitem(READ, "sharpness", -1.0)
+    found = classifier.certify(images, labels, corner)
+    assert found.predictions.tolist() == classifier.predict(images).tolist() == [2]
+    assert not found.certified.any()
+
+
+def test_every_proof_has_batches_of_its_own():
+    classifier, images, labels = masked(Scaled()), images_of(5), torch.zeros(4, dtype=torch.long)
+    seen = []
+    for call in (classifier.predict, lambda images: classifier.certify(images, labels, THREAT)):
+        for _ in range(2):
+            call(images)
+            seen.append(classifier._prepared[0][1])
+    assert seen[0] is seen[1]
+    assert len({id(batches) for batches in seen}) == 3
 
 
 @pytest.mark.parametrize(

@@ -79,16 +79,17 @@ class BatchedClassifier(Classifier):
 
     @contextmanager
     def prepared(
-        self, images: Images, make: "Callable[[], FixedBatches]"
+        self, images: Images, make: "Callable[[], FixedBatches]", for_proof: bool
     ) -> "Iterator[tuple[FixedBatches, bool]]":
         """Batches for images like these, and whether they are new: those of an earlier call, if the model is as it was.
 
-        Nobody else has them meanwhile: a call from another thread makes its own.
+        Nobody else has them meanwhile: a call from another thread makes its own. For a proof they are always new, since
+        nothing tells of a change of what a model reads from elsewhere, such as a global.
         """
         asked, batches = (*_kind_of(images), _state_of(self.model)), None
         with suppress(IndexError):
             known, there = self._prepared.pop()
-            batches = there if known == asked else None
+            batches = there if known == asked and not for_proof else None
             del there  # and the memory of what does not fit, before more is asked for
         is_new = batches is None
         batches = make() if batches is None else batches
@@ -264,9 +265,10 @@ def _first_line(error: Exception) -> str:
 
 def _kind_of(images: Images) -> tuple[object, ...]:
     """What images must share to go through the same batches: work on another stream does not wait for theirs, and what
-    is made in inference mode cannot be changed outside of it."""
+    is made in inference mode cannot be changed outside of it. Of no images nothing is tried in other company."""
     stream = torch.cuda.current_stream(images.device).cuda_stream if images.is_cuda else 0
-    return images.shape[1:], images.dtype, images.device, stream, torch.is_inference_mode_enabled()
+    shape, mode = (len(images) > 0, *images.shape[1:]), torch.is_inference_mode_enabled()
+    return shape, images.dtype, images.device, stream, mode
 
 
 def _state_of(model: nn.Module) -> object:

@@ -173,11 +173,11 @@ class _Masked(BatchedClassifier):
 
     @contextmanager
     def copies(self, images: Images, for_proof: bool = False) -> "Iterator[MaskedCopies]":
-        """Copies of these images, shown to the model as it is; for a proof they are always tried in other company."""
+        """Copies of these images, shown to the model as it is, and tried in other company where batches are new."""
         images = images.to(weight_dtype(self.model, images.dtype))
-        with self.prepared(images, partial(self._batches, images)) as (batches, are_new):
+        with self.prepared(images, partial(self._batches, images), for_proof) as (batches, are_new):
             copies = MaskedCopies(self, images, batches)
-            if for_proof or are_new:
+            if are_new:
                 copies.check_company()
             yield copies
 
