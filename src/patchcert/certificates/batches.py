@@ -161,26 +161,32 @@ class FixedBatches:
         return self._output[: len(copies)].to(torch.float32, copy=True)
 
     def check_company(
-        self, copies: Images, tolerance: float, owner: Annotated[Tensor, "n"] | None = None
+        self,
+        copies: Images,
+        tolerance: float,
+        owner: Annotated[Tensor, "n"] | None = None,
+        asked: Callable[[Images], Logits] | None = None,
     ) -> None:
         """Raises where logits of the same copies differ by more than this share of the largest, when others are in
         their batch or they stand elsewhere in it.
 
         A few copies are asked among strangers, images of black and white pixels, and no others: what all in a batch
         share, such as its range, is then different. The largest is that of a copy's own logits, or of all copies of the
-        same image, where `owner` says whose they are.
+        same image, where `owner` says whose they are. Logits are those that are `asked` for, which may come from more
+        than one batch.
         """
+        asked = asked or self.logits
         copies = copies[: self.size]
         half = (len(copies) + 1) // 2
-        there = self.logits(copies)[:half]
+        there = asked(copies)[:half]
         most = largest(there)
         if owner is not None:
             own = owner[:half]
             most = torch.zeros_like(most).scatter_reduce(0, own, most, "amax")[own]
         few, blanks = min(_AMONG_STRANGERS, half), torch.zeros_like(copies[half:])
         strangers = _black_and_white(copies[few:])
-        among_strangers = self.logits(torch.cat([copies[:few], strangers]))[:few]
-        elsewhere = self.logits(torch.cat([blanks, copies[:half]]))[len(blanks) :]
+        among_strangers = asked(torch.cat([copies[:few], strangers]))[:few]
+        elsewhere = asked(torch.cat([blanks, copies[:half]]))[len(blanks) :]
         apart = distances(there, elsewhere).amax(dim=1)
         apart[:few] = torch.maximum(apart[:few], distances(there[:few], among_strangers).amax(dim=1))
         if bool((apart > tolerance * most).any()):

@@ -450,11 +450,20 @@ class MaskedCopies:
 
     @torch.no_grad()
     def check_company(self) -> None:
-        """Answers may differ by a quarter of the slack: twice that is the change of a lead, of two logits."""
+        """Answers may differ by a quarter of the slack: twice that is the change of a lead, of two logits.
+
+        So may the means that are asked in doubt, whose largest logit can be much smaller than that of either image.
+        """
         if len(self.images):
             numbers = torch.arange(self.size, device=self.images.device)
             owner, mask = numbers % len(self.images), numbers % len(self.hidden)
-            self.base.check_company(self._shown(owner, mask, mask), self.slack / 4)
+            copies = self._shown(owner, mask, mask)
+            self.base.check_company(copies, self.slack / 4)
+            if self.doubt is not None:
+                self.base.check_company(copies, self.slack / 4, asked=self._means)
+
+    def _means(self, copies: Images) -> Logits:
+        return (self.base.logits(copies) + self.base.logits(copies.flip(3))) / 2
 
     def _shown(self, owner: Numbers, first: Numbers, second: Numbers) -> Annotated[Tensor, "b c h w"]:
         hidden = self.hidden[first] | self.hidden[second]
