@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import patchcert as pc
-from patchcert.certificates.batches import _state_of
+from patchcert.certificates.batches import FixedBatches, _state_of
 from patchcert.errors import InvalidInput, ModelError
 
 THREAT = pc.Patch(2)
@@ -164,6 +164,20 @@ def test_every_change_of_a_model_is_seen(change):
     assert _state_of(model) == before
     change(model)
     assert _state_of(model) != before
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_a_compiled_model_that_has_changed_is_compiled_again(change):
+    model, images, logits = Scaled(), images_of(1), []
+    compiled = torch.compile(model, dynamic=False, backend="eager")
+    for _ in range(2):
+        for asked in (compiled, None):
+            logits.append(FixedBatches(model, images, 4, "float32", asked).logits(images))
+        change(model)
+    assert torch.allclose(logits[0], logits[1])
+    assert torch.allclose(logits[2], logits[3])
+    assert not torch.allclose(logits[1], logits[3])
 
 
 def test_another_function_at_the_same_place_in_memory_is_another_one():

@@ -1,7 +1,7 @@
 """A model as it is deployed on many copies of images: in one arithmetic, and always in batches of one shape."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from numbers import Real
@@ -134,7 +134,9 @@ class FixedBatches:
         check_independence(model)
         self.model, self.size = model if compiled is None else compiled, size
         self.precision: Precision = precision
-        self._kernels = place_by_place if by_place else nullcontext
+        self._kernels = nullcontext if compiled is None else _with_its_hooks
+        if by_place:
+            self._kernels = place_by_place
         self._input = _blanks(example, size)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output = self._first_answer()
@@ -259,6 +261,11 @@ class FixedBatches:
             torch.cuda.synchronize()
             return
         self._graph = graph
+
+
+def _with_its_hooks() -> AbstractContextManager[object]:
+    """What is compiled here is compiled again where hooks of the model have changed, which is not looked at else."""
+    return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
 
 
 _REFUSALS = (RuntimeError, AssertionError, ValueError)
