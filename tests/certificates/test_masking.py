@@ -462,6 +462,27 @@ def test_the_mirror_image_is_asked_in_doubt(kind):
     assert not torch.allclose(found.lead, always.lead)
 
 
+class IsNearlyOdd(nn.Module):
+    """Says the opposite of mirror images, but for little, of which its company moves more than a share."""
+
+    def forward(self, images):
+        own = images.flatten(1)[:, :3]
+        company = images.amax() * torch.tensor([1.0, 0.0, 0.0])
+        odd = (images[..., :2] - images[..., 2:]).sum(dim=(1, 2, 3))[:, None] * torch.tensor([1.0, 0.5, 0.0])
+        return 2**14 * odd + own + 2**-4 * company
+
+
+@pytest.mark.parametrize("settings", [{}, {"doubt": 0.5}])
+def test_means_of_two_images_are_tried_in_other_company_too(settings):
+    images = torch.rand(2, 1, 4, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [0.4, 0.4, 0, 0]
+    )
+    model = IsNearlyOdd().eval()
+    DoubleMasking(model, pc.Patch(1), masks=2).predict(images)
+    with pytest.raises(ModelError, match="when others are in their batch"):
+        DoubleMasking(model, pc.Patch(1), masks=2, mirrored=True, **settings).predict(images)
+
+
 class KnowsLeftFromRight(nn.Module):
     """Says one thing of images that are lighter on the left, and another of the others."""
 
@@ -519,8 +540,10 @@ def test_hardly_a_mirror_image_is_asked_of_copies_that_are_sure():
     image[..., :2] = 1.0
     counts = []
     for doubt in (None, 0.5):
+        masking = DoubleMasking(model, threat, masks=4, mirrored=True, doubt=doubt, batch_size=8)
+        masking.predict(image)  # which tries both ways of asking
         batches.clear()
-        DoubleMasking(model, threat, masks=4, mirrored=True, doubt=doubt, batch_size=8).predict(image)
+        masking.predict(image)
         counts.append(len(batches))
     assert counts[1] <= counts[0] / 2 + 1
 

@@ -171,7 +171,7 @@ class PartVotes(VoteClassifier):
         images = images.to(weight_dtype(self.model, images.dtype))
         views = self.views(*images.shape[2:]).to(images.device)
         each, found = len(views), list[Tensor]()
-        with self.prepared(images, partial(self._batches, images, views)) as (base, _):
+        with self.prepared(images, partial(self._batches, images, views), with_probe) as (base, _):
             if with_probe:
                 numbers = torch.arange(base.size, device=images.device)
                 owner = numbers // each % len(images)

@@ -1,8 +1,8 @@
 """A model as it is deployed on many copies of images: in one arithmetic, and always in batches of one shape."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import fields
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal, final, get_args
@@ -79,16 +79,17 @@ class BatchedClassifier(Classifier):
 
     @contextmanager
     def prepared(
-        self, images: Images, make: "Callable[[], FixedBatches]"
+        self, images: Images, make: "Callable[[], FixedBatches]", for_proof: bool
     ) -> "Iterator[tuple[FixedBatches, bool]]":
         """Batches for images like these, and whether they are new: those of an earlier call, if the model is as it was.
 
-        Nobody else has them meanwhile: a call from another thread makes its own.
+        Nobody else has them meanwhile: a call from another thread makes its own. For a proof they are always new, since
+        nothing tells of a change of what a model reads from elsewhere, such as a global.
         """
         asked, batches = (*_kind_of(images), _state_of(self.model)), None
         with suppress(IndexError):
             known, there = self._prepared.pop()
-            batches = there if known == asked else None
+            batches = there if known == asked and not for_proof else None
             del there  # and the memory of what does not fit, before more is asked for
         is_new = batches is None
         batches = make() if batches is None else batches
@@ -133,7 +134,9 @@ class FixedBatches:
         check_independence(model)
         self.model, self.size = model if compiled is None else compiled, size
         self.precision: Precision = precision
-        self._kernels = place_by_place if by_place else nullcontext
+        self._kernels = nullcontext if compiled is None else _with_its_hooks
+        if by_place:
+            self._kernels = place_by_place
         self._input = _blanks(example, size)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output = self._first_answer()
@@ -160,26 +163,32 @@ class FixedBatches:
         return self._output[: len(copies)].to(torch.float32, copy=True)
 
     def check_company(
-        self, copies: Images, tolerance: float, owner: Annotated[Tensor, "n"] | None = None
+        self,
+        copies: Images,
+        tolerance: float,
+        owner: Annotated[Tensor, "n"] | None = None,
+        asked: Callable[[Images], Logits] | None = None,
     ) -> None:
         """Raises where logits of the same copies differ by more than this share of the largest, when others are in
         their batch or they stand elsewhere in it.
 
         A few copies are asked among strangers, images of black and white pixels, and no others: what all in a batch
         share, such as its range, is then different. The largest is that of a copy's own logits, or of all copies of the
-        same image, where `owner` says whose they are.
+        same image, where `owner` says whose they are. Logits are those that are `asked` for, which may come from more
+        than one batch.
         """
+        asked = asked or self.logits
         copies = copies[: self.size]
         half = (len(copies) + 1) // 2
-        there = self.logits(copies)[:half]
+        there = asked(copies)[:half]
         most = largest(there)
         if owner is not None:
             own = owner[:half]
             most = torch.zeros_like(most).scatter_reduce(0, own, most, "amax")[own]
         few, blanks = min(_AMONG_STRANGERS, half), torch.zeros_like(copies[half:])
         strangers = _black_and_white(copies[few:])
-        among_strangers = self.logits(torch.cat([copies[:few], strangers]))[:few]
-        elsewhere = self.logits(torch.cat([blanks, copies[:half]]))[len(blanks) :]
+        among_strangers = asked(torch.cat([copies[:few], strangers]))[:few]
+        elsewhere = asked(torch.cat([blanks, copies[:half]]))[len(blanks) :]
         apart = distances(there, elsewhere).amax(dim=1)
         apart[:few] = torch.maximum(apart[:few], distances(there[:few], among_strangers).amax(dim=1))
         if bool((apart > tolerance * most).any()):
@@ -254,6 +263,11 @@ class FixedBatches:
         self._graph = graph
 
 
+def _with_its_hooks() -> AbstractContextManager[object]:
+    """What is compiled here is compiled again where hooks of the model have changed, which is not looked at else."""
+    return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+
+
 _REFUSALS = (RuntimeError, AssertionError, ValueError)
 """What layers raise where images do not fit; transformers assert the size of theirs, or say it with a ValueError."""
 
@@ -264,35 +278,56 @@ def _first_line(error: Exception) -> str:
 
 def _kind_of(images: Images) -> tuple[object, ...]:
     """What images must share to go through the same batches: work on another stream does not wait for theirs, and what
-    is made in inference mode cannot be changed outside of it."""
+    is made in inference mode cannot be changed outside of it. Of no images nothing is tried in other company."""
     stream = torch.cuda.current_stream(images.device).cuda_stream if images.is_cuda else 0
-    return images.shape[1:], images.dtype, images.device, stream, torch.is_inference_mode_enabled()
+    shape, mode = (len(images) > 0, *images.shape[1:]), torch.is_inference_mode_enabled()
+    return shape, images.dtype, images.device, stream, mode
 
 
 def _state_of(model: nn.Module) -> object:
     """What a recorded forward pass hangs on beside the numbers in its weights, which it reads anew: the layers, their
-    settings and hooks, and where tensors are."""
+    settings and hooks, and where tensors are. Of a model whose tensors are nowhere yet, equal to no other."""
     try:
         tensors = [_place_of(each) for each in (*model.parameters(), *model.buffers())]
-    except RuntimeError:  # of a tensor without a place of its own
+        # Scripted layers keep their mode elsewhere.
+        layers = [
+            (_Same(layer), type(layer), layer.training, _setting(vars(layer))) for layer in model.modules()
+        ]
+    except (RuntimeError, ValueError):
         return object()
-    return tensors, [
-        (id(layer), type(layer), *map(_setting, vars(layer).items())) for layer in model.modules()
-    ]
+    return tensors, layers
 
 
 def _place_of(tensor: Tensor) -> tuple[object, ...]:
     version = 0 if tensor.is_inference() else tensor._version
-    return id(tensor), tensor.data_ptr(), version, tensor.shape, tensor.dtype
+    return id(tensor), tensor.data_ptr(), version, tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _setting(named: tuple[str, object]) -> object:
-    """A plain value itself, the keys of a dict, such as hooks, and of anything else which one it is."""
-    name, value = named
+def _setting(value: object) -> object:
+    """A plain value itself, where a tensor is, all that lists and dicts hold, and of anything else which one it is."""
+    if isinstance(value, _PLAIN):
+        return value
     if isinstance(value, dict):
-        return name, list(value)
-    parts = value if isinstance(value, tuple) else (value,)
-    return name, value if all(isinstance(part, int | float | str) for part in parts) else id(value)
+        return [*map(_setting, value), *map(_setting, value.values())] if value else ()
+    if isinstance(value, list | tuple):
+        return [*map(_setting, value)]
+    if isinstance(value, Tensor):
+        return _place_of(value)
+    return _Same(value)
+
+
+_PLAIN = (int, float, str, type(None))
+
+
+@final
+@dataclass(frozen=True, eq=False, slots=True)
+class _Same:
+    """Equal to what holds the same object, which is kept: no other one gets its id meanwhile."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
 
 
 def neighbours(height: int, width: int) -> Annotated[Tensor, "_"]:

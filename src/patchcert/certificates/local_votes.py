@@ -290,7 +290,7 @@ class LocalVotes(VoteClassifier):
         """The scores of every cell, row by row; with a probe of whether they depend on the batch."""
         check_some(images)
         images = images.to(weight_dtype(self.model, images.dtype))
-        with self.prepared(images, partial(self._batches, images)) as (base, _):
+        with self.prepared(images, partial(self._batches, images), with_probe) as (base, _):
             if with_probe:
                 numbers = torch.arange(self.batch_size, device=images.device)
                 base.check_company(images[numbers % len(images)], self.needed_lead / 4)

@@ -173,11 +173,11 @@ class _Masked(BatchedClassifier):
 
     @contextmanager
     def copies(self, images: Images, for_proof: bool = False) -> "Iterator[MaskedCopies]":
-        """Copies of these images, shown to the model as it is; for a proof they are always tried in other company."""
+        """Copies of these images, shown to the model as it is, and tried in other company where batches are new."""
         images = images.to(weight_dtype(self.model, images.dtype))
-        with self.prepared(images, partial(self._batches, images)) as (batches, are_new):
+        with self.prepared(images, partial(self._batches, images), for_proof) as (batches, are_new):
             copies = MaskedCopies(self, images, batches)
-            if for_proof or are_new:
+            if are_new:
                 copies.check_company()
             yield copies
 
@@ -450,11 +450,20 @@ class MaskedCopies:
 
     @torch.no_grad()
     def check_company(self) -> None:
-        """Answers may differ by a quarter of the slack: twice that is the change of a lead, of two logits."""
+        """Answers may differ by a quarter of the slack: twice that is the change of a lead, of two logits.
+
+        So may the means that are asked in doubt, whose largest logit can be much smaller than that of either image.
+        """
         if len(self.images):
             numbers = torch.arange(self.size, device=self.images.device)
             owner, mask = numbers % len(self.images), numbers % len(self.hidden)
-            self.base.check_company(self._shown(owner, mask, mask), self.slack / 4)
+            copies = self._shown(owner, mask, mask)
+            self.base.check_company(copies, self.slack / 4)
+            if self.doubt is not None:
+                self.base.check_company(copies, self.slack / 4, asked=self._means)
+
+    def _means(self, copies: Images) -> Logits:
+        return (self.base.logits(copies) + self.base.logits(copies.flip(3))) / 2
 
     def _shown(self, owner: Numbers, first: Numbers, second: Numbers) -> Annotated[Tensor, "b c h w"]:
         hidden = self.hidden[first] | self.hidden[second]
