@@ -10,7 +10,8 @@ from torch import Generator, Tensor, nn
 from patchcert.bench.floor import seconds
 from patchcert.bench.measure import TEST_IMAGES, Machine
 from patchcert.certificates.batches import FixedBatches, Precision
-from patchcert.certificates.masking import DoubleMasking, MaskedCopies
+from patchcert.certificates.masked_copies import MaskedCopies
+from patchcert.certificates.masking import DoubleMasking
 from patchcert.models import ModelSpec, build
 from patchcert.models.imagenet import ResNet50
 from patchcert.threats import Patch

@@ -5,7 +5,7 @@ rules and their proofs.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property, partial
@@ -34,9 +34,17 @@ from patchcert.certificates.classifier import (
     Promise,
     first_row,
 )
+from patchcert.certificates.masked_copies import (
+    Answers,
+    MaskedCopies,
+    Mirrored,
+    Numbers,
+    copies_of_each,
+    fill_values,
+)
 from patchcert.errors import InvalidInput, InvalidThreat
 from patchcert.progress import Progress
-from patchcert.tensors import Images, Labels, Logits, PerImage
+from patchcert.tensors import Images, Labels, PerImage
 from patchcert.threats import Patch, Patches, threat_from_dict
 from patchcert.threats.masks import MaskSet, hidden_patch, masks_covering, masks_per_axis
 from patchcert.threats.patch import choices
@@ -44,12 +52,7 @@ from patchcert.threats.patch import choices
 _PIXELS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
 _BATCHES_AT_ONCE = 4
 """Full batches of pairs between two looks at which images can still be proven."""
-_BATCHES_BEFORE_DOUBT = 32
-"""Full batches of copies before the mirror images of those in doubt are asked, so that these fill batches too."""
 _PASSES_PER_BLOCK = {"cuda": 2**21, "cpu": 2**12}
-
-Numbers = Annotated[Tensor, "b"]
-"""One whole number for each of b copies: the image, or the mask."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class _Masked(BatchedClassifier):
 
         def copies(images: Images) -> Iterator[Tensor]:
             masks = self.mask_set(images.shape[2], images.shape[3]).hidden.to(images.device)
-            fill = _fill(self.fill, images.shape[1]).to(images)
+            fill = fill_values(self.fill, images.shape[1]).to(images)
             spread = torch.linspace(0, len(masks) - 1, 8).long()
             for second in (spread, spread.roll(4)):
                 for hidden in masks[spread] | masks[second]:
@@ -176,7 +179,8 @@ class _Masked(BatchedClassifier):
         """Copies of these images, shown to the model as it is, and tried in other company where batches are new."""
         images = images.to(weight_dtype(self.model, images.dtype))
         with self.prepared(images, partial(self._batches, images), for_proof) as (batches, are_new):
-            copies = MaskedCopies(self, images, batches)
+            masks, fill = self.mask_set(*images.shape[2:]), fill_values(self.fill, images.shape[1]).to(images)
+            copies = MaskedCopies(images, masks, fill, batches, self.needed_lead, self.doubt)
             if are_new:
                 copies.check_company()
             yield copies
@@ -363,7 +367,7 @@ class MaskedDetection(_Masked):
         """One for each mask, and one for the whole image."""
         return (len(self.mask_set(height, width).hidden) + 1) * self._passes_each
 
-    def _stays_confident(self, answers: "_Answers", classes: int) -> Annotated[Tensor, "n m"]:
+    def _stays_confident(self, answers: "Answers", classes: int) -> Annotated[Tensor, "n m"]:
         """Whether a confidence stays above the threshold when logits move within the slack.
 
         Where they move by half the slack times the largest, d, the odds keep exp(-2 d) of themselves at least. For each
@@ -373,192 +377,9 @@ class MaskedDetection(_Masked):
         confidence = (answers.odds - self.needed_lead * answers.largest).sigmoid()
         return confidence * (1 - (classes + 4) * 2.0**-22) > self.threshold
 
-    def _predictions(self, whole: Labels, singles: "_Answers") -> Labels:
+    def _predictions(self, whole: Labels, singles: "Answers") -> Labels:
         objects = (singles.said != whole[:, None]) & (singles.confidence > self.threshold)
         return torch.where(objects.any(dim=1), ABSTAINED, whole)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class _Answers:
-    """What the model says of copies: -1 where a logit is not finite, which is no class and leads nothing.
-
-    `largest` is the largest logit, whatever its sign, `lead` the share of it by which the image's label leads the best
-    other class, `confidence` the softmax of what is said, and `odds`, in float64, the logarithm of its odds.
-    """
-
-    said: Annotated[Tensor, "..."]
-    lead: Annotated[Tensor, "..."]
-    confidence: Annotated[Tensor, "..."]
-    odds: Annotated[Tensor, "..."]
-    largest: Annotated[Tensor, "..."]
-
-    @staticmethod
-    def of(logits: Logits, labels: Labels) -> "_Answers":
-        """What the logits of copies of images with these labels say."""
-        finite = logits.isfinite().all(dim=1)
-        own = logits.gather(1, labels[:, None])[:, 0]
-        others = logits.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
-        largest, said = logits.abs().amax(dim=1), logits.argmax(dim=1)
-        lead = (own - others) / largest
-        rest = logits.double().scatter(1, said[:, None], -torch.inf).logsumexp(dim=1)
-        return _Answers(
-            torch.where(finite, said, ABSTAINED),
-            torch.where(finite & ~lead.isnan(), lead, -torch.inf),
-            torch.where(finite, logits.softmax(dim=1).amax(dim=1), 0.0),
-            logits.amax(dim=1) - rest,
-            largest,
-        )
-
-    def settled(self, asked: Numbers, mean: "_Answers", by_mean: Tensor, either: Tensor) -> "_Answers":
-        """These, but for the copies with the numbers `asked` what the `mean` of two images says where it decides.
-
-        Where `either` may decide, the worse of both proves.
-        """
-        own = {name: column[asked] for name, column in vars(self).items()}
-        new = {name: torch.where(by_mean, getattr(mean, name), column) for name, column in own.items()}
-        for name, worse in (("lead", torch.minimum), ("odds", torch.minimum), ("largest", torch.maximum)):
-            new[name] = torch.where(either, worse(own[name], getattr(mean, name)), new[name])
-        return _Answers(*(column.index_copy(0, asked, new[name]) for name, column in vars(self).items()))
-
-    @staticmethod
-    def joined(parts: "Iterable[_Answers]", shape: tuple[int, ...]) -> "_Answers":
-        """All parts, as tensors of this shape."""
-        columns = zip(*(vars(part).values() for part in parts), strict=True)
-        return _Answers(*(torch.cat(column).reshape(shape) for column in columns))
-
-
-class MaskedCopies:
-    """Copies of images of which parts are hidden, shown to the model in batches of one shape."""
-
-    def __init__(self, settings: _Masked, images: Images, base: FixedBatches) -> None:
-        device, (_, channels, height, width) = images.device, images.shape
-        self.masks = settings.mask_set(height, width)
-        # The last one hides nothing.
-        self.hidden = torch.cat([self.masks.hidden, torch.zeros(1, height, width, dtype=torch.bool)]).to(
-            device
-        )
-        self.images, self.base, self.size = images, base, base.size
-        self.fill = _fill(settings.fill, channels).to(images)
-        self.doubt, self.slack = settings.doubt, settings.needed_lead
-        self.together = self.size if self.doubt is None else _BATCHES_BEFORE_DOUBT * self.size
-
-    @property
-    def classes(self) -> int:
-        """How many classes the model tells apart."""
-        return self.base.classes
-
-    @torch.no_grad()
-    def check_company(self) -> None:
-        """Answers may differ by a quarter of the slack: twice that is the change of a lead, of two logits.
-
-        So may the means that are asked in doubt, whose largest logit can be much smaller than that of either image.
-        """
-        if len(self.images):
-            numbers = torch.arange(self.size, device=self.images.device)
-            owner, mask = numbers % len(self.images), numbers % len(self.hidden)
-            copies = self._shown(owner, mask, mask)
-            self.base.check_company(copies, self.slack / 4)
-            if self.doubt is not None:
-                self.base.check_company(copies, self.slack / 4, asked=self._means)
-
-    def _means(self, copies: Images) -> Logits:
-        return (self.base.logits(copies) + self.base.logits(copies.flip(3))) / 2
-
-    def _shown(self, owner: Numbers, first: Numbers, second: Numbers) -> Annotated[Tensor, "b c h w"]:
-        hidden = self.hidden[first] | self.hidden[second]
-        return torch.where(hidden[:, None], self.fill, self.images[owner])
-
-    @torch.no_grad()
-    def look(
-        self, owner: Numbers, first: Numbers, second: Numbers, labels: Labels | None = None
-    ) -> Iterator[_Answers]:
-        """What the model says of each image under two masks, in parts of `together`; of no images one empty part."""
-        known = torch.zeros_like(owner) if labels is None else labels[owner]
-        parts = zip(*(each.split(self.together) for each in (owner, first, second, known)), strict=True)
-        for images, one, other, label in parts:
-            logits = self._logits(images, one, other)
-            answers = _Answers.of(logits, label)
-            yield (
-                answers if self.doubt is None else self._in_doubt(answers, logits, images, one, other, label)
-            )
-
-    def _logits(self, owner: Numbers, first: Numbers, second: Numbers, mirrored: bool = False) -> Logits:
-        batches = zip(*(each.split(self.size) for each in (owner, first, second)), strict=True)
-        copies = (self._shown(*batch) for batch in batches)
-        return torch.cat([self.base.logits(copy.flip(3) if mirrored else copy) for copy in copies])
-
-    def _in_doubt(
-        self,
-        answers: _Answers,
-        logits: Logits,
-        owner: Numbers,
-        first: Numbers,
-        second: Numbers,
-        label: Labels,
-    ) -> _Answers:
-        """The answers, but those of both images' mean where the best class leads by no more than the `doubt`.
-
-        A proof allows logits to move by half of the slack s times the largest. A lead L, a share of the largest, then
-        stays between (L - s) / (1 + s / 2) and (L + s) / (1 - s / 2): on its side of the doubt d if it is further than
-        s (1 + d / 2) away from it. Nearer to it both ways of asking have to prove.
-        """
-        assert self.doubt is not None
-        best, next_best = logits.topk(2, dim=1).values.unbind(dim=1)
-        lead = (best - next_best) / logits.abs().amax(dim=1)
-        room = self.slack * (1 + self.doubt / 2)
-        asked = (~(lead > self.doubt + room)).nonzero().flatten()  # NaN is asked, and says nothing either way
-        if not len(asked):
-            return answers
-        mirrored = self._logits(owner[asked], first[asked], second[asked], mirrored=True)
-        mean = _Answers.of((logits[asked] + mirrored) / 2, label[asked])
-        decided, either = lead[asked] > self.doubt, (lead[asked] - self.doubt).abs() <= room
-        return answers.settled(asked, mean, ~decided, either)
-
-    def whole_images(self) -> Labels:
-        """What the model says with nothing hidden."""
-        owner = torch.arange(len(self.images), device=self.images.device)
-        nothing = torch.full_like(owner, len(self.masks))
-        return _Answers.joined(self.look(owner, nothing, nothing), (len(owner),)).said
-
-    def singles(self, labels: Labels | None = None, progress: Progress | None = None) -> _Answers:
-        """What the model says of each image under each mask alone: tensors (n, m)."""
-        count, masks = len(self.images), len(self.masks)
-        owner = torch.arange(count, device=self.images.device).repeat_interleave(masks)
-        mask = torch.arange(masks, device=self.images.device).repeat(count)
-        parts = list[_Answers]()
-        for part in self.look(owner, mask, mask, labels):
-            parts.append(part)
-            if progress is not None:
-                progress(min(self.together * len(parts), count * masks) / masks, count)
-        return _Answers.joined(parts, (count, masks))
-
-    def predictions(self, said: Annotated[Tensor, "n m"], owners: Labels) -> Labels:
-        """What is predicted of images by number, where this is said of them under one mask."""
-        counts = torch.stack([(said == label).sum(dim=1) for label in range(ABSTAINED, self.classes)], dim=1)
-        frequent = counts.argmax(dim=1) + ABSTAINED
-        image, mask = (said != frequent[:, None]).nonzero().T
-        keep = self._is_unanimous(owners[image], mask, said[image, mask])
-        # Two masks that say different things with every second mask would say both of the copy under the two of them.
-        first = torch.full_like(frequent, said.shape[1])
-        first = first.scatter_reduce(0, image[keep], mask[keep], "amin")
-        known = torch.cat([said, frequent[:, None]], dim=1)
-        return known.gather(1, first[:, None])[:, 0]
-
-    def _is_unanimous(self, owner: Numbers, mask: Numbers, label: Numbers) -> Annotated[Tensor, "b"]:
-        """Whether the label under one mask comes out with every second mask too."""
-        is_unanimous = torch.ones_like(owner, dtype=torch.bool)
-        start, total = 0, len(self.masks)
-        while start < total and bool(is_unanimous.any()):
-            left = is_unanimous.nonzero().flatten()
-            seconds = torch.arange(
-                start, min(total, start + _share(self.together, len(left))), device=owner.device
-            )
-            who, second = left.repeat_interleave(len(seconds)), seconds.repeat(len(left))
-            said = torch.cat([part.said for part in self.look(owner[who], mask[who], second)])
-            is_unanimous[who[said != label[who]]] = False
-            start += len(seconds)
-        return is_unanimous
 
 
 class _Rows:
@@ -583,7 +404,7 @@ class _Rows:
         start, left = 0, self._left(covering, for_map)
         while start < len(self.pairs) and len(left):
             copies = max(_BATCHES_AT_ONCE * self.copies.size, self.copies.together)
-            chosen = order[left, start : start + _share(copies, len(left))]
+            chosen = order[left, start : start + copies_of_each(copies, len(left))]
             self._look(left, chosen, start)
             start += chosen.shape[1]
             left = self._left(covering, for_map)
@@ -639,35 +460,6 @@ class _Rows:
         self._weakest_lead = before.scatter_reduce(0, owner, lead, "amin")
         is_weakest = (lead == self._weakest_lead[owner]) & (lead < before[owner])
         self.weakest[owner[is_weakest]] = masks[is_weakest]
-
-
-class Mirrored(nn.Module):
-    """A model that is shown each image and its mirror image; its logits are their mean."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.training = model.training
-
-    def forward(self, images: Images) -> Logits:
-        """Half the sum of both."""
-        # First of the copy: a model may change the images that it is given.
-        return (self.model(images.flip(3)) + self.model(images)) / 2
-
-
-def _fill(fill: float | tuple[float, ...], channels: int) -> Annotated[Tensor, "1 c 1 1"]:
-    values = fill if isinstance(fill, tuple) else (fill,) * channels
-    if len(values) != channels:
-        raise InvalidInput(
-            f"fill has {len(values)} values, but images have {channels} channels",
-            hint="give one value for all channels, or one for each",
-        )
-    return torch.tensor(values)[None, :, None, None]
-
-
-def _share(copies: int, images: int) -> int:
-    """How many copies of each image make at most this many copies in all, so that no batch is nearly empty."""
-    return max(1, copies // max(images, 1))
 
 
 def _any_covering(
