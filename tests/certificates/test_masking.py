@@ -607,8 +607,14 @@ def test_models_that_assert_the_size_of_their_images_are_quoted(error, message):
         def forward(self, images):
             raise error
 
-    with pytest.raises((ModelError, InvalidInput), match=message):
-        DoubleMasking(Asserts().eval(), pc.Patch(1), masks=2).predict(torch.rand(2, 1, 4, 4))
+    model, images, labels = Asserts().eval(), torch.rand(2, 1, 4, 4), torch.zeros(2, dtype=torch.long)
+    for ask in (
+        lambda: DoubleMasking(model, pc.Patch(1), masks=2).predict(images),
+        lambda: pc.IntervalBounds(model).predict(images),
+        lambda: pc.PatchAttack(steps=1, restarts=1).run(model, images, labels, pc.Patch(1)),
+    ):
+        with pytest.raises((ModelError, InvalidInput), match=message):
+            ask()
 
 
 def test_weights_of_several_types_are_named_where_the_model_does_not_take_the_longest():

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from patchcert.bounds.rounding import fast_arithmetic, place_by_place, precise_arithmetic
-from patchcert.certificates.checks import check_independence, check_logits, check_module, float_weights
+from patchcert.certificates.checks import (
+    REFUSALS,
+    check_independence,
+    check_logits,
+    check_module,
+    does_not_take,
+    float_weights,
+)
 from patchcert.certificates.classifier import Classifier
 from patchcert.errors import InvalidInput, ModelError, PatchcertError
 from patchcert.tensors import Images, Logits
@@ -223,7 +230,7 @@ class FixedBatches:
             given, self._input = self._input, self._input.contiguous(memory_format=torch.channels_last)
             try:
                 return self._forward()
-            except _REFUSALS:  # a view of a map may exist in the other layout only
+            except REFUSALS:  # a view of a map may exist in the other layout only
                 self._input = given
         try:
             return self._forward()
@@ -231,7 +238,7 @@ class FixedBatches:
             raise _too_many(self._input, self.size) from error
         except PatchcertError:
             raise
-        except _REFUSALS as error:
+        except REFUSALS as error:
             hint = (
                 "check channels, height and width against the model's first layers; models that vote on bands or "
                 "blocks take one channel more than images have, those that vote on ablated images twice as many"
@@ -242,10 +249,7 @@ class FixedBatches:
                     f"weights and buffers are of {' and '.join(held)}, and images are given to the model in "
                     f"{self._input.dtype}, which holds all: bring them to one type, with model.float()"
                 )
-            raise ModelError(
-                f"the model does not take images of {tuple(self._input.shape[1:])}: {_first_line(error)}",
-                hint=hint,
-            ) from error
+            raise does_not_take(self._input, error, hint) from error
 
     def _capture(self) -> None:
         """Record the forward pass; a model that looks at values on the host cannot be recorded, and runs as it is."""
@@ -266,14 +270,6 @@ class FixedBatches:
 def _with_its_hooks() -> AbstractContextManager[object]:
     """What is compiled here is compiled again where hooks of the model have changed, which is not looked at else."""
     return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
-
-
-_REFUSALS = (RuntimeError, AssertionError, ValueError)
-"""What layers raise where images do not fit; transformers assert the size of theirs, or say it with a ValueError."""
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _kind_of(images: Images) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from patchcert.bounds import Interval, Network, Rounding
 from patchcert.bounds.network import Step
-from patchcert.errors import InvalidInput, InvalidThreat, ModelError
+from patchcert.errors import InvalidInput, InvalidThreat, ModelError, PatchcertError
 from patchcert.threats import AnyThreat, Patch, Patches, SparsePixels
 
 
@@ -321,7 +321,9 @@ def logits_as_given(model: nn.Module, images: Tensor) -> Tensor:
     """What the model says of images in their own type, which it must take as they are."""
     try:
         return _answer(model, images)
-    except RuntimeError as error:
+    except PatchcertError:
+        raise
+    except REFUSALS as error:
         logits_of(model, images)  # says what is wrong, unless it is their type alone
         own = next(iter(float_weights(model)), images).dtype
         raise InvalidInput(
@@ -336,11 +338,21 @@ def logits_of(model: nn.Module, images: Tensor) -> Tensor:
     batches = _batches(images.to(own.dtype))
     try:  # the answers of a model that torch.compile records as a graph last until it is asked again
         return torch.cat([_answer(model, batch).clone() for batch in batches])
-    except RuntimeError as error:
-        raise ModelError(
-            f"the model does not take images of {tuple(images.shape[1:])}: {str(error).splitlines()[0]}",
-            hint="check channels, height and width against the model's first layers",
-        ) from error
+    except PatchcertError:
+        raise
+    except REFUSALS as error:
+        hint = "check channels, height and width against the model's first layers"
+        raise does_not_take(images, error, hint) from error
+
+
+REFUSALS = (RuntimeError, AssertionError, ValueError)
+"""What layers raise where images do not fit; transformers assert the size of theirs, or say it with a ValueError."""
+
+
+def does_not_take(images: Tensor, error: Exception, hint: str) -> ModelError:
+    """What to say where a model raised one of the refusals."""
+    first = next(iter(str(error).splitlines()), type(error).__name__)
+    return ModelError(f"the model does not take images of {tuple(images.shape[1:])}: {first}", hint=hint)
 
 
 def _batches(images: Tensor) -> tuple[Tensor, ...]:
