@@ -218,7 +218,7 @@ class MaskedCopies:
         while start < total and bool(is_unanimous.any()):
             left = is_unanimous.nonzero().flatten()
             seconds = torch.arange(
-                start, min(total, start + copies_of_each(self.together, len(left))), device=owner.device
+                start, min(total, start + copies_of_each(self.size, len(left))), device=owner.device
             )
             who, second = left.repeat_interleave(len(seconds)), seconds.repeat(len(left))
             said = torch.cat([part.said for part in self.look(owner[who], mask[who], second)])

@@ -243,7 +243,7 @@ class DoubleMasking(_Masked):
     The masks are made for `threat`, one patch or several, and serve every threat that they cover.
     With `mirrored` a copy's logits are the mean of those of the copy and of its mirror image, at twice the cost; with
     `doubt` the mirror image is asked only where the class of the copy itself leads the next one by no more than this
-    share of its largest logit, which costs little more than the copies alone. With `compiled` a GPU carries the model
+    share of its largest logit, which costs less the surer the model is. With `compiled` a GPU carries the model
     out as torch.compile fuses its layers, which is faster and rounds otherwise.
 
     The proof is about the model as it is carried out here: in `precision`, in batches of one shape, and a copy counts
